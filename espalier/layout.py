@@ -158,16 +158,15 @@ class RoundLayout:
     """Sizes of rounds and prefill passes.
 
     max_batch: requests per round; steps, topk, num_draft_tokens: the configured tree (0, 1, 1: plain decoding);
-    page_size: rows per page; max_context: prompt and output of one request, in tokens; reentry: rows of a prefix hit
-    that are computed again, for the draft; chunk_size: rows of one prefill pass; trees: (n, shape), n ascending: rounds
-    of n or more requests use this shape, up to the next n; smaller rounds use the configured tree.  The configured tree
-    is the largest, and sets the size of the buffers; busy_chunk_size: rows of a prefill pass while running requests
-    wait for it; None for chunk_size; block_rows: rows of the one pass of a block draft; 0 for other drafts.  choices:
-    (n, shapes), n ascending from 1. Rounds of n or more requests, up to the next n, use one of these shapes instead of
-    `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if the engine does not
-    choose. text_paths, sent_paths: how many paths are merged into each tree, from the request's own text and from the
-    host's guesses. shared_rows, drafts, extends: as in TreeShape.
-    """
+    page_size: rows per page; max_context: prompt and output of one request, in tokens; num_recomputed_tokens: rows of a
+    prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass; trees: (n, shape), n
+    ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use the configured tree.
+    The configured tree is the largest, and sets the size of the buffers; busy_chunk_size: rows of a prefill pass while
+    running requests wait for it; None for chunk_size; block_rows: rows of the one pass of a block draft; 0 for other
+    drafts.  choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these
+    shapes instead of `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if
+    the engine does not choose.  text_paths, sent_paths: how many paths are merged into each tree, from the request's
+    own text and from the host's guesses.  shared_rows, drafts, extends: as in TreeShape."""
 
     max_batch: int
     steps: int
@@ -175,7 +174,7 @@ class RoundLayout:
     num_draft_tokens: int
     page_size: int
     max_context: int
-    reentry: int
+    num_recomputed_tokens: int
     chunk_size: int
     trees: tuple[tuple[int, TreeShape], ...] = ()
     busy_chunk_size: int | None = None
@@ -213,7 +212,7 @@ class RoundLayout:
 
     @property
     def has_draft_model(self) -> bool:
-        return self.reentry > 0 or self.block_rows > 0
+        return self.num_recomputed_tokens > 0 or self.block_rows > 0
 
     @property
     def without_draft(self) -> TreeShape:

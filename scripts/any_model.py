@@ -167,9 +167,9 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
     can_capture = config.probe_result is None or config.probe_result.can_capture
     draft = make_draft(folder / f"draft-{model_impl}", config) if can_capture else None
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 128}
-    capture = () if draft is None else read_draft(draft, config).spec.capture
+    capture = () if draft is None else read_draft(draft, config).spec.captured_layers
     plain = load_target(path, model_impl=model_impl, **how)
-    target = plain if draft is None else load_target(path, model_impl=model_impl, capture=capture, **how)
+    target = plain if draft is None else load_target(path, model_impl=model_impl, captured_layers=capture, **how)
     head = None if draft is None else load_draft(draft, target, **how)
     for kind, size in ((kind, size) for kind, sizes in runs.items() for size in sizes):
         if kind == "eagle3" and draft is None:

@@ -18,7 +18,7 @@ from espalier.grammar.schema import ANNOTATION_KEYWORDS, COMBINATORS, KEYWORDS_O
 from espalier.grammar.schema_values import MAX_ENUM_SIZE, MAX_MULTIPLE_OF
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.block import EDGE_KINDS
+from espalier.models.block import MARKOV_HEAD_TYPES
 from espalier.models.config import NEUTRAL_VALUES, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
@@ -273,7 +273,7 @@ which of them take FP8. A GPU needs compute capability 8.9.
 
 Refused by name: {drafts_not_built()}.
 
-The `markov_head_type` of a `dspark` draft may be any of {codes(EDGE_KINDS)}. `rnn` needs `sample_from_anchor`.
+The `markov_head_type` of a `dspark` draft may be any of {codes(MARKOV_HEAD_TYPES)}. `rnn` needs `sample_from_anchor`.
 
 An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
 config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the

@@ -44,7 +44,7 @@ REPLAYS, LEAST_GAIN = 4, 0.003
 # As the runs of scripts/gpu_runs.py.
 SETTINGS = MappingProxyType({"page_size": 64, "max_context": 33792})
 # Functions of dense.py that multiply by a plan.
-BY_PLAN = ("linear", "linear_parts", "linear_gated")
+BY_PLAN = ("linear", "linear_partial_sums", "linear_gated")
 
 # (format, rows, columns) of a weight: in a round, weights of one shape may be stored in two formats.
 Product = tuple[str, int, int]
@@ -67,7 +67,7 @@ def chosen(plans: Plans, rows: int, met: dict[Product, Met] | None = None) -> It
     def choose(weight: Matrix, count: int, plan: Any, is_gated: bool = False) -> Any:
         if count != rows:
             return plan
-        kind = quantised_plans.tuning_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
+        kind = quantised_plans.tuning_format_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
         product = kind, weight.shape[0], weight.shape[1]
         if met is not None:
             met[product] = Met(plan, weight, is_gated)

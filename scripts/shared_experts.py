@@ -23,7 +23,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats.dense import dense_weight
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 CALLS, TURNS = 8, 20
 
@@ -50,13 +50,16 @@ class Variant:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        engines_choice = experts.plan_for
+        engines_choice = experts.choose_experts_plan
 
-        def plan_for(*args: Any) -> ExpertsPlan:
+        def choose_experts_plan(*args: Any) -> ExpertsPlan:
             plan = engines_choice(*args)
             return replace(plan, gated=self.gated or plan.gated, down=self.down or plan.down)
 
-        with patch.object(experts, "plan_for", plan_for), patch.object(experts, "PREFETCHED_STEPS", self.steps):
+        with (
+            patch.object(experts, "choose_experts_plan", choose_experts_plan),
+            patch.object(experts, "PREFETCHED_STEPS", self.steps),
+        ):
             yield
 
 
@@ -77,7 +80,7 @@ def block(sizes: Sizes, variant: Variant, drawn: Sequence[Tensor]) -> MixtureMLP
     routing = Routing(sizes.num_experts, sizes.top_k)
     made = MixtureMLP(routing, router, None, gate_up, down, None if variant is NONE else shared)
     if variant is APART:
-        made.shared_tiles = None
+        made.shared_expert_tiles = None
     return made
 
 
@@ -96,7 +99,7 @@ def draw(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Tensor]
 
 def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tensor) -> Callable[[], object]:
     def body() -> object:
-        delta: Tensor | Unsummed = x
+        delta: Tensor | UnsummedOutput = x
         with variant.chosen():
             for call in range(CALLS):
                 block = blocks[call % len(blocks)]

@@ -113,8 +113,8 @@ def _loaded(
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
         return load_target(target_path, model_impl=model_impl, **how), None
-    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.capture
-    target = load_target(target_path, capture=capture, model_impl=model_impl, **how)
+    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.captured_layers
+    target = load_target(target_path, captured_layers=capture, model_impl=model_impl, **how)
     return target, load_draft(draft_path, target, **how)
 
 
@@ -152,7 +152,7 @@ class Setup:
     drafts: bool = True
 
     @property
-    def reentry(self) -> int:
+    def num_recomputed_tokens(self) -> int:
         return 0 if drafter_without_files(self.algorithm) else 1
 
     def plain(self) -> "Setup":
@@ -162,7 +162,7 @@ class Setup:
     def layout(self) -> RoundLayout:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
         tree = (self.steps, self.topk, nodes)
-        sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.reentry, self.chunk_size)
+        sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.num_recomputed_tokens, self.chunk_size)
         sources = {"text_paths": self.text_paths, "sent_paths": self.sent_paths}
         return RoundLayout(*sizes, trees=self.trees, **sources, shared_rows=self.shared_rows, drafts=self.drafts)
 

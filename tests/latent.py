@@ -48,7 +48,7 @@ class LatentAttention(AttentionBlock):
     def norm_input(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add_and_norm(delta, x)
 
-    def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
         q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]
         return p.write(layer, q, latent, p.rotation(self.rope), LatentFormat(self.norm, EPS), self.k_up)
 

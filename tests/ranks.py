@@ -166,8 +166,8 @@ def unplant_there(follower: Any) -> None:
 def models_of(target: Path, draft: Path | None, config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What a rank holds of the models in these directories."""
     how: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": config.layout.position_rows}
-    capture = () if draft is None else read_draft(draft, read_config(target)).spec.capture
-    loaded = load_target(target, capture=capture, shards=shards, **how)
+    capture = () if draft is None else read_draft(draft, read_config(target)).spec.captured_layers
+    loaded = load_target(target, captured_layers=capture, shards=shards, **how)
     return LoadedModels(
         config, loaded, None if draft is None else load_draft(draft, loaded, shards=shards, **how), shards
     )

@@ -39,7 +39,7 @@ class StateBlock:
         self.keeps = keeps
         self.inputs = Linear(dense_weight(drawn(keeps.channels, hidden)))
         self.gates = Linear(dense_weight(drawn(2 * keeps.heads, hidden)))
-        self.conv = ShortConv(drawn(keeps.channels, keeps.taps), drawn(keeps.channels), silu=bool(keeps.heads))
+        self.conv = ShortConv(drawn(keeps.channels, keeps.taps), drawn(keeps.channels), applies_silu=bool(keeps.heads))
         self.out = Linear(dense_weight(drawn(hidden, keeps.heads * keeps.v_size or keeps.channels)))
 
     def norm_input(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:

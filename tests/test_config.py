@@ -16,28 +16,28 @@ from espalier.errors import EspalierError, one_line
 from espalier.layout import PLAIN_TREE, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block import MASK_EMBEDDING
-from espalier.models.weight_files import WeightCount
+from espalier.models.weight_files import WeightSize
 from espalier.startup import load, resolve
 from espalier.startup.measure_memory import choose_max_batch
-from espalier.startup.resolve import StartupFacts, choose_algorithm, choose_device
-from espalier.startup.threads import ThreadFacts
+from espalier.startup.resolve import StartupInfo, choose_algorithm, choose_device
+from espalier.startup.threads import CpuThreadInfo
 from espalier.startup.tree_cost import PassWeights
 from tests.harness import directories
 
 CPU = torch.device("cpu")
-FACTS = StartupFacts(
+FACTS = StartupInfo(
     free_bytes=4 * 2**30,
-    weights=WeightCount(num_cast_values=10**7),
+    weights=WeightSize(num_cast_values=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
     layer_specs=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
     hidden_size=256,
     num_layers=16,
     chip=None,
-    threads=ThreadFacts(num_cores=4, num_current=4, is_set_by_environment=False),
+    threads=CpuThreadInfo(num_cores=4, num_current=4, is_set_by_environment=False),
     pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
-HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
+HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], num_modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_open():
     assert (config.device, config.dtype, config.overlap) == ("cpu", "float32", False)
     # What is logged, sent and written names the sizes as EngineConfig does.  max_pause_ms becomes busy_chunk_size.
     assert {f.name for f in fields(EngineConfig)} - {"speculation", "max_pause_ms"} <= set(values)
-    assert {"algorithm", "by_batch", "reentry", "block_rows", *asdict(layout.tree)} <= set(values)
+    assert {"algorithm", "by_batch", "num_recomputed_tokens", "block_rows", *asdict(layout.tree)} <= set(values)
     assert [line.split()[0] for line in config.as_text().splitlines()] == list(values)
 
 
@@ -234,7 +234,7 @@ def test_memory_that_holds_no_context_is_refused():
 def test_states_of_slots_take_a_share_of_memory_by_default(left, dtype):
     """What the user sets is taken as it is."""
     state = RecurrentState(taps=4, heads=32, k_heads=16, k_size=128, v_size=128)
-    facts = replace(FACTS, layer_specs=(LayerSpec(32, state),) * 3, weights=WeightCount(0), free_bytes=left)
+    facts = replace(FACTS, layer_specs=(LayerSpec(32, state),) * 3, weights=WeightSize(0), free_bytes=left)
     each = bytes_per_state(facts.layer_specs, getattr(torch, dtype))
     chosen = choose_max_batch(EngineConfig(), facts, getattr(torch, dtype), 128)
     assert 1 <= chosen <= 128 and (chosen == 1 or chosen * each <= left / 4)
@@ -245,7 +245,7 @@ def test_states_of_slots_take_a_share_of_memory_by_default(left, dtype):
 
 def test_weights_that_do_not_fit_are_named():
     """A smaller max_context would not help."""
-    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast_values=8 * 10**9))
+    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightSize(num_cast_values=8 * 10**9))
     with pytest.raises(
         EspalierError, match=r"weights in float32 \(29.8 GiB\) .* free memory \(16.0 GiB\); use a smaller dtype"
     ):

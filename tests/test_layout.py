@@ -15,7 +15,7 @@ SIZES = {
     "num_draft_tokens": 64,
     "page_size": 256,
     "max_context": 4096,
-    "reentry": 1,
+    "num_recomputed_tokens": 1,
     "chunk_size": 512,
 }
 

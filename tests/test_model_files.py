@@ -208,7 +208,9 @@ def test_no_value_of_a_config_takes_memory_or_raises_another_error(name: str, va
         capture = (
             None
             if draft is None
-            else load_target(target, **LOADING, capture=read_draft(draft, read_config(target)).spec.capture)
+            else load_target(
+                target, **LOADING, captured_layers=read_draft(draft, read_config(target)).spec.captured_layers
+            )
         )
         for place in fields(raw):
             for new in values:

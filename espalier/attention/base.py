@@ -19,7 +19,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix, empty_prefix, merge_results, staged_attention
-from espalier.kernels.ops.selection import IndexQueries, KVSplits, SelectedRows, scores_of, top_rows
+from espalier.kernels.ops.selection import IndexerQueries, KVSplits, SelectedRows, mark_top_rows, score_keys
 from espalier.kernels.state.kv_scales import KVScales
 
 
@@ -99,7 +99,7 @@ class AttentionPlan:
         """Returns `attend` over the committed rows alone; zeros for an empty prefix."""
         return self.attend_prefix(q, layer)[0]
 
-    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> Selection | None:
+    def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:
         """Returns the rows that each query attends to, at most the layer's topk; None for all visible rows.
 
         queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
@@ -107,15 +107,15 @@ class AttentionPlan:
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(
-        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, exists: Tensor
+        self, layer: int, queries: IndexerQueries, keys: Tensor, rows: Tensor, exists: Tensor
     ) -> SelectedMask:
         """Implements `select` in plain torch. rows [B, P]: rows of the pages; exists [B, P]: whether they exist."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
-        scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
+        scores = score_keys(queries, torch.cat((committed, keys[:, :, 0]), 1))
         seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible_rows(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
-        return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
+        return SelectedMask(mark_top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
 
     def kernel_inputs(
         self,

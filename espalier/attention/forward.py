@@ -17,7 +17,7 @@ from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
 from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
-from espalier.kernels.ops.selection import IndexQueries, IndexRows
+from espalier.kernels.ops.selection import IndexerInputs, IndexerQueries
 from espalier.kernels.ops.tree import gather_rows
 
 
@@ -172,10 +172,10 @@ class Pass:
         self._position_lookups: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
         # The index queries of a layer that chooses rows, until it attends, and the choice of the last such layer.
-        self._index_queries: IndexQueries | None = None
+        self._index_queries: IndexerQueries | None = None
         self._selection: Selection | None = None
 
-    def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
+    def write(self, layer: int, *values: Any, index: IndexerInputs | None = None) -> Tensor:
         """Writes a layer's new rows (K and V, or inputs of a state) to staging.  Returns the layer's queries.
 
         A layer that reads the rows of another layer writes nothing.
@@ -236,7 +236,7 @@ class Pass:
             q, weights = (
                 self._select_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
             )
-            self._selection = plan.select(self.layers[layer], IndexQueries(q, weights), planes[1])
+            self._selection = plan.select(self.layers[layer], IndexerQueries(q, weights), planes[1])
             self._index_queries = None
         elif kept is not None and self._selection is not None:
             self._selection = narrow_selection(self._selection, kept)

@@ -7,7 +7,7 @@ from espalier.attention.base import AttentionBackend, AttentionPlan, SelectedMas
 from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge_results
-from espalier.kernels.ops.selection import IndexQueries
+from espalier.kernels.ops.selection import IndexerQueries
 
 
 class ReferenceAttention(AttentionPlan):
@@ -19,7 +19,7 @@ class ReferenceAttention(AttentionPlan):
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
         return self._attend_masked(q, layer, mask)
 
-    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask:
+    def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask:
         _, exists, rows = self._position_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 

@@ -15,8 +15,8 @@ from espalier.attention.base import AttentionBackend, AttentionPlan, CommittedLe
 from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
-from espalier.kernels.ops.selection import IndexQueries
+from espalier.kernels.ops.attention import Nodes, Prefix, apply_softcap
+from espalier.kernels.ops.selection import IndexerQueries
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
@@ -73,7 +73,7 @@ class SdpaAttention(AttentionPlan):
         exists = self.prefix.contains(positions)
         return CommittedRows(positions, exists, self.pages.rows(self.prefix.page_table, positions, exists))
 
-    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask | None:
+    def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask | None:
         topk = self.specs[layer].topk
         if topk is not None and self.max_committed_rows + keys.shape[1] <= topk:
             return None
@@ -148,7 +148,7 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: floa
     PyTorch's function has no such bound.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
-    logits = soft_capped(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
+    logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)
 
 

@@ -36,8 +36,8 @@ from espalier.kernels.ops.attention import (
 from espalier.kernels.ops.selection import (
     MAX_INDEX_SIZE,
     MAX_TOPK,
-    IndexKeys,
-    IndexQueries,
+    IndexerKeys,
+    IndexerQueries,
     KVSplitPolicy,
     KVSplits,
     SelectedRows,
@@ -66,7 +66,7 @@ class TritonAttention(AttentionPlan):
         spec = self.specs[layer]
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
-    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
+    def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
         pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
         table, (batch, staged) = prefix.page_table, keys.shape[:2]
         columns = table.shape[1] * pages.page_size + staged
@@ -74,13 +74,13 @@ class TritonAttention(AttentionPlan):
         if columns <= topk:
             return None  # no request can have more rows than topk
         key_plane = pages.layers[layer][1]
-        committed = IndexKeys(key_plane, table, prefix.length, pages.page_size, prefix.first_position, keys)
+        committed = IndexerKeys(key_plane, table, prefix.length, pages.page_size, prefix.first_position, keys)
         bits = _ancestor_bits(self.nodes)
         step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
         parts = []
         for begin in range(0, max(queries.q.shape[1], 1), step):
             some = slice(begin, begin + step)
-            asking = IndexQueries(queries.q[:, some], queries.weights[:, some])
+            asking = IndexerQueries(queries.q[:, some], queries.weights[:, some])
             scores = index_scores.triton(asking, committed, bits[:, some])
             parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, topk))
         return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
@@ -116,7 +116,7 @@ class TritonAttention(AttentionPlan):
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
             return latent_attention.triton(inputs, partials)
         contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
-        return tree_attention.triton(inputs, self._partials(splits, spec, queries), contiguous=contiguous)
+        return tree_attention.triton(inputs, self._partials(splits, spec, queries), num_contiguous_blocks=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """Returns the splits for layers with this spec.
@@ -134,7 +134,7 @@ class TritonAttention(AttentionPlan):
 
     def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
         kv_heads = spec.cache_spec.kv_heads
-        return KVSplitPolicy.of(
+        return KVSplitPolicy.choose(
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.cache_spec.v_size, _is_wide_latent(spec)
         )
 

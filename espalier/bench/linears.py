@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.block import EDGE_PROJECTION_SIZES, BlockConfig, EdgeKind
+from espalier.models.block import MARKOV_PROJECTION_SIZES, BlockConfig, MarkovHeadType
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -122,17 +122,17 @@ class MTPSizes:
 @dataclass(frozen=True)
 class BlockSizes:
     """The sizes of a block draft.  layers: the sizes of all its layers.  rows: of its one pass over a block.
-    edge_rank, edge_kind: see BlockConfig."""
+    markov_rank, markov_head_type: see BlockConfig."""
 
     layers: "ModelShape"
     rows: int
-    edge_rank: int = 0
-    edge_kind: EdgeKind = "vanilla"
+    markov_rank: int = 0
+    markov_head_type: MarkovHeadType = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductRun, ...]":
         """Returns the products of a block draft's edges: first the block's hidden states, then one product for each
         depth. The first depth has one row, the root; other depths have topk rows.  All depths read the same weights."""
-        rank, (parts, inputs) = self.edge_rank, EDGE_PROJECTION_SIZES[self.edge_kind]
+        rank, (parts, inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
         runs = [ProductRun("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
         for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
@@ -308,7 +308,7 @@ class ModelShape:
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         queries = heads * latent.head_size
-        rows_of_down = (latent.q_rank or queries) + latent.row_size
+        rows_of_down = (latent.q_rank or queries) + latent.cache_row_size
         up = (
             ()
             if latent.q_rank is None
@@ -395,14 +395,14 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         )
     experts = None
     if config.experts is not None and config.experts.layers:
-        own, routing = config.experts, config.experts.routing
+        own, routing, size = config.experts, config.experts.routing, config.experts.intermediate_size
         is_plain = own.activation == SILU and not (own.has_biases or own.shared_has_bias or own.shared_gate_name)
         experts = ExpertSizes(
             len(own.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.num_matrices),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, size, own.activation.num_matrices),
             own.shared_size,
             own.shared_gate_name is not None,
-            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
+            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % size == 0,
             biases=own.has_biases,
             activation=own.activation,
         )
@@ -433,12 +433,13 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
     """Returns the target's sizes with the draft's sizes.  weights: the format of the draft's weights (ProductRun)."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
+        module = replace(module_sizes(draft), weights=weights, is_draft=True)
+        return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weights=weights, is_draft=True)
     if isinstance(draft, BlockConfig):
-        block = BlockSizes(layer, spec.block_rows, draft.edge_rank, draft.edge_kind)
-        return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
-    return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
+        block = BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)
+        return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.captured_layers), block=block)
+    return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.captured_layers), draft=layer)
 
 
 def shape_named(name: str, weights: str = DENSE, draft_weights: str = DENSE) -> ModelShape:

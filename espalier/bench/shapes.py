@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.models.config import ModelConfig, parse
+from espalier.models.config import ModelConfig, parse_config
 from espalier.models.draft import DraftConfig
 from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def target(self) -> ModelConfig:
-        return parse(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
+        return parse_config(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
 
     @property
     def draft_layer(self) -> dict[str, Any]:

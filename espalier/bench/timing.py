@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import ProductRun, Shape
-from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, plans_for_dense_weight
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.scaled_product import max_kernel_rows
 from espalier.kernels.ops.linear import linear, linear_quantised, quantise_rows
@@ -184,7 +184,12 @@ def multiply_by_library(x: InputRows, weight: Matrix) -> Tensor:
         assert isinstance(x, Tensor)
         return F.linear(x, weight)
     by_row = InputScales()
-    if weight.code == "fp8" and weight.row_block == 1 and weight.group >= weight.shape[1] and weight.inputs == by_row:
+    if (
+        weight.code == "fp8"
+        and weight.rows_per_scale == 1
+        and weight.group_size >= weight.shape[1]
+        and weight.input_scales == by_row
+    ):
         values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, by_row)
         return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
     return linear_quantised(x, weight, None)
@@ -195,9 +200,9 @@ def multiply_like_engine(x: InputRows, weight: Matrix) -> Tensor:
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
-    plans = dense_plans_for(weight)
+    plans = plans_for_dense_weight(weight)
     return (
         multiply_by_library(x, weight)
         if plans is None
-        else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))
+        else linear(x, weight, None, LINEAR_TUNING.plan_for_count(plans, len(x)))
     )

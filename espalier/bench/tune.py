@@ -46,10 +46,10 @@ from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.ops.linear import (
     linear,
     linear_gated,
-    linear_parts,
+    linear_partial_sums,
     linear_quantised,
     linear_quantised_gated,
-    linear_quantised_parts,
+    linear_quantised_partial_sums,
 )
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
@@ -166,7 +166,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
 
     # The table keeps the plans of buckets that are not measured now.
-    kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
+    kept = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEAR_TUNING.read_tables(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
@@ -200,7 +200,7 @@ def _weight_format(args: Namespace) -> str:
 
 def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
-    if weights == DENSE or not QUANTISERS[weights].only_experts:
+    if weights == DENSE or not QUANTISERS[weights].quantises_only_experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].group_sizes[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
@@ -267,7 +267,7 @@ class LinearTuner:
             return DENSE
         any_matrix = self.weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
         assert isinstance(any_matrix, QuantisedMatrix)
-        return quantised_plans.tuning_name(any_matrix)
+        return quantised_plans.tuning_format_name(any_matrix)
 
     def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
         """Measure each shape alone in the bucket of `rows`.  Shapes for which no time is left are not in the result."""
@@ -373,14 +373,14 @@ def _plan_product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = 
     """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
-        return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
+        return (linear_gated if gated else linear_partial_sums if parts else linear)(x, weight, None, plan)
     own = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
         activation = linear_quantised_gated(x, weight, None, own)
         assert isinstance(activation, Tensor)
         return activation
     if parts:
-        return linear_quantised_parts(x, weight, None, own)
+        return linear_quantised_partial_sums(x, weight, None, own)
     return linear_quantised(x, weight, None, own)
 
 
@@ -424,7 +424,8 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
         shape: tuple(
-            table.get((shape, rows), LINEAR_TUNING.plan_at(kept.get(shape, NO_PLANS), rows)) for rows in ROWS_BUCKETS
+            table.get((shape, rows), LINEAR_TUNING.plan_for_count(kept.get(shape, NO_PLANS), rows))
+            for rows in ROWS_BUCKETS
         )
         for shape in shapes
     }

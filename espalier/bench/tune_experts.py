@@ -158,7 +158,7 @@ class ExpertsTuner:
     def measure(self, shape: ExpertsShape, rows: Sequence[int] = MEASURED_ROWS) -> Iterator[list[MeasuredExperts]]:
         """Measure at each number of rows.  Yields the measurements of one bucket (ExpertsShape.bucket) at a time."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
-        for bucket, group in groupby(rows, shape.bucket):
+        for bucket, group in groupby(rows, shape.pairs_bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
             yield self._measure_bucket(bucket, calls, gate_up, down)
 
@@ -196,10 +196,13 @@ class ExpertsTuner:
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
         """Returns the µs of one product by plan, at each number of rows.  matrices: 2 for gate and up, 1 for down."""
-        from espalier.kernels.layers.experts import down_triton, gated_triton
-        from espalier.kernels.layers.experts_tiles import make_tiles
+        from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
+        from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
-        tiles = {each: [make_tiles(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
+        tiles = {
+            each: [make_expert_tiles(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids]
+            for each in calls
+        }
 
         def chain(each: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
             top_k = each.shape.top_k
@@ -207,9 +210,9 @@ class ExpertsTuner:
             def body() -> None:
                 for one in tiles[each][:num_calls]:
                     if matrices == 2:
-                        gated_triton(each.x, weight, one, top_k, plan)
+                        launch_gate_and_up(each.x, weight, one, top_k, plan)
                     else:
-                        down_triton(each.gated, weight, each.weights, one, plan)
+                        launch_down(each.gated, weight, each.weights, one, plan)
 
             return body
 
@@ -268,7 +271,9 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
         for shape in shapes:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
-            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, gpu_versions())
+            table = TuningTable(
+                tuner.chip, str(dtype).removeprefix("torch."), {shape.matrix_size: plans}, gpu_versions()
+            )
             EXPERTS_TUNING.write_table(path, table)
             rows += [_table_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
@@ -282,7 +287,7 @@ def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
         f"{shape.num_experts} x {shape.hidden_size} x {shape.inner_size}, {shape.top_k}",
         f"{measured.rows}",
         f"{measured.touched:.1f}",
-        f"{plan.rows}",
+        f"{plan.tile_rows}",
         *(f"{each.block_out}x{each.block_in}, {each.stages}, {each.warps}" for each in (plan.gated, plan.down)),
         f"{measured.us:.1f}",
         f"{measured.rule_us:.1f}",

@@ -21,8 +21,8 @@ from espalier.kernels.ops.rope import (
     write_latents,
     write_rows,
 )
-from espalier.kernels.ops.selection import IndexQueries, IndexRows, rotate_and_store_index
-from espalier.kernels.ops.states import ConvColumns, channels_in_order
+from espalier.kernels.ops.selection import IndexerInputs, IndexerQueries, rotate_and_store_index
+from espalier.kernels.ops.states import ConvColumns, ordered_conv_columns
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
@@ -148,9 +148,9 @@ class LatentKV:
         write_latents(q, k_up, out, latent, LatentDestination(rotation, form, rows, planes[0], scales))
         return out
 
-    def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:
+    def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexerInputs) -> IndexerQueries:
         """Norm and rotate new index keys, and write them to `rows` [N] of the plane.  Returns the index queries."""
-        return IndexQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
+        return IndexerQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class RecurrentState:
     @property
     def columns(self) -> ConvColumns:
         """The channels' columns in inputs that have all channels in order."""
-        return channels_in_order(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
+        return ordered_conv_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 CacheSpec = KVHeads | LatentKV | RecurrentState
@@ -284,7 +284,7 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
 
     def own(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):
-            return replace(cache_spec, kv_heads=len(shards.kv_heads(cache_spec.kv_heads)))
+            return replace(cache_spec, kv_heads=len(shards.kv_heads_part(cache_spec.kv_heads)))
         if shards.count > 1 and not isinstance(cache_spec, LatentKV):
             raise EspalierError(
                 f"tensor_parallel={shards.count} is not supported for layers that keep {cache_spec.kind}; use 1"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, group_layers
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     ConvColumns,
@@ -192,7 +192,7 @@ class PassStates:
         states, is_tree = self.table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
         # A tail holds sums of the partial inputs.
-        inputs = inputs if is_tree else sum_parts(inputs, states.conv_tail.dtype)
+        inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         follows = self.state_access.continues_previous if self.state_access.is_split else None
         rows = RowInputs(states.conv_tail, self.state_access.slots, self.parents, follows, width)

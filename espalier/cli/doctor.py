@@ -14,8 +14,8 @@ from espalier.bench import tune
 from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
+from espalier.models.declared_weights import possible_rank_counts
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.shard_sizes import possible_rank_counts
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_specs, describe_cache_size
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
-    drafts = specs_of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
+    drafts = specs_of_rank(checkpoint.spec.layer_specs, draft_shards(resolved.algorithm, shards))
     specs = cache_specs(
         specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
     )

@@ -145,9 +145,12 @@ def _rows_of_report(written: QuantiseReport, seconds: float) -> TableRows:
     ]
     for group, count in written.num_small_groups.items():
         rows.append([f"in groups of {group}", f"{count}: {GROUP_SIZES[0]} does not divide their columns"])
-    if written.dense:
+    if written.dense_names:
         rows.append(
-            ["not quantised", f"{len(written.dense)}: columns no multiple of {GROUP_SIZES[-1]}, as {written.dense[0]}"]
+            [
+                "not quantised",
+                f"{len(written.dense_names)}: columns no multiple of {GROUP_SIZES[-1]}, as {written.dense_names[0]}",
+            ]
         )
     return rows
 

@@ -39,7 +39,7 @@ from espalier.engine.launch_input import ALL_SAMPLING_FEATURES, LaunchInput, Req
 from espalier.engine.masks import AskBeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
-from espalier.kernels.ops.sampling import logprob_rows
+from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
@@ -357,7 +357,7 @@ class CudaExecutor:
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
-                prompt_logprobs = logprob_rows(*output.prompt_logprobs)
+                prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
         on_host = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
         return CudaLaunchHandle(self.results, host_entry, launch_input, on_host)
 

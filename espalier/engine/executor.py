@@ -19,7 +19,7 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskBeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
-from espalier.kernels.ops.sampling import logprob_rows
+from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import DraftGuide
@@ -259,7 +259,7 @@ class CpuExecutor:
     def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
         of_prompt = None if output is None else output.prompt_logprobs
-        prompt_logprobs = None if of_prompt is None else logprob_rows(*of_prompt)
+        prompt_logprobs = None if of_prompt is None else pack_logprob_rows(*of_prompt)
         return read_results(self.results.columns, self.results.ring[0, :batch].numpy(), prompt_logprobs, launch_input)
 
     def close(self) -> None:

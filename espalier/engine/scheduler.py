@@ -195,8 +195,8 @@ class Scheduler:
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows after the cached prefix read hidden states of the last cached rows, and pages hold none.  So
-        # the last `reentry` cached rows are computed again.
-        start = max(0, min(cached - self.layout.reentry, prefill_len - 1))
+        # the last `num_recomputed_tokens` cached rows are computed again.
+        start = max(0, min(cached - self.layout.num_recomputed_tokens, prefill_len - 1))
         if request.lacks_prompt_logprobs:
             # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))

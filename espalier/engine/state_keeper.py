@@ -92,7 +92,7 @@ class StateKeeper(NoStateKeeper):
         self.layout = layout
         self.prefix_tree = prefix_tree
         self.snapshots = snapshots
-        self.tokens_before_end = max(layout.reentry, 1)
+        self.tokens_before_end = max(layout.num_recomputed_tokens, 1)
         self.decode_interval, self.prompt_interval = DECODE_SNAPSHOT_INTERVAL, PROMPT_SNAPSHOT_INTERVAL
         self._by_request: dict[Request, RequestSnapshots] = {}
         self._pending_copies: list[tuple[int, int]] = []

@@ -83,10 +83,10 @@ def require_learnable(prepared: Prepared) -> str:
             f"({', '.join(DRAFT_KINDS)})"
         )
     read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.target_output == "captured" else 1)
-    if found.spec.target_output == "captured" and found.spec.capture != (known := captured_layers(read)):
+    if found.spec.target_output == "captured" and found.spec.captured_layers != (known := captured_layers(read)):
         raise EspalierError(
-            f"--learn cannot train {found.draft_path} further: it reads the target's layers {found.spec.capture}, and "
-            f"the trainer's drafts read {known}"
+            f"--learn cannot train {found.draft_path} further: it reads the target's layers "
+            f"{found.spec.captured_layers}, and the trainer's drafts read {known}"
         )
     _require_trainer_form(kind, found.draft_path)
     return kind

@@ -33,27 +33,27 @@ class Layer(Protocol):
 class ModelOutput:
     """The output of a target over the rows of a pass.
     hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
-    inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is captured,
-    it has as many rows as `hidden`."""
+    captured_inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is
+    captured, it has as many rows as `hidden`."""
 
     hidden: Tensor
-    inputs: tuple[Tensor, ...]
+    captured_inputs: tuple[Tensor, ...]
 
     @property
     def captured(self) -> Tensor | None:
-        """[B, Q, n·H]: `inputs`, concatenated."""
-        return torch.cat(self.inputs, -1) if self.inputs else None
+        """[B, Q, n·H]: `captured_inputs`, concatenated."""
+        return torch.cat(self.captured_inputs, -1) if self.captured_inputs else None
 
 
 class CausalLM(Protocol):
     """A loaded target model.  A draft that has no embedding or head uses the embedding or the head of its target.
     kv_scales: the FP8 scales of each layer's K and V; None for a layer whose scales the checkpoint does not have.
-    capture: the indices of the layers whose inputs each pass returns."""
+    captured_layers: the indices of the layers whose inputs each pass returns."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
     kv_scales: tuple[KVScales | None, ...]
-    capture: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     embed: Embedding
     head: Linear
 

@@ -17,8 +17,8 @@ from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
-from espalier.models.config import Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import DraftSpec, Edges, refuse_wrong_sizes
+from espalier.models.config import Json, ModelConfig, architecture_of, parse_config
+from espalier.models.draft import DraftSpec, EdgeScorer, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families.qwen import QWEN3
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -33,14 +33,14 @@ from espalier.models.weights import Weights
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  The head has one of
-# three types.  vanilla: it reads the parent token.  gated: it also reads the block's hidden state at this depth.  rnn:
-# it also reads all earlier tokens of the path.
-EdgeKind = Literal["vanilla", "gated", "rnn"]
-EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
+# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  A "vanilla" head reads
+# the parent token.  A "gated" head also reads the block's hidden state at this depth.  An "rnn" head also reads all
+# earlier tokens of the path.
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 # For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the
 # hidden state are not counted.
-EDGE_PROJECTION_SIZES: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
+MARKOV_PROJECTION_SIZES: Mapping[MarkovHeadType, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # The fields of dflash_config that the reader supports.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # A file in some drafts of z-lab.  Such drafts have a mask that is not a token of the vocabulary.
@@ -51,38 +51,38 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
-    layer: the config of the decoder layers.  If `spec.windows_from_root` is set, a window counts the context rows
+    layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, a window counts the context rows
     before the root.
-    edge_rank: the rank of the Markov head; 0 if there is none.  edge_kind: the head's markov_head_type."""
+    markov_rank: the rank of the Markov head; 0 if there is none.  markov_head_type: the head's markov_head_type."""
 
     layer: ModelConfig
     spec: DraftSpec
-    edge_rank: int = 0
-    edge_kind: EdgeKind = "vanilla"
+    markov_rank: int = 0
+    markov_head_type: MarkovHeadType = "vanilla"
 
 
 def make_block_spec(
     fields: DraftFields,
     layer: ModelConfig,
     first_proposing_row: int,
-    windows_from_root: bool = True,
+    windows_end_at_root: bool = True,
     **spec_fields: Any,
 ) -> DraftSpec:
     """Returns the spec of a block draft.
     fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
     the default algorithm and vocab_size."""
     rows, layers = fields.integer("block_size"), layer_specs_of(layer)
-    if windows_from_root:
+    if windows_end_at_root:
         # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},
-        layers=layers,
+        layer_specs=layers,
         block_rows=rows,
         max_steps=rows - first_proposing_row,
-        mask_token=fields.mask_token(layer.vocab_size),
+        mask_token_id=fields.mask_token(layer.vocab_size),
         first_proposing_row=first_proposing_row,
-        windows_from_root=windows_from_root,
+        windows_end_at_root=windows_end_at_root,
         target_output="captured",
         hidden_size=layer.hidden_size,
     )
@@ -120,11 +120,11 @@ def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockCon
         every = DraftFields({**every.raw, "target_layer_ids": ids}, fields.path)
     spec = make_block_spec(
         *(every, layer),
-        capture=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
+        captured_layers=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
         first_proposing_row=0 if is_deep_spec else 1,
-        causal=(causal,) * layer.num_layers,
+        is_causal_layer=(causal,) * layer.num_layers,
     )
-    return BlockConfig(layer, spec, *(_read_edge_fields(fields) if is_deep_spec else ()))
+    return BlockConfig(layer, spec, *(_read_markov_fields(fields) if is_deep_spec else ()))
 
 
 def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
@@ -134,14 +134,14 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
     slides_causally = not fields.is_set("sliding_window_non_causal")
     spec = make_block_spec(
         *(fields, layer),
-        capture=fields.target_layers("aux_hidden_state_layer_ids"),
+        captured_layers=fields.target_layers("aux_hidden_state_layer_ids"),
         first_proposing_row=0 if fields.is_set("sample_from_anchor", is_dspark) else 1,
-        causal=tuple(window is not None and slides_causally for window in layer.windows),
+        is_causal_layer=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=fields.draft_vocab(layer.vocab_size),
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _read_edge_fields(fields.with_defaults({"markov_rank": 256}))
+    rank, kind = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing_row:
         # In training, speculators updates the recurrent state with the root token twice: at the root's row and at depth
         # 1.
@@ -161,7 +161,7 @@ def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: i
         raise fields.error(
             f"a block draft's layers of model_type {declared!r} are not supported; supported: {supported}"
         )
-    layer = parse({"max_position_embeddings": target.max_position, **fields.raw}, QWEN3, fields.path)
+    layer = parse_config({"max_position_embeddings": target.max_position, **fields.raw}, QWEN3, fields.path)
     if target_hidden not in (None, layer.hidden_size):
         raise fields.error(
             f"target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, which "
@@ -178,19 +178,19 @@ def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _read_edge_fields(fields: DraftFields) -> tuple[int, EdgeKind]:
+def _read_markov_fields(fields: DraftFields) -> tuple[int, MarkovHeadType]:
     """Returns the rank and the type of the Markov head; the rank is 0 if there is no head."""
     rank = fields.integer("markov_rank", min_value=0) if fields.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
-    remedy = f"a draft whose Markov head is one of {', '.join(EDGE_KINDS)}"
-    return rank, fields.choice("markov_head_type", EDGE_KINDS, remedy)
+    remedy = f"a draft whose Markov head is one of {', '.join(MARKOV_HEAD_TYPES)}"
+    return rank, fields.choice("markov_head_type", MARKOV_HEAD_TYPES, remedy)
 
 
 def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFields:
     """Returns the fields of `dflash_config`, an object in the config.json of z-lab's drafts.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
-    own, path = fields.object("dflash_config"), fields.path
+    own, path = fields.nested_object("dflash_config"), fields.path
     for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):
             raise fields.error(
@@ -209,7 +209,7 @@ def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> Non
     refuse_wrong_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
     # The input of the final norm is not supported, because public implementations disagree about it: some apply the
     # norm, others do not.
-    outside = [layer for layer in config.spec.capture if not 0 <= layer < target.num_layers]
+    outside = [layer for layer in config.spec.captured_layers if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
             f"{path} fuses the input of layer {outside[0]} of its target, whose layers are 0 .. "
@@ -218,7 +218,7 @@ def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> Non
 
 
 @dataclass(frozen=True)
-class MarkovEdges:
+class MarkovHead:
     """DSpark's Markov head.  It scores a token given the parent token, by a product of two low-rank matrices.
 
     parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
@@ -232,7 +232,7 @@ class MarkovEdges:
     row_projection: Tensor | None = None
     is_recurrent: bool = False
 
-    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         projection = None
         if self.hidden_projection is not None and self.row_projection is not None:
             projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
@@ -244,7 +244,7 @@ class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
     fc, context_norm: compute the vector of a context row.  context_kv: the K and V projections of each layer, as views
     of the layer's stacked q, k and v weights.
-    d2t: see DraftModel.  edges: None if the draft has no Markov head."""
+    d2t: see DraftModel.  edge_scorer: None if the draft has no Markov head."""
 
     modules = ()
     has_experts = False
@@ -258,11 +258,11 @@ class BlockDraft:
     norm: RMSNorm
     head: Linear
     d2t: Tensor | None
-    edges: Edges | None
+    edge_scorer: EdgeScorer | None
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layers
+        self.layer_specs = self.spec.layer_specs
         q_rows = self.config.layer.heads * self.config.layer.head_size
         self.context_kv = [_attention_of(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
@@ -294,14 +294,14 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
     """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
     Raises EspalierError naming a weight that does not fit or is not used."""
     draft = BlockDraft(
-        **load_block_fields(weights, config, target, position_rows), edges=_load_markov_edges(weights, config)
+        **load_block_fields(weights, config, target, position_rows), edge_scorer=_load_markov_head(weights, config)
     )
     weights.require_all_used()
     return draft
 
 
 def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """Returns the fields of a BlockDraft, without `edges`."""
+    """Returns the fields of a BlockDraft, without `edge_scorer`."""
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
@@ -309,14 +309,14 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
         # The confidence head would decide when to stop drafting.  A tree ranks its paths by probability and needs no
         # such threshold.
         log.info("draft %s: its confidence head is not used", weights.path)
-        weights.ignore_prefixes(("confidence_head.",))
-    weights.ignore(["t2d"])
+        weights.allow_unused_prefixes(("confidence_head.",))
+    weights.allow_unused(["t2d"])
     rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
     return {
         "config": config,
         "rope": rope,
         "embed": embed,
-        "fc": weights.linear("", ("fc",), (hidden,), len(spec.capture) * hidden, bias=False),
+        "fc": weights.linear("", ("fc",), (hidden,), len(spec.captured_layers) * hidden, bias=False),
         "context_norm": weights.norm("hidden_norm", hidden, eps),
         "layers": [load_layer(weights, layer, f"layers.{i}.", i, rope) for i in range(layer.num_layers)],
         "norm": weights.norm("norm", hidden, eps),
@@ -325,21 +325,21 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     }
 
 
-def _load_markov_edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
-    rank, hidden, kind = config.edge_rank, config.layer.hidden_size, config.edge_kind
+def _load_markov_head(weights: Weights, config: BlockConfig) -> MarkovHead | None:
+    rank, hidden, kind = config.markov_rank, config.layer.hidden_size, config.markov_head_type
     if not rank:
         return None
     before = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
     after = weights.load_dense_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
     if kind == "vanilla":
-        return MarkovEdges(before, after)
+        return MarkovHead(before, after)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
-    parts, read = EDGE_PROJECTION_SIZES[kind]
+    parts, read = MARKOV_PROJECTION_SIZES[kind]
     whole = weights.load_dense_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.load(f"{name}.bias", parts * rank)
     hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
-    return MarkovEdges(
+    return MarkovHead(
         *(
             before,
             after,

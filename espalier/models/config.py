@@ -52,68 +52,54 @@ MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 # Fields that change the computation in a way that is not supported, each with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "attn_logit_softcapping": (None, 0, 0.0),
-    "final_logit_softcapping": (None, 0, 0.0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rotary_pct": (None, 1, 1.0),
-    "llama_4_scaling_beta": (None, 0, 0.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "query_pre_attn_scalar": (None,),
-    "num_experts": (None, 0),
+    **dict.fromkeys(
+        "attn_logit_softcapping final_logit_softcapping llama_4_scaling_beta moe_router_logit_softcapping".split(),
+        (None, 0, 0.0),
+    ),
+    **dict.fromkeys(
+        (
+            "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier logits_scaling logit_scale "
+            "routed_scaling_factor qk_scale_factor output_multiplier"
+        ).split(),
+        (None, 1, 1.0),
+    ),
+    **dict.fromkeys(
+        (
+            "attention_multiplier query_pre_attn_scalar layer_rope_theta num_attention_heads_per_layer "
+            "attention_chunk_size clip_qkv swiglu_limit swiglu_alpha index_topk"
+        ).split(),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts n_routed_experts n_shared_experts shared_expert_intermediate_size first_k_dense_replace "
+            "shared_intermediate_size num_nextn_predict_layers"
+        ).split(),
+        (None, 0),
+    ),
     "num_local_experts": (None, 0, 1),
-    "n_routed_experts": (None, 0),
-    "n_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "first_k_dense_replace": (None, 0),
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
-    "routed_scaling_factor": (None, 1, 1.0),
     "no_rope_layers": (None, []),
     "position_embedding_type": (None, "rope"),
-    "layer_rope_theta": (None,),
-    "num_attention_heads_per_layer": (None,),
-    "gating": (None, False),
-    "qk_scale_factor": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "shared_intermediate_size": (None, 0),
-    "moe_router_logit_softcapping": (None, 0, 0.0),
-    "moe_apply_router_weight_on_input": (None, False),
-    "attention_chunk_size": (None,),
-    "use_mrope": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "clip_qkv": (None,),
-    "num_nextn_predict_layers": (None, 0),
-    "swiglu_limit": (None,),
-    "swiglu_alpha": (None,),
-    "attn_output_gate": (None, False),
-    "index_topk": (None,),
+    **dict.fromkeys(
+        "gating moe_apply_router_weight_on_input use_mrope use_bidirectional_attention attn_output_gate".split(),
+        (None, False),
+    ),
 }
 # The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted.
-INERT_FIELDS = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "attention_dropout",
-    "dtype",
-    "torch_dtype",
-    "initializer_range",
-    "pretraining_tp",
-    "transformers_version",
-    "use_cache",
-)
+IGNORED_FIELDS = (
+    "architectures bos_token_id eos_token_id pad_token_id attention_dropout dtype torch_dtype initializer_range "
+    "pretraining_tp transformers_version use_cache"
+).split()
 
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family.  Each family file makes one or more.  If not stated otherwise, functions
-    take the completed config: config.json with `defaults` for missing fields.
+    """The declaration of one model family.  Each family file makes one or more.  Functions take the completed config
+    (config.json with `defaults` for missing fields), if not stated otherwise.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
@@ -121,7 +107,7 @@ class Family:
     windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
     included; by default, None for all layers.
     qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
-    wide_qk_norm: whether one norm covers all heads of q, and another all heads of k.
+    qk_norm_over_all_heads: whether one norm covers all heads of q, and another all heads of k.
     layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
     norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
@@ -131,7 +117,7 @@ class Family:
     residual_scale: the factor of each block's output before it is added to the residual.
     logit_scale: the factor of logits, before the soft cap.
     layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
-    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers use the config's.
+    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers have the config's RoPE.
     load_embedding: loads the token embedding; None for a table of vocab_size rows.
     load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
     load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
@@ -160,7 +146,7 @@ class Family:
     out_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
     windows: Callable[[Json], LayerWindows] = lambda fields: no_windows(fields)
     qk_norm: bool | str = False
-    wide_qk_norm: bool = False
+    qk_norm_over_all_heads: bool = False
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
@@ -261,7 +247,7 @@ def architecture_of(raw: Json) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def parse(
+def parse_config(
     raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
@@ -272,10 +258,9 @@ def parse(
 def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
     raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
+    known = {*raw, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
-    # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
-    # code.
+    # If the config has rope_scaling, transformers ignores the family's default rope_parameters, and so does this code.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_field_types(fields)
@@ -436,7 +421,7 @@ def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
 def _read_experts(fields: Json, family: Family) -> Experts | None:
     experts = family.experts(fields)
     if experts is not None:
-        for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
+        for name, value, least in (("size", experts.intermediate_size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
                     f"experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "

@@ -9,7 +9,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
-from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, type_of_rope, with_rope_type
+from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, rope_type_of, with_rope_type
 
 # The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
 # of the rotary tables.
@@ -81,9 +81,9 @@ def require_field_types(fields: Json) -> None:
 def positive_number(fields: Json, name: str) -> float:
     """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
     value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+    if not _is_positive(value):
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
-    return float(value)
+    return float(fields[name])
 
 
 def require_counts(fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
@@ -106,7 +106,7 @@ def rotated_size(fields: Json, head_size: int) -> int:
 
     For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0.
     """
-    if type_of_rope(fields) == "proportional":
+    if rope_type_of(fields) == "proportional":
         return head_size
     share = fields.get("partial_rotary_factor")
     size = head_size if share is None else int(head_size * share) if _is_number(share) else 0

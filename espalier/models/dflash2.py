@@ -30,7 +30,7 @@ from espalier.models.block import (
 from espalier.models.config import Json, ModelConfig
 from espalier.models.draft_parts import DraftFields
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, PlainNorm, cap_logits
+from espalier.models.layers.decoder import DecoderLayer, PlainNormReader, cap_logits
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
@@ -85,11 +85,11 @@ def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2C
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = make_block_spec(
         *(fields, layer),
-        capture=tuple(k + 1 for k in fields.target_layers("target_layer_ids")),
+        captured_layers=tuple(k + 1 for k in fields.target_layers("target_layer_ids")),
         first_proposing_row=1,
-        causal=causal,
+        is_causal_layer=causal,
         algorithm="dflash2",
-        windows_from_root=False,
+        windows_end_at_root=False,
     )
     for window, in_order in zip(layer.windows, causal, strict=True):
         if window is not None and window < spec.block_rows and not in_order:
@@ -142,7 +142,7 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer: of its input (first in both tensors) and of its output (second).
+    """The two convolutions of a sublayer.  Index 0 of both tensors convolves the sublayer's input, index 1 its output.
     base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
     projection that computes additional coefficients for each row, one for each tap and group of channels."""
 
@@ -185,16 +185,18 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        rows, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
-        q = self.attention.write(self.index, rows, p)
+        rows, coefficients = self.attention_conv.convolve_input(
+            s.add_and_norm(self.attention_norm, PlainNormReader), width
+        )
+        q = self.attention.write_kv(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), width)
         s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], width))
 
 
 @dataclass(frozen=True)
-class Selector:
+class CandidateSelector:
     """The candidate selector.  parent_codebook, token_codebook: [V, rank]; topk: how many tokens of a depth the
     selector scores."""
 
@@ -203,7 +205,7 @@ class Selector:
     project: Linear
     topk: int
 
-    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         # Any choice among equal logits is correct, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.token_codebook[ids] * self.project(hidden)[:, :, None]
@@ -233,13 +235,13 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
         weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
-    selector = Selector(before, after, project, config.selector_topk)
+    selector = CandidateSelector(before, after, project, config.selector_topk)
     parts = load_block_fields(weights, config, target, position_rows)
     parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
     parts["layers"] = [
         ConvolvedLayer(layer, *(conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
         for layer in parts["layers"]
     ]
-    draft = DFlash2Draft(**parts, edges=selector)
+    draft = DFlash2Draft(**parts, edge_scorer=selector)
     weights.require_all_used()
     return draft

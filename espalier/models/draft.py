@@ -19,8 +19,8 @@ from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
-# The type of DraftSpec.form.
-HiddenForm = Literal["chain", "target"]
+# The type of DraftSpec.hidden_source.
+HiddenSource = Literal["chain", "target"]
 # Each module reads tokens of the preceding piece of the prompt, so a piece has at least as many tokens as there are
 # modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
@@ -31,23 +31,26 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the value of the user's setting `algorithm`.
-    layers: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
-    modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module l
-    proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
+    layer_specs: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
+    num_modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module
+    l proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
     max_steps: the largest depth of a tree: the number of levels that this pass proposes; None for no limit.
-    mask_token: the input token of all rows of this pass, except the root's row.
+    mask_token_id: the input token of all rows of this pass, except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
-    causal: for each layer of a block draft, whether a block row does not attend to later block rows.
-    windows_from_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of each
-    row ends at that row.
-    form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
-    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are equal.
+    is_causal_layer: for each layer of a block draft, whether a block row does not attend to later block rows.
+    windows_end_at_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of
+    each row ends at that row.
+    hidden_source: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at
+    token q - 1, where module 0 is the target; "target": the target's hidden state at token q - k.  With one module,
+    both are equal.
     target_output: the field of the target's ModelOutput that the draft reads.  "captured": the concatenated inputs of
-    the layers `capture`; "hidden": the last hidden state after the final norm; None if the draft reads no field.
-    capture: indices of target layers whose inputs the draft reads; the index num_layers stands for the final norm.
+    the layers `captured_layers`; "hidden": the last hidden state after the final norm; None if the draft reads no
+    field.
+    captured_layers: indices of target layers whose inputs the draft reads; the index num_layers stands for the final
+    norm.
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
@@ -55,56 +58,57 @@ class DraftSpec:
     """
 
     algorithm: str
-    layers: tuple[LayerSpec, ...] = ()
-    modules: int = 0
+    layer_specs: tuple[LayerSpec, ...] = ()
+    num_modules: int = 0
     block_rows: int = 0
     max_steps: int | None = None
-    mask_token: int = 0
+    mask_token_id: int = 0
     first_proposing_row: int = 0
-    causal: tuple[bool, ...] = ()
-    windows_from_root: bool = True
-    form: HiddenForm = "chain"
+    is_causal_layer: tuple[bool, ...] = ()
+    windows_end_at_root: bool = True
+    hidden_source: HiddenSource = "chain"
     target_output: Literal["captured", "hidden"] | None = None
-    capture: tuple[int, ...] = ()
+    captured_layers: tuple[int, ...] = ()
     hidden_size: int = 0
     vocab_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_rows and not self.modules:
+        if self.block_rows and not self.num_modules:
             return
-        divided = len(self.layers) % self.modules == 0 if self.modules else not self.layers
-        if not divided or not 0 <= self.modules <= MAX_MODULES or bool(self.layers) != bool(self.modules):
+        divided = len(self.layer_specs) % self.num_modules == 0 if self.num_modules else not self.layer_specs
+        if not divided or not 0 <= self.num_modules <= MAX_MODULES or bool(self.layer_specs) != bool(self.num_modules):
             raise EspalierError(
-                f"a draft of {len(self.layers)} layers in {self.modules} modules is not supported; use 1 to "
+                f"a draft of {len(self.layer_specs)} layers in {self.num_modules} modules is not supported; use 1 to "
                 f"{MAX_MODULES} modules with equally many layers"
             )
 
     @property
-    def reentry(self) -> int:
+    def num_recomputed_tokens(self) -> int:
         """The number of tokens of a cached prefix that the target computes again.
         Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
-        states.  So after a prefix hit of m tokens, the target computes its rows from m - reentry on.  (Rows 0 .. k-1 of
-        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token."""
-        return self.modules
+        states.  So after a prefix hit of m tokens, the target computes its rows from m - num_recomputed_tokens on.
+        (Rows 0 .. k-1 of module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of
+        the same token."""
+        return self.num_modules
 
     @property
-    def root_rows(self) -> int:
+    def num_root_rows(self) -> int:
         """The number of committed draft rows that belong to the root: 0 or 1.
         The number is 1 if the root's row is computed from the feature of the token before the root.  It is 0 for a
         block draft without modules, because each of its rows is computed from the feature of its own token."""
-        return 0 if self.block_rows and not self.modules else 1
+        return 0 if self.block_rows and not self.num_modules else 1
 
     @property
-    def carried_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def slot_tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
         the token after the root."""
-        names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
+        names = ["hidden", *(f"feed{k}" for k in range(2, self.num_modules + 1))] if self.num_modules else []
         return dict.fromkeys(names, (self.hidden_size,))
 
     @property
     def layers_per_module(self) -> int:
-        return len(self.layers) // self.modules if self.modules else 0
+        return len(self.layer_specs) // self.num_modules if self.num_modules else 0
 
 
 class DraftConfig(Protocol):
@@ -152,8 +156,8 @@ class DraftModule(Protocol):
 
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
-    modules: the `spec.modules` modules, in order.
-    has_experts: whether the model has experts.  If it has, no expert may compute padding rows.
+    modules: the `spec.num_modules` modules, in order.
+    has_experts: whether the model has experts.  Experts must not compute padding rows.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 
     spec: DraftSpec
@@ -172,10 +176,10 @@ class DraftModel(Protocol):
         ...
 
 
-class Edges(Protocol):
+class EdgeScorer(Protocol):
     """The part of a block draft that scores a token given its parent (DSpark's Markov head, DFlash 2's selector)."""
 
-    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
         logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.  hidden: [B,
         S, H], the inputs of the lm_head."""
@@ -188,10 +192,10 @@ class BlockModel(DraftModel, Protocol):
     The rows of a block are the root and mask tokens at the next positions.  They attend to one another and to context
     rows.  Each token before the root has one context row.  Context rows are kept in pages; block rows are not.
 
-    edges: scores that depend on the parent token; None if the draft has no such scores.
+    edge_scorer: scores that depend on the parent token; None if the draft has no such scores.
     """
 
-    edges: Edges | None
+    edge_scorer: EdgeScorer | None
 
     def __call__(self, p: Pass) -> Tensor:
         """Computes the rows of a block.  Returns the input of the lm_head, [B, Q, H]."""

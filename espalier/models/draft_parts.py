@@ -1,7 +1,7 @@
 """Code that several draft formats share: reading single fields of config.json, and loading common weights.
 
 The common weights are the embedding, the head and the table of target ids.  A draft may use the embedding and the head
-of its target.  The reader of each format checks that fields fit together.
+of its target.  The modules of the formats check that the fields fit together.
 """
 
 import logging
@@ -132,7 +132,7 @@ class DraftFields:
     def is_set(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
-    def object(self, name: str) -> "DraftFields":
+    def nested_object(self, name: str) -> "DraftFields":
         """Returns the fields of the nested object `name`; no fields if the object is null or missing."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
@@ -142,7 +142,7 @@ class DraftFields:
     def layer_config(self) -> dict[str, Any]:
         """Returns the config of the draft's layers in the format of speculators: the object transformer_layer_config,
         and the fields at the top level that describe quantised weights."""
-        return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
+        return {**self.nested_object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
     def integer(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
         value = self.raw.get(name)

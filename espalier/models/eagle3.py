@@ -23,7 +23,7 @@ from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse_config
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families import FAMILIES
@@ -47,7 +47,7 @@ ARCHITECTURES = (
 # Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
 # Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
-INPUT_ID_TARGETS = (V2.architecture, V3.architecture)
+TARGETS_WITH_INPUT_LAYER_IDS = (V2.architecture, V3.architecture)
 EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
@@ -72,7 +72,7 @@ class Eagle3Config:
 def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    config = read_eagle_head(path, raw, target, INPUT_ID_TARGETS)
+    config = read_eagle_head(path, raw, target, TARGETS_WITH_INPUT_LAYER_IDS)
     if config.layer.num_layers != 1:
         raise DraftFields(raw, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
@@ -82,22 +82,24 @@ def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def read_eagle_head(path: Path, raw: Json, target: ModelConfig, input_id_targets: Sequence[str] | None) -> Eagle3Config:
+def read_eagle_head(
+    path: Path, raw: Json, target: ModelConfig, targets_with_input_layer_ids: Sequence[str] | None
+) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-    input_id_targets: the target architectures whose eagle_config lists layers by input; None for all."""
+    targets_with_input_layer_ids: the target architectures whose eagle_config lists layers by input; None for all."""
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
-    eagle = fields.object("eagle_config")
+    eagle = fields.nested_object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
     # experts.
-    layer = parse({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
+    layer = parse_config({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
-        layers=layer_specs_of(layer),
-        modules=1,
+        layer_specs=layer_specs_of(layer),
+        num_modules=1,
         target_output="captured",
-        capture=_captured_layers(fields, eagle, target, input_id_targets),
+        captured_layers=_captured_layers(fields, eagle, target, targets_with_input_layer_ids),
         hidden_size=layer.hidden_size,
         vocab_size=fields.draft_vocab(layer.vocab_size),
     )
@@ -151,7 +153,10 @@ def _layer_family(flat_fields: DraftFields) -> Family:
 
 
 def _captured_layers(
-    fields: DraftFields, eagle_fields: DraftFields, target: ModelConfig, input_id_targets: Sequence[str] | None
+    fields: DraftFields,
+    eagle_fields: DraftFields,
+    target: ModelConfig,
+    targets_with_input_layer_ids: Sequence[str] | None,
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
@@ -171,7 +176,9 @@ def _captured_layers(
         ids = fields.target_layers(name)
     elif eagle_fields.get(name):
         ids = eagle_fields.target_layers(name)
-        is_input = input_id_targets is None or (target.architecture in input_id_targets and ids[0] != 1)
+        is_input = targets_with_input_layer_ids is None or (
+            target.architecture in targets_with_input_layer_ids and ids[0] != 1
+        )
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
@@ -204,7 +211,7 @@ def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> No
 
 @dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head.  It is a DraftModel and also the only DraftModule of that model
+    """A loaded EAGLE-3 head.  The class is a DraftModel and also this model's only DraftModule
     (espalier/models/draft.py).
 
     layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.
@@ -225,7 +232,7 @@ class Eagle3Draft:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layers
+        self.layer_specs = self.spec.layer_specs
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
@@ -252,15 +259,15 @@ class FeatureFuser:
     norm for each input, or no norm."""
 
     fc: Linear
-    whole_norm: RMSNorm | None
-    part_norms: list[RMSNorm]
+    all_features_norm: RMSNorm | None
+    feature_norms: list[RMSNorm]
 
     def __call__(self, captured: Tensor) -> Tensor:
-        if self.whole_norm is not None:
-            captured = self.whole_norm(captured)
-        if self.part_norms:
-            chunks = captured.chunk(len(self.part_norms), dim=-1)
-            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.part_norms, chunks, strict=True)], dim=-1)
+        if self.all_features_norm is not None:
+            captured = self.all_features_norm(captured)
+        if self.feature_norms:
+            chunks = captured.chunk(len(self.feature_norms), dim=-1)
+            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.feature_norms, chunks, strict=True)], dim=-1)
         return self.fc(captured)
 
 
@@ -279,7 +286,7 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
-    weights.ignore(["t2d"])
+    weights.allow_unused(["t2d"])
     rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
     first = DecoderLayer(
         index=0,
@@ -316,7 +323,7 @@ def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
 
 
 def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> FeatureFuser:
-    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
+    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.captured_layers)
     wide = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
     fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
@@ -330,13 +337,13 @@ def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> F
 def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
     """Raises EspalierError if the number of captured layers does not match the width of fc."""
     # The input of every layer and the input of the final norm can be captured.
-    counts = (len(config.spec.capture), *range(1, target_layers + 2))
+    counts = (len(config.spec.captured_layers), *range(1, target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
     fused = next((count for count in counts if weights.has_matrix_of_shape("fc", hidden, count * size)), None)
-    if fused not in (None, len(config.spec.capture)):
+    if fused not in (None, len(config.spec.captured_layers)):
         raise EspalierError(
-            f"{weights.path}: fc fuses {fused} layers, {len(config.spec.capture)} are captured "
-            f"{config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: fc fuses {fused} layers, {len(config.spec.captured_layers)} are captured "
+            f"{config.spec.captured_layers}; correct eagle_aux_hidden_state_layer_ids"
         )
 
 
@@ -358,14 +365,15 @@ class PEagleDraft(Eagle3Draft):
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
     """Build the draft from its weights; see make_eagle3 for shared tensors and errors."""
-    name, size = "mask_hidden", len(config.spec.capture) * config.target_hidden
+    name, size = "mask_hidden", len(config.spec.captured_layers) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
     shape = weights.shape(name)
     if math.prod(shape) != size:
         raise EspalierError(
-            f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.spec.capture)} layers of "
-            f"{config.target_hidden} are captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.spec.captured_layers)} layers of "
+            f"{config.target_hidden} are captured {config.spec.captured_layers}; correct "
+            "eagle_aux_hidden_state_layer_ids"
         )
     features = weights.load(name, *shape).view(1, 1, size)
     draft = PEagleDraft(**load_head_fields(weights, config, target, position_rows), mask_features=features)
@@ -384,15 +392,15 @@ DEFAULT_STEPS = 16
 def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    head = read_eagle_head(path, raw, target, input_id_targets=None)
+    head = read_eagle_head(path, raw, target, targets_with_input_layer_ids=None)
     # In the format of speculators, the number of tokens that the head was trained to propose.
     fields = DraftFields(raw, path)
-    methods = fields.object("speculators_config").get("proposal_methods") or [{}]
+    methods = fields.nested_object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
     steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).integer("speculative_tokens")
     mask_token = fields.mask_token(head.layer.vocab_size, MASK_TOKEN_FIELDS)
-    spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
+    spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token_id=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
         raise fields.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")

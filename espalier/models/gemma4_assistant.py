@@ -1,10 +1,9 @@
 """Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
-target's last hidden state at the token before the root.  For every other row, it is the draft's output at the parent.
-All rows have the root's position and attend to committed rows only (transformers'
-SinglePositionMultiTokenCandidateGenerator).
-"""
+target's last hidden state at the token before the root.  For every other row, the hidden state is the draft's output at
+the parent.  All rows have the root's position and attend to committed rows only (transformers'
+SinglePositionMultiTokenCandidateGenerator)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import Json, ModelConfig, parse
+from espalier.models.config import Json, ModelConfig, parse_config
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
@@ -30,7 +29,7 @@ from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, whole_part
+from espalier.shards import SINGLE_RANK, Shards, whole_part
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # Fields that must be 0 or false in an assistant's config.  Transformers has the same requirement.
@@ -40,7 +39,8 @@ DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_doubl
 @dataclass(frozen=True)
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
-    layer: the config of the draft's layers.  num_clusters: the number of clusters of its vocabulary; 0 if it has none.
+    layer: the config of the draft's layers.  num_clusters: the number of clusters of the draft's vocabulary; 0 without
+    clusters.
     num_scored_clusters: the number of clusters whose tokens get scores."""
 
     layer: ModelConfig
@@ -52,19 +52,19 @@ class AssistantConfig:
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
     """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
     fields = DraftFields(raw, path)
-    text = fields.object("text_config").raw
+    text = fields.nested_object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
     tied = fields.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:
         raise fields.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
-    layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
+    layer = parse_config({**text, **without, **quantisation_of(raw)}, family, path)
     hidden = fields.integer("backbone_hidden_size")
     refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec(
-        "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
+        "assistant", specs, num_modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
     )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not fields.is_set("use_ordered_embeddings"):
@@ -132,11 +132,11 @@ class Assistant:
     output_projection: Linear
     head: Linear | ClusteredHead
     d2t: Tensor | None = None
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = specs_of_rank(self.spec.layers, self.shards)
+        self.layer_specs = specs_of_rank(self.spec.layer_specs, self.shards)
 
     @property
     def modules(self) -> tuple["Assistant"]:

@@ -50,7 +50,7 @@ CONFIG_FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Fields that a file may omit.  They then have GGUF's defaults instead of the family's.
+# Fields that a file may omit.  Missing fields have GGUF's defaults, not the family's.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that other functions read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (
@@ -79,9 +79,9 @@ class GGUFArchitecture:
     layer's norms, except `attn_norm`.
     permutes_q_and_k: whether the two values of each rotated pair are adjacent in the stored rows of q and k.
     norm_offset: a number that the converter added to the weights of norms.
-    further_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
+    extra_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
     metadata field.
-    further_field_names: the metadata fields that `further_fields` reads.
+    extra_field_names: the metadata fields that `extra_fields` reads.
     """
 
     family: str
@@ -89,8 +89,8 @@ class GGUFArchitecture:
     norm_modules: Mapping[str, str]
     permutes_q_and_k: bool = False
     norm_offset: float = 0.0
-    further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = lambda gguf, field: {}
-    further_field_names: tuple[str, ...] = ()
+    extra_fields: Callable[[GGUF, Callable[[str], Any]], Json] = lambda gguf, field: {}
+    extra_field_names: tuple[str, ...] = ()
 
     def hf_name(self, gguf_name: str) -> str:
         """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; unknown names are returned."""
@@ -133,21 +133,21 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "llama": GGUFArchitecture(
             *("LlamaForCausalLM", "llama", NORMS_BEFORE_BLOCKS),
             permutes_q_and_k=True,
-            further_fields=lambda gguf, field: {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors},
+            extra_fields=lambda gguf, field: {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors},
         ),
         "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", NORMS_BEFORE_BLOCKS),
         "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", NORMS_BEFORE_BLOCKS),
         "gemma2": GGUFArchitecture(
             *("Gemma2ForCausalLM", "gemma2", NORMS_AROUND_BLOCKS),
             norm_offset=1.0,
-            further_fields=_gemma_fields,
-            further_field_names=tuple(GEMMA_FIELDS),
+            extra_fields=_gemma_fields,
+            extra_field_names=tuple(GEMMA_FIELDS),
         ),
         "gemma3": GGUFArchitecture(
             *("Gemma3ForCausalLM", "gemma3_text", NORMS_AROUND_BLOCKS),
             norm_offset=1.0,
-            further_fields=_gemma_fields,
-            further_field_names=(*GEMMA_FIELDS, *GEMMA3_FIELDS),
+            extra_fields=_gemma_fields,
+            extra_field_names=(*GEMMA_FIELDS, *GEMMA3_FIELDS),
         ),
     }
 )
@@ -180,7 +180,7 @@ def gguf_config(path: Path) -> Json:
         **_rope_fields(gguf, own),
         **_special_token_fields(gguf.metadata),
         "dtype": _model_dtype(gguf),
-        **architecture.further_fields(gguf, own.get),
+        **architecture.extra_fields(gguf, own.get),
         "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
     # A quantised embedding is not tied to the head: the embedding is dequantised to a table, and the head keeps the
@@ -202,7 +202,7 @@ def _refuse_unknown_fields(metadata: Json, architecture: GGUFArchitecture, path:
         (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
     ):
         raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
-    known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.further_field_names)
+    known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.extra_field_names)
     for field, value in metadata.items():
         if field not in known and value not in NEUTRAL_VALUES.get(field, ()):
             raise EspalierError(

@@ -32,7 +32,7 @@ class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
     values of an index key, and of each head of an index query.  interleaved: see
-    espalier/kernels/ops/selection.py:IndexRows.
+    espalier/kernels/ops/selection.py:IndexerInputs.
     layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's
     choice)."""
 
@@ -139,7 +139,7 @@ class LatentConfig:
         return self.nope_size + self.rope_size
 
     @property
-    def row_size(self) -> int:
+    def cache_row_size(self) -> int:
         """The number of values that the cache stores for a token: the latent and the rotated part of the key."""
         return self.kv_rank + self.rope_size
 

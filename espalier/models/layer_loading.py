@@ -1,4 +1,4 @@
-"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use it."""
+"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use these functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat
-from espalier.kernels.ops.selection import IndexNorm
+from espalier.kernels.ops.selection import IndexerNorm
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import IndexerConfig, LatentConfig
 from espalier.models.layers.attention import AllHeadsNorms, Attention
@@ -29,7 +29,7 @@ from espalier.models.stored_names import stored_matrices
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import Part, Shards, part_of, whole_part
+from espalier.shards import RankPart, Shards, as_rank_part, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
 ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
@@ -79,7 +79,7 @@ def load_experts(
 
 def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
         return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
@@ -91,7 +91,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
             None,
         )
     return (
-        weights.load_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
+        weights.load_parts(gate_up, (count, 2 * size, hidden), 1, [as_rank_part(half) for half in halves]),
         weights.load_parts(down, (count, hidden, size), 2, [own]),
         None,
     )
@@ -153,9 +153,9 @@ def _load_stacked_quantised(
     return gate_up.permute_rows_in_place(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
 
 
-def _rank_part_of_size(weights: Weights, experts: Experts) -> Part:
+def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
     """The part of each expert's intermediate size that this rank holds."""
-    return weights.shards.part(experts.size, "intermediate size of experts")
+    return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
 
 def _split_gate_and_up(interleaved: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.indexer
+    row, index = LatentKV(latent.cache_row_size, latent.kv_rank), latent.indexer
     if index is None:
         return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
     rows = (
@@ -193,8 +193,8 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     """Loads the token embedding, or this rank's part of it.  scale: the factor of all embeddings."""
-    own = weights.shards.tokens(config.vocab_size)
-    table = weights.table("model.embed_tokens", own, config.hidden_size)
+    own = weights.shards.vocab_part(config.vocab_size)
+    table = weights.embedding_table("model.embed_tokens", own, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
@@ -203,7 +203,7 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
     vocab_size, _ = embed.shape
     if shards.count == 1:
         return Linear(dense_weight(embed.weight))
-    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.tokens(vocab_size).slice]
+    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.vocab_part(vocab_size).slice]
     return Linear(GatheredWeight(dense_weight(own), shards, vocab_size))
 
 
@@ -216,13 +216,13 @@ def load_attention(
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
-    heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads(config.kv_heads)
+    heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads_part(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
     stored = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = all_heads_norms = sink = None
-    if config.qk_norm and config.family.wide_qk_norm:
+    if config.qk_norm and config.family.qk_norm_over_all_heads:
         all_heads_norms = _load_all_heads_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
@@ -232,7 +232,7 @@ def load_attention(
 
 
 def _load_all_heads_norms(
-    weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part
+    weights: Weights, config: ModelConfig, prefix: str, q_rows: RankPart, kv_rows: RankPart
 ) -> AllHeadsNorms:
     """Loads the norms of q and of k over all heads.  Each rank loads the norm weights of its own heads."""
     q, k = (
@@ -262,7 +262,7 @@ def _load_latent_attention(
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
-    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
+    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.cache_row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
     if rank is not None:
@@ -284,7 +284,7 @@ def _load_latent_attention(
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
-        row_size=row,
+        cache_row_size=row,
         rope=rope,
         indexer=_load_indexer(weights, latent.indexer, prefix, rank, columns, layer),
     )
@@ -299,12 +299,12 @@ def _load_indexer(
     under = f"{prefix}indexer."
     if not index.has_own_indexer(layer):
         # The checkpoint has weights for this layer's indexer if a model override changed the layer to a shared indexer.
-        weights.ignore_prefixes((under,))
+        weights.allow_unused_prefixes((under,))
         return None
     return Indexer(
         q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
         k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
-        norm=IndexNorm(
+        norm=IndexerNorm(
             weights.load(f"{under}k_norm.weight", index.size),
             weights.load(f"{under}k_norm.bias", index.size),
             INDEX_NORM_EPS,
@@ -323,23 +323,17 @@ def load_layer(
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
 
-    def before(name: str | None) -> AnyNorm:
+    def optional_norm(name: str | None) -> AnyNorm:
         return NoNorm() if name is None else norm(name)
-
-    def mixer() -> Mixer:
-        if config.family.load_mixer is not None:
-            mixer: Mixer = config.family.load_mixer(weights, config, prefix, layer, rope)
-            return mixer
-        return load_attention(weights, config, f"{prefix}self_attn.", hidden, rope, layer)
 
     def norm(name: str) -> RMSNorm:
         return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
-        attention_norm=before(norms.before_attention),
-        attention=mixer(),
-        mlp_norm=before(norms.before_mlp),
+        attention_norm=optional_norm(norms.before_attention),
+        attention=load_mixer(weights, config, prefix, layer, rope),
+        mlp_norm=optional_norm(norms.before_mlp),
         mlp=(
             load_mlp(weights, config, prefix)
             if experts is None
@@ -349,6 +343,14 @@ def load_layer(
         post_mlp_norm=norm(norms.after_mlp) if norms.after_mlp else None,
         residual_scale=config.residual_scale,
     )
+
+
+def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """Loads the first block of the layer under `prefix`: the family's own block, or attention."""
+    if config.family.load_mixer is None:
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope, layer)
+    mixer: Mixer = config.family.load_mixer(weights, config, prefix, layer, rope)
+    return mixer
 
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:

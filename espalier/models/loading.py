@@ -1,8 +1,7 @@
 """Loads a target model: finds the family, reads config.json, and builds the model from the weights.
 
-Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  Its config is `text_config`;
-stored_names.py has the names of its weights.
-"""
+Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  The config of the text part is
+`text_config`. stored_names.py maps the names of its weights."""
 
 import logging
 import re
@@ -20,7 +19,8 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.declared_weights import require_shards
 from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.load import causal_class, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
@@ -28,13 +28,12 @@ from espalier.models.layer_loading import layer_specs_of, load_embedding, load_l
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.rope import RopeTables
-from espalier.models.shard_sizes import require_shards
 from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, part_of
+from espalier.shards import SINGLE_RANK, Shards, as_rank_part
 
 RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
 # Fields of a multimodal config that also apply to its text part, unless `text_config` has them.
@@ -104,7 +103,7 @@ def load_kv_scales(weights: Weights, prefix: str, keeps: CacheSpec) -> KVScales 
     """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
     The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
-    own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
+    own = as_rank_part(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads_part(keeps.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
             k, v = (_load_scale_by_head(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
@@ -140,7 +139,9 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
             return read_by_transformers(raw, path, overrides, generation)
         has_other_parts = is_multimodal(raw, FAMILIES.values())
         text = text_config(raw, FAMILIES.values(), path) if has_other_parts else raw
-        config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
+        config = parse_config(
+            text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation
+        )
         return (
             replace(config, multimodal_architecture=architecture_of(raw), stored_names=TEXT_PART_NAMES)
             if has_other_parts
@@ -171,18 +172,19 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device | str,
     position_rows: int,
-    capture: tuple[int, ...] = (),
+    captured_layers: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
     max_context: int | None = None,
     model_impl: str = "auto",
-    shards: Shards = WHOLE,
+    shards: Shards = SINGLE_RANK,
 ) -> CausalLM:
     """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
     position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
     max_context: the number of tokens of the longest text; by default position_rows.
-    capture: indices of layers whose inputs every pass returns; the index num_layers stands for the final norm."""
+    captured_layers: indices of layers whose inputs every pass returns; the index num_layers stands for the final
+    norm."""
     config = read_config(path, overrides, model_impl)
-    missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
+    missing = [layer for layer in captured_layers if not 0 <= layer <= config.num_layers]
     if missing:
         raise EspalierError(
             f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
@@ -190,7 +192,7 @@ def load_target(
         )
     require_shards(config, shards.count)
     if config.probe_result is not None:
-        return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
+        return load_by_transformers(Path(path), config, dtype, device, tuple(captured_layers))
     weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
     if config.multimodal_architecture is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
@@ -200,13 +202,13 @@ def load_target(
     for unread, what in config.family.ignored_weights.items():
         if weights.has_prefix(unread):
             log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
-    return make_target(weights, config, capture, position_rows, max_context)
+    return make_target(weights, config, captured_layers, position_rows, max_context)
 
 
 def make_target(
     weights: Weights,
     config: ModelConfig,
-    capture: tuple[int, ...],
+    captured_layers: tuple[int, ...],
     position_rows: int,
     max_context: int | None = None,
 ) -> Decoder:
@@ -227,11 +229,11 @@ def make_target(
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _load_head(weights, config, embed)
-    weights.ignore_prefixes(unread_prefixes(config))
+    weights.allow_unused_prefixes(unread_prefixes(config))
     weights.require_all_used()
     own_specs = specs_of_rank(layer_specs, weights.shards)
     return Decoder(
-        config, own_specs, tuple(capture), tables[config.layer_ropes[0]], embed, layers, norm, head, kv_scales
+        config, own_specs, tuple(captured_layers), tables[config.layer_ropes[0]], embed, layers, norm, head, kv_scales
     )
 
 
@@ -258,7 +260,7 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
 def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
     """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores a tied head, its values
     must equal the embedding."""
-    own, shards = weights.shards.tokens(config.vocab_size), weights.shards
+    own, shards = weights.shards.vocab_part(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
         return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))

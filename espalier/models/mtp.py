@@ -21,8 +21,8 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import specs_of_rank
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, HiddenForm, refuse_wrong_sizes
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, HiddenSource, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, uses_target_matrix
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ_FIELD, FULL_INDEXER, PATTERN_FIELD, TYPES_FIELD, indexer_types
@@ -34,14 +34,14 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight, quantisation_of
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, whole_part
+from espalier.shards import SINGLE_RANK, Shards, whole_part
 
 # Targets whose own MTP layers are supported.
-OWN_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
-HEAD_ARCHITECTURES = ("MTPDraftModel",)
-ARCHITECTURES = (*HEAD_ARCHITECTURES, *OWN_ARCHITECTURES)
-COUNT_FIELD, FORM_FIELD = "num_nextn_predict_layers", "mtp_form"
-HIDDEN_FORMS: tuple[HiddenForm, ...] = get_args(HiddenForm)
+TARGETS_WITH_MTP = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
+MTP_HEAD_ARCHITECTURES = ("MTPDraftModel",)
+ARCHITECTURES = (*MTP_HEAD_ARCHITECTURES, *TARGETS_WITH_MTP)
+NUM_MTP_LAYERS_FIELD, HIDDEN_SOURCE_FIELD = "num_nextn_predict_layers", "mtp_form"
+HIDDEN_SOURCES: tuple[HiddenSource, ...] = get_args(HiddenSource)
 # The config fields with one entry per layer.  The entries of MTP layers are appended to these lists.
 FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 
@@ -49,7 +49,7 @@ FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 @dataclass(frozen=True)
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
-    layer: the config of a model that consists of the target's layers and of `spec.modules` MTP layers."""
+    layer: the config of a model that consists of the target's layers and of `spec.num_modules` MTP layers."""
 
     layer: ModelConfig
     family: MTPFamily
@@ -57,7 +57,7 @@ class MTPConfig:
 
     @property
     def num_layers(self) -> int:
-        return self.layer.num_layers - self.spec.modules
+        return self.layer.num_layers - self.spec.num_modules
 
     def prefix(self, module: int) -> str:
         """Returns the name prefix of a module's decoder layer weights.  module: counted from 0."""
@@ -72,7 +72,7 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     """Reads the config.json `raw` of the layers at `path` and checks it against the target's config.  Loads no weights.
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target."""
-    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEAD_ARCHITECTURES
+    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in MTP_HEAD_ARCHITECTURES
     if is_head:
         base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
         mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
@@ -82,16 +82,18 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **raw}, path).integer(COUNT_FIELD, 1, MAX_MODULES)
-    form = DraftFields(raw, path).choice(FORM_FIELD, HIDDEN_FORMS, " or ".join(map(repr, HIDDEN_FORMS)))
-    layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
+    modules = DraftFields({**base, **raw}, path).integer(NUM_MTP_LAYERS_FIELD, 1, MAX_MODULES)
+    hidden_source = DraftFields(raw, path).choice(
+        HIDDEN_SOURCE_FIELD, HIDDEN_SOURCES, " or ".join(map(repr, HIDDEN_SOURCES))
+    )
+    layer = parse_config(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
     refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
         algorithm="mtp",
-        layers=layer_specs_of(layer)[num_layers:],
-        modules=modules,
-        form=form,
+        layer_specs=layer_specs_of(layer)[num_layers:],
+        num_modules=modules,
+        hidden_source=hidden_source,
         target_output="hidden",
         hidden_size=layer.hidden_size,
         vocab_size=layer.vocab_size,
@@ -106,7 +108,7 @@ def _with_storage_fields(target: Json, raw: Json) -> Json:
 
 def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory contains MTP layers."""
-    count, mtp = target.raw.get(COUNT_FIELD), target.family.mtp
+    count, mtp = target.raw.get(NUM_MTP_LAYERS_FIELD), target.family.mtp
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored_names=target.stored_names)
@@ -182,9 +184,9 @@ class MTPDraft:
 
     d2t: Tensor | None = None
 
-    def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...], shards: Shards = WHOLE) -> None:
+    def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...], shards: Shards = SINGLE_RANK) -> None:
         self.spec = config.spec
-        self.layer_specs = specs_of_rank(config.spec.layers, shards)
+        self.layer_specs = specs_of_rank(config.spec.layer_specs, shards)
         self.modules = modules
         self.has_experts = any(module.has_experts for module in modules)
 
@@ -198,13 +200,15 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used."""
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Embeddings and heads are cached by name, because modules may share them.
-    embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
-    head_of = cache(partial(_load_head, weights, target))
+    load_embed = cache(partial(draft_embedding, weights, target.embed.shape, target))
+    load_head = cache(partial(_load_head, weights, target))
     modules = tuple(
-        _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
+        _load_module(weights, config, rope, load_embed, load_head, module) for module in range(config.spec.num_modules)
     )
     if config.family is not SPECULATORS:
-        weights.ignore_all_but_prefixes(tuple(config.weights_prefix(module) for module in range(config.spec.modules)))
+        weights.allow_unused_except_prefixes(
+            tuple(config.weights_prefix(module) for module in range(config.spec.num_modules))
+        )
     weights.require_all_used()
     return MTPDraft(config, modules, weights.shards)
 
@@ -213,31 +217,32 @@ def _load_module(
     weights: Weights,
     config: MTPConfig,
     rope: RopeTables,
-    embed_of: Callable[[str], Embedding],
-    head_of: Callable[[str], Linear],
+    load_embed: Callable[[str], Embedding],
+    load_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  embed_of, head_of: return an embedding or a head by name.  module: counted from 0."""
+    """Loads one module.  load_embed, load_head: return an embedding or a head by name.  module: counted from 0."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
-    hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
+    hidden, index, own = layer.hidden_size, config.num_layers + module, family.stored_index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
     load = layer.family.load_layer or load_layer
     return MTPModule(
-        embed=embed_of(family.embed.format(own)),
+        embed=load_embed(family.embed.format(own)),
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
         project=_load_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
-        head=head_of(family.head.format(own)),
+        head=load_head(family.head.format(own)),
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
 
 
 def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """Loads the projection [H, 2·H].  Its first H columns read the embedding, the others the hidden state."""
-    if not family.hidden_first:
+    """Loads the projection [H, 2·H].  In the result, the first H columns read the embedding, and the last H columns the
+    hidden state."""
+    if not family.hidden_before_embedding:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
     matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)
     return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))

@@ -30,6 +30,7 @@ from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_M
 from espalier.models.loading import read_config, read_raw_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
+from espalier.models.weight_formats.e2m1 import MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE
 from espalier.models.weights import PLAIN_DTYPES
 
 # An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
@@ -37,8 +38,6 @@ from espalier.models.weights import PLAIN_DTYPES
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK = 128
-MXFP4_BLOCK_SIZE = 32
-NVFP4_GROUP_SIZE = 16
 # The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised in one step.
@@ -75,16 +74,17 @@ def _names_pattern(names: Sequence[str]) -> str:
 class Quantiser:
     """A quantised format: functions that quantise matrices, and the rules that decide which matrices are quantised.
 
-    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].
+    quantise: returns the stored tensors of a matrix [out, in] or, if `quantises_only_experts`, of experts [count, out,
+    in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
     group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
-    only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay dense.
-    """
+    quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
+    dense."""
 
     quantise: Callable[[Tensor, torch.device], StoredTensors]
     make_config: Callable[[str, Sequence[str]], Mapping[str, Any]]
     group_sizes: tuple[int, ...] = (1,)
-    only_experts: bool = False
+    quantises_only_experts: bool = False
     dense_pattern: str = _names_pattern(KEPT_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
@@ -111,7 +111,8 @@ class Quantiser:
 
     def group_size_for(self, columns: int) -> int | None:
         """Returns how many columns share a scale; None for a matrix that stays dense."""
-        return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
+        sizes = () if self.quantises_only_experts else self.group_sizes
+        return next((size for size in sizes if columns % size == 0), None)
 
     def is_quantised(self, name: str, columns: int) -> bool:
         """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
@@ -123,7 +124,7 @@ class Quantiser:
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises a matrix [out, in].  The result is the same as after storing and loading the matrix."""
-        if self.only_experts:
+        if self.quantises_only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
         wanted = format.tensors(*dense.shape)
@@ -134,7 +135,7 @@ class Quantiser:
 
     def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises experts [count, out, in].  The result is the same as after storing and loading the experts."""
-        if not self.only_experts:
+        if not self.quantises_only_experts:
             return self.quantise_matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
@@ -315,7 +316,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
             to_mxfp4,
             lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
             group_sizes=(MXFP4_BLOCK_SIZE,),
-            only_experts=True,
+            quantises_only_experts=True,
         ),
     }
 )
@@ -324,13 +325,13 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 @dataclass
 class QuantiseReport:
     """The numbers that `quantise` reports.
-    dense: the names of matrices that stay dense because no group size divides their number of columns.
+    dense_names: the names of matrices that stay dense because no group size divides their number of columns.
     num_small_groups: the number of matrices with a smaller group size than usual, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    dense: list[str] = field(default_factory=list)
+    dense_names: list[str] = field(default_factory=list)
     num_small_groups: dict[int, int] = field(default_factory=dict)
 
 
@@ -436,6 +437,6 @@ def _quantised_tensors(
                     yield f"{module}{suffix}", part
             else:
                 if is_matrix:
-                    report.dense.append(module)
+                    report.dense_names.append(module)
                 # The tensor is cloned, because a view would keep the whole memory-mapped file in memory.
                 yield name, tensor.clone()

@@ -61,16 +61,15 @@ class RopeConfig:
     type: one of ROPE_TYPES, or "none" for a layer without RoPE, whose frequencies are 0.
     A dynamic RoPE has unscaled frequencies up to the trained length.  `ModelConfig.max_position` limits contexts to
     that length, because in longer contexts every new token would change the rotation of all cached keys.
-    rotated_share: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies are not
-    rotated.
+    partial_rotary_factor: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies
+    are not rotated.
     latent_mscale: the factor of q and of k that YaRN computes from mscale_all_dim.  Latent attention multiplies its
     softmax scale by the square of this factor; other attention ignores it.
-    divisors: LongRoPE's two sets of divisors, one divisor for each frequency: for contexts up to original_max_position,
-    and for longer contexts.  A loaded model always uses the same set (RopeTables), because another set would change the
-    rotation of all cached keys.
-    query_beta: β of Llama 4's attention temperature.  After rotation, the query at position p is multiplied by 1 + β ·
-    ln(1 + floor(p / original_max_position)).
-    """
+    longrope_factors: LongRoPE's two sets of divisors, one divisor for each frequency: for contexts up to
+    original_max_position, and for longer contexts.  A loaded model always uses the same set (RopeTables), because
+    another set would change the rotation of all cached keys.
+    query_scaling_beta: β of Llama 4's attention temperature.  After rotation, the query at position p is multiplied by
+    1 + β · ln(1 + floor(p / original_max_position))."""
 
     dim: int
     theta: float
@@ -83,10 +82,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    rotated_share: float = 1.0
+    partial_rotary_factor: float = 1.0
     latent_mscale: float = 1.0
-    query_beta: float = 0.0
-    divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    query_scaling_beta: float = 0.0
+    longrope_factors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
@@ -96,16 +95,16 @@ class RopeConfig:
             case "linear":
                 return plain / self.factor
             case "proportional":
-                turning = torch.arange(self.dim // 2) < int(self.rotated_share * self.dim // 2)
+                turning = torch.arange(self.dim // 2) < int(self.partial_rotary_factor * self.dim // 2)
                 return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
-                return self._llama3(plain)
+                return self._llama3_frequencies(plain)
             case "none":
                 return torch.zeros(self.dim // 2)
             case "yarn":
-                return self._yarn()
+                return self._yarn_frequencies()
             case "longrope":
-                divisors = self.divisors[context > self.original_max_position]
+                divisors = self.longrope_factors[context > self.original_max_position]
                 return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * self._positions_per_radian())
             case _:
                 return plain
@@ -113,7 +112,7 @@ class RopeConfig:
     def _positions_per_radian(self) -> Tensor:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
-    def _llama3(self, unscaled: Tensor) -> Tensor:
+    def _llama3_frequencies(self, unscaled: Tensor) -> Tensor:
         """Returns Llama 3.1's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
         frequencies between them are interpolated."""
         wavelength = 2 * math.pi / unscaled
@@ -126,7 +125,7 @@ class RopeConfig:
         )
         return torch.where(is_between, between, slow)
 
-    def _yarn(self) -> Tensor:
+    def _yarn_frequencies(self) -> Tensor:
         """Returns YaRN's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
         frequencies between them are interpolated linearly.
 
@@ -153,7 +152,7 @@ class RopeTables:
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
     context: the number of tokens of the longest text; by default `rows`.
     query_scales: [rows], in the model's dtype, the factors of rotated queries; None if there is no attention
-    temperature (RopeConfig.query_beta).
+    temperature (RopeConfig.query_scaling_beta).
     """
 
     __slots__ = ("cos", "sin", "query_scales")
@@ -173,9 +172,9 @@ class RopeTables:
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
         self.query_scales = None
-        if config.query_beta:
+        if config.query_scaling_beta:
             lengths = torch.arange(rows, dtype=exact) // config.original_max_position
-            self.query_scales = (1 + config.query_beta * torch.log(1 + lengths)).to(device, dtype)
+            self.query_scales = (1 + config.query_scaling_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
         """Returns one row of cos and one of sin for each position of the flattened `positions`."""
@@ -211,7 +210,7 @@ def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
     return moved
 
 
-def type_of_rope(fields: Mapping[str, Any]) -> str:
+def rope_type_of(fields: Mapping[str, Any]) -> str:
     """Returns the RoPE type in a config's fields."""
     new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     return {**new, **old}.get("rope_type") or "default"
@@ -260,10 +259,10 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
         type=kind,
         original_max_position=original,
         attention_factor=_attention_factor(parameters, kind, original, max_position_embeddings),
-        query_beta=float(fields.get("llama_4_scaling_beta") or 0),
+        query_scaling_beta=float(fields.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
-        divisors=_divisors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
-        rotated_share=_rotated_share(parameters) if kind == "proportional" else 1.0,
+        longrope_factors=_longrope_factors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
+        partial_rotary_factor=_partial_rotary_factor(parameters) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else max_position_embeddings
@@ -295,7 +294,7 @@ def _require_values(parameters: Json, rope_type: object, max_position_embeddings
         )
 
 
-def _divisors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _longrope_factors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError for lists without a positive number per frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
@@ -320,7 +319,7 @@ def _attention_factor(parameters: Json, rope_type: str, original: int, max_posit
     return _yarn_attention_factor(parameters) if rope_type in ("yarn", "longrope") else 1.0
 
 
-def _rotated_share(parameters: Json) -> float:
+def _partial_rotary_factor(parameters: Json) -> float:
     share = parameters.get("partial_rotary_factor")
     if share is not None and not 0 < share <= 1:
         raise EspalierError(f"partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it")

@@ -11,7 +11,7 @@ from typing import Literal
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
 from espalier.models.weight_formats import FormatLookup, WeightFormat
-from espalier.shards import Part, Size, part_of, whole_part
+from espalier.shards import RankPart, SizeOrPart, as_rank_part, whole_part
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ NORMS_AROUND_BLOCKS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: the indices of these layers; other layers have a dense MLP.  size: the intermediate size of an expert.
+    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: the size of an expert.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
     shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
@@ -85,7 +85,7 @@ class Experts:
 
     layers: frozenset[int]
     routing: Routing
-    size: int
+    intermediate_size: int
     shared_size: int = 0
     shared_name: str = ""
     shared_gate_name: str | None = None
@@ -103,17 +103,17 @@ class Experts:
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
     """Returns the names of stored matrices, and the rows of each to read, for matrices that a layer stacks.
     rows: the rows of each matrix.  If the checkpoint stores the matrices as one stacked matrix, there is only one name.
     If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately."""
     if len(names) == len(rows):
         return names, rows
-    parts = [part_of(size) for size in rows]
+    parts = [as_rank_part(size) for size in rows]
     total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
     if all(part.is_whole for part in parts):
         return names, (whole_part(total),)
-    own = [Part(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
+    own = [RankPart(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
     return tuple(names) * len(parts), own
 
 
@@ -133,22 +133,22 @@ class StoredNames:
                 return own + stored.removeprefix(prefix)
         return None if self.has_other_parts else stored
 
-    def formats(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
+    def formats_by_own_name(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
         """Converts `formats`, a function of stored names, to a function of own names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:
             return formats
 
-        def of(name: str) -> WeightFormat:
+        def format_of(name: str) -> WeightFormat:
             own = next((own for own in prefixes if f"{name}.".startswith(own)), "")
             return formats((prefixes.get(own, "") + f"{name}.".removeprefix(own)).removesuffix("."))
 
-        return of
+        return format_of
 
 
 SAME_NAMES = StoredNames()
-# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  MTP layers
-# have `mtp.`.
+# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  The names of
+# MTP layers begin with `mtp.`.
 TEXT_PART_NAMES = StoredNames(
     (
         ("language_model.model.", "model."),
@@ -167,13 +167,14 @@ class MTPFamily:
 
     prefix: the name prefix of the decoder layer's weights; "{}" stands for i, or for i plus the number of target
     layers.
-    shared: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
+    outer_prefix: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
     `prefix`.
-    counts_after_target: whether "{}" includes the number of target layers.
+    numbered_after_target: whether "{}" includes the number of target layers.
     embed_norm, hidden_norm, project, norm: the names of the norms of the two inputs, of their projection, and of the
     last norm.
     embed, head: the full names of the layer's own embedding and head; these weights may be missing.
-    hidden_first: whether the first columns of `project` read the hidden state; by default they read the embedding.
+    hidden_before_embedding: whether the first columns of `project` read the hidden state; by default they read the
+    embedding.
     layer_type: the layers' entry in `layer_types`; by default the entry of the target's last layer.
     """
 
@@ -184,21 +185,21 @@ class MTPFamily:
     norm: str
     embed: str
     head: str
-    shared: str | None = None
+    outer_prefix: str | None = None
     layer_type: str | None = None
-    counts_after_target: bool = False
-    hidden_first: bool = False
+    numbered_after_target: bool = False
+    hidden_before_embedding: bool = False
 
-    def index(self, layer: int, num_layers: int) -> int:
+    def stored_index(self, layer: int, num_layers: int) -> int:
         """Returns the number that MTP layer `layer` has in weight names.  num_layers: the number of target layers."""
-        return num_layers + layer if self.counts_after_target else layer
+        return num_layers + layer if self.numbered_after_target else layer
 
     def layer_prefix(self, layer: int, num_layers: int) -> str:
-        return self.prefix.format(self.index(layer, num_layers))
+        return self.prefix.format(self.stored_index(layer, num_layers))
 
     def weights_prefix(self, layer: int, num_layers: int) -> str:
         """Returns the name prefix of all weights of an MTP layer, except its embedding and head."""
-        return self.layer_prefix(layer, num_layers) if self.shared is None else self.shared
+        return self.layer_prefix(layer, num_layers) if self.outer_prefix is None else self.outer_prefix
 
 
 # The weight names of the MTP layers of DeepSeek-V3 and GLM.
@@ -210,7 +211,7 @@ NEXTN_LAYERS = MTPFamily(
     norm="shared_head.norm",
     embed="model.layers.{}.embed_tokens",
     head="model.layers.{}.shared_head.head",
-    counts_after_target=True,
+    numbered_after_target=True,
 )
 # The weight names of the format `mtp` of vLLM's speculators 0.9.0, in which espalier.train saves MTP heads.
 SPECULATORS = MTPFamily(

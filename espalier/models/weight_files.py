@@ -148,7 +148,7 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
-class WeightCount:
+class WeightSize:
     """The size of a model's weights in memory.
     num_cast_values: the number of values that are cast to the model's dtype.  kept_bytes: the bytes of tensors that
     keep their stored dtype."""
@@ -160,21 +160,21 @@ class WeightCount:
         """Returns the bytes of the weights in a model of this dtype."""
         return self.num_cast_values * dtype.itemsize + self.kept_bytes
 
-    def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightCount":
+    def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightSize":
         """Returns the size of the weights on one of `num_ranks` ranks.  replicated_values: the number of values that
         every rank holds; all other values are divided among the ranks."""
-        return WeightCount(
+        return WeightSize(
             replicated_values + -(-max(self.num_cast_values - replicated_values, 0) // num_ranks),
             -(-self.kept_bytes // num_ranks),
         )
 
-    def __add__(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
+    def __add__(self, other: "WeightSize") -> "WeightSize":
+        return WeightSize(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
 
 
 def count_weights_in(
     path: Path, formats: FormatLookup, ignored_prefixes: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
-) -> WeightCount:
+) -> WeightSize:
     """Returns the size of the weights that `Weights` reads from a directory, without `ignored_prefixes`.
 
     An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
@@ -182,7 +182,7 @@ def count_weights_in(
     """
     if is_gguf(path):
         return _count_gguf(path)
-    count, shards = WeightCount(), safetensors_files(path)
+    count, shards = WeightSize(), safetensors_files(path)
     if not shards and (path / BIN_FILE).exists():
         count = sum((_count_tensor(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
     for file in shards:
@@ -200,18 +200,18 @@ def count_weights_in(
     return count
 
 
-def _count_gguf(path: Path) -> WeightCount:
+def _count_gguf(path: Path) -> WeightSize:
     """Returns the size of the weights of a GGUF file.  Quantised matrices keep their bytes; a quantised embedding
     becomes a table in the model's dtype."""
-    tensors, count = GGUFTensors(path), WeightCount()
+    tensors, count = GGUFTensors(path), WeightSize()
     for name, place in tensors.tensor_places.items():
         if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
-            count += WeightCount(prod(place.shape), 0)
+            count += WeightSize(prod(place.shape), 0)
         else:
-            count += WeightCount(0, tensors[name].nbytes)
+            count += WeightSize(0, tensors[name].nbytes)
     return count
 
 
-def _count_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightCount:
+def _count_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
     keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
-    return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)
+    return WeightSize(0, tensor.nbytes) if keeps else WeightSize(tensor.numel(), 0)

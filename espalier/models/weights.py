@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
-from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.layers.quantised_plans import require_supported_weight
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
@@ -31,7 +31,7 @@ from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
-from espalier.shards import WHOLE, Part, Shards, Size, part_of
+from espalier.shards import SINGLE_RANK, RankPart, Shards, SizeOrPart, as_rank_part
 
 # Stored tensors that may stay unused: buffers of old exporters, which Espalier computes; scales of queries, which
 # Espalier never quantises; and scales of K and V in drafts.
@@ -60,7 +60,7 @@ class Weights:
     other_parts: the names of a multimodal model's parts that are not loaded.
     """
 
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Weights:
         formats: FormatLookup = all_dense,
         allow_bin: bool = False,
         stored_names: StoredNames = SAME_NAMES,
-        shards: Shards = WHOLE,
+        shards: Shards = SINGLE_RANK,
     ) -> None:
         self.shards = shards
         self.path = path
@@ -86,7 +86,7 @@ class Weights:
             self._open_file(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        self.formats = stored_names.formats(formats, [name for _, name in self._files.values()])
+        self.formats = stored_names.formats_by_own_name(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._unused = set(self._names)
 
@@ -127,7 +127,7 @@ class Weights:
         """Returns the value of a plain tensor with one value, rounded to the model's dtype."""
         return float(self.load(name, 1))
 
-    def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
+    def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[RankPart]) -> Tensor:
         """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
         stored = StoredTensor("", shape, row_dim=dim)
         return self._cat_tensors(
@@ -174,8 +174,8 @@ class Weights:
         self,
         prefix: str,
         names: Sequence[str],
-        rows: Sequence[Size],
-        columns: Size,
+        rows: Sequence[SizeOrPart],
+        columns: SizeOrPart,
         bias: bool,
         sums_over_ranks: bool = True,
     ) -> Linear:
@@ -184,11 +184,11 @@ class Weights:
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
-            parts = [part_of(size) for size in rows]
+            parts = [as_rank_part(size) for size in rows]
             stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
             cuts = [each.part_slices(part, part) for each, part in zip(stored, parts, strict=True)]
             biases = self._cat_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
-        if part_of(columns).is_whole:
+        if as_rank_part(columns).is_whole:
             return Linear(weight, biases)
         if sums_over_ranks:
             return Linear(SummedWeight(weight, self.shards, weight.shape[0]), biases)
@@ -198,7 +198,7 @@ class Weights:
         """Returns the bias on rank 0 and zeros on all other ranks, so that a sum over the ranks adds the bias once."""
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
-    def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
+    def weight(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Weight:
         """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
         Raises the errors of require_parts."""
         parts = []
@@ -210,9 +210,9 @@ class Weights:
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
-    def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
-        """Raises EspalierError if there are several ranks, but no size is a Part (the rank's part of a size)."""
-        if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
+    def require_parts(self, names: Sequence[str], sizes: Sequence[SizeOrPart]) -> None:
+        """Raises EspalierError if there are several ranks, but no size is a RankPart (the rank's part of a size)."""
+        if self.shards.count > 1 and not any(isinstance(size, RankPart) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
             )
@@ -237,25 +237,25 @@ class Weights:
         file, stored = self._files.get(name, (None, name))
         return file is not None and file.get_slice(stored).get_dtype() in PLAIN_DTYPE_NAMES
 
-    def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
+    def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor | QuantisedMatrix:
         """Returns the stacked matrices as one dense or quantised matrix instead of a Weight.  See `weight`."""
         format = self._common_format(names)
         stored = self._read_parts(format, names, rows, columns)
         with self._matrix_names_in_errors(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
-                require_supported(matrix, self.dtype)
+                require_supported_weight(matrix, self.dtype)
         return matrix
 
     def stacked_matrix(
-        self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
+        self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
         """Returns `count` experts [rows, columns] whose tensors are stacked.  The tensors' names are name + matrix + a
         suffix of the format.
 
         rows: one or more parts of an expert's rows; the parts are concatenated.
         """
-        format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
+        format, parts, own = self.formats(name), [as_rank_part(each) for each in rows], as_rank_part(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._matrix_names_in_errors([f"{name}{matrix}"]):
             tensors = {}
@@ -265,10 +265,10 @@ class Weights:
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
-            require_supported(experts, self.dtype)
+            require_supported_weight(experts, self.dtype)
         return experts
 
-    def table(self, name: str, part: Part, columns: int) -> Tensor:
+    def embedding_table(self, name: str, part: RankPart, columns: int) -> Tensor:
         """Returns the rows `part` of an embedding [.., columns], in the model's dtype."""
         if not self.format_of(name).can_store_embedding:
             return self.load_parts(f"{name}.weight", (part.size, columns), 0, [part])
@@ -277,7 +277,7 @@ class Weights:
         weight.dequantise_into(table)
         return table
 
-    def load_dense_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
+    def load_dense_matrix(self, name: str, rows: SizeOrPart, columns: int) -> Tensor:
         """Returns a matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
@@ -293,12 +293,12 @@ class Weights:
         return format
 
     def _read_parts(
-        self, format: WeightFormat, names: Sequence[str], rows: Sequence[Size], columns: Size
+        self, format: WeightFormat, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
         """Returns the arguments of WeightFormat.build for stacked matrices: tensors by suffix, rows and columns."""
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
-        parts, of_columns = [part_of(size) for size in rows], part_of(columns)
+        parts, of_columns = [as_rank_part(size) for size in rows], as_rank_part(columns)
         with self._matrix_names_in_errors(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
             cuts = [[each.part_slices(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
@@ -380,17 +380,17 @@ class Weights:
         gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (own,) * activation.num_matrices), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, sums_over_ranks), activation)
 
-    def ignore(self, names: Iterable[str]) -> None:
+    def allow_unused(self, names: Iterable[str]) -> None:
         """Allows these weights to stay unused."""
         self._unused.difference_update(names)
 
-    def ignore_prefixes(self, prefixes: tuple[str, ...]) -> None:
+    def allow_unused_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Allows weights whose names begin with one of the prefixes to stay unused."""
-        self.ignore([name for name in self._unused if name.startswith(prefixes)])
+        self.allow_unused([name for name in self._unused if name.startswith(prefixes)])
 
-    def ignore_all_but_prefixes(self, prefixes: tuple[str, ...]) -> None:
+    def allow_unused_except_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Allows all weights to stay unused, except those whose names begin with one of the prefixes."""
-        self.ignore([name for name in self._unused if not name.startswith(prefixes)])
+        self.allow_unused([name for name in self._unused if not name.startswith(prefixes)])
 
     def require_all_used(self) -> None:
         """Raises EspalierError for a weight that was not loaded, because a missing weight would change the model."""

@@ -1,7 +1,7 @@
-"""The parts into which ranks divide a model, and the contract of the operations that join the ranks' results.
+"""The parts of a model that ranks hold, and the interface of the operations that join the ranks' results.
 
 A rank is a process that holds a part of every layer.  All ranks run the same launches.  The code that makes a weight
-declares the rank's part: it passes a `Part` in place of a number of rows or columns.
+declares the rank's part: it passes a `RankPart` in place of a number of rows or columns.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """Entries begin .. end-1, out of `size` entries."""
 
     begin: int
@@ -32,11 +32,11 @@ class Part:
     def slice(self) -> slice:
         return slice(self.begin, self.end)
 
-    def scaled(self, entries: int) -> "Part":
+    def scaled(self, entries: int) -> "RankPart":
         """Returns the part of a tensor that has `entries` entries for each of these entries."""
-        return Part(self.begin * entries, self.end * entries, self.size * entries)
+        return RankPart(self.begin * entries, self.end * entries, self.size * entries)
 
-    def in_units(self, unit: int) -> "Part":
+    def in_blocks_of(self, unit: int) -> "RankPart":
         """Returns the part of a tensor with one entry for every `unit` of these entries; the last entry may cover
         fewer.
 
@@ -47,27 +47,27 @@ class Part:
                 f"entries {self.begin} to {self.end - 1} of {self.size} cannot be cut out, because {unit} are stored "
                 "as one; use a smaller tensor_parallel, or another checkpoint"
             )
-        return Part(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
+        return RankPart(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
 
 
-# A number of rows or columns: a Part, or with a single rank the number itself.
-Size = int | Part
+# A number of rows or columns: a RankPart, or with a single rank the number itself.
+SizeOrPart = int | RankPart
 
 
-def whole_part(size: int) -> Part:
-    """Returns a Part of all entries, for a tensor that every rank holds whole."""
-    return Part(0, size, size)
+def whole_part(size: int) -> RankPart:
+    """Returns a RankPart of all entries, for a tensor that every rank holds whole."""
+    return RankPart(0, size, size)
 
 
-def part_of(size: Size) -> Part:
-    """Returns the Part of a size; for an int, the part with all entries."""
-    return size if isinstance(size, Part) else Part(0, size, size)
+def as_rank_part(size: SizeOrPart) -> RankPart:
+    """Returns the RankPart of a size; for an int, the part with all entries."""
+    return size if isinstance(size, RankPart) else RankPart(0, size, size)
 
 
 class Collectives(Protocol):
     """Joins tensors of all ranks.  Each rank calls the same operations in the same order, with equal shapes.
 
-    The results have the same bits on every rank.
+    The results have the same bits on every rank.  Subclasses with faster kernels override the last two operations.
     """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -78,6 +78,10 @@ class Collectives(Protocol):
         """Sum x over the ranks.  The sum may overwrite x."""
         ...
 
+    def abort(self) -> None:
+        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
+        ...
+
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
@@ -85,25 +89,16 @@ class Collectives(Protocol):
 
         total: residual + the sum of parts over the ranks.  parts: [N, H], or [parts, N, H], which is summed in order.
         """
-        ...
+        return None
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        """Join the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
-        ...
-
-    def abort(self) -> None:
-        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
-        ...
-
-
-def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-    """Implements Collectives.gather_columns by all_gather."""
-    padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
-    return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
+        """Joins the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
+        padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
+        return self.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
 class IndivisibleError(EspalierError):
-    """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
+    """A number of ranks that does not divide a size.  declared_weights.py adds the numbers that divide the model."""
 
 
 @dataclass(frozen=True)
@@ -112,33 +107,33 @@ class Shards:
     ranks are joined.
 
     Parts are equal.  If `count` does not divide some size, the model is refused before its weights are read
-    (models/shard_sizes.py).
+    (models/declared_weights.py).
     """
 
     rank: int = 0
     count: int = 1
     collectives: Collectives | None = None
 
-    def part(self, size: int, size_name: str) -> Part:
+    def part(self, size: int, size_name: str) -> RankPart:
         """Returns the rank's part of `size` entries.  size_name: names the size in errors.  Raises IndivisibleError."""
         if size % self.count:
             raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
         own = size // self.count
-        return Part(self.rank * own, (self.rank + 1) * own, size)
+        return RankPart(self.rank * own, (self.rank + 1) * own, size)
 
-    def kv_heads(self, num_kv_heads: int) -> Part:
+    def kv_heads_part(self, num_kv_heads: int) -> RankPart:
         """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises IndivisibleError."""
         if self.count % num_kv_heads:
             return self.part(num_kv_heads, "number of K/V heads")
         head = self.rank * num_kv_heads // self.count
-        return Part(head, head + 1, num_kv_heads)
+        return RankPart(head, head + 1, num_kv_heads)
 
-    def tokens(self, vocab_size: int) -> Part:
+    def vocab_part(self, vocab_size: int) -> RankPart:
         """Returns the rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
         begin, end = (
             min(rank * self.max_tokens_per_rank(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1)
         )
-        return Part(begin, end, vocab_size)
+        return RankPart(begin, end, vocab_size)
 
     def max_tokens_per_rank(self, vocab_size: int) -> int:
         """Returns the length of the longest part of the vocabulary."""
@@ -160,4 +155,4 @@ class Shards:
 
 
 # The shards of a single rank, which holds the whole model.
-WHOLE = Shards()
+SINGLE_RANK = Shards()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from espalier.shards.base import gather_columns_by_all_gather
+from espalier.shards.base import Collectives
 
 # The most time for ranks to join, once all ranks are known to run.
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -19,8 +19,8 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 OPERATION_TIMEOUT = timedelta(days=1)
 
 
-class GlooCollectives:
-    """Collectives (shards/base.py) through gloo.  file: the same for all ranks, on a disk that they all see."""
+class GlooCollectives(Collectives):
+    """Joins ranks through gloo.  file: the same for all ranks, on a disk that they all see."""
 
     def __init__(self, file: Path, rank: int, num_ranks: int) -> None:
         gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
@@ -47,12 +47,6 @@ class GlooCollectives:
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
-
-    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        return None
-
-    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         """Does nothing, because an operation ends with an error when another rank's process has ended."""

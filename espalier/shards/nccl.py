@@ -1,4 +1,4 @@
-"""Joins ranks on GPUs of one host, through NCCL.  A CUDA graph captures its operations.
+"""Joins ranks on GPUs of one host, through NCCL.  A CUDA graph can capture these operations.
 
 NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank gets the same bits.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupNCCL
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from espalier.shards.base import gather_columns_by_all_gather
+from espalier.shards.base import Collectives
 from espalier.shards.gloo import CONNECT_TIMEOUT, OPERATION_TIMEOUT
 
 # PyTorch's threads that watch NCCL would end the process on an error.  Here engine/ranks.py watches the ranks.
@@ -28,8 +28,8 @@ NCCL_ENVIRONMENT = MappingProxyType(
 )
 
 
-class NcclCollectives:
-    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: the rank's own GPU.
+class NcclCollectives(Collectives):
+    """Joins ranks through NCCL.  file: see GlooCollectives; device: the rank's own GPU.
 
     store: the key-value store of all ranks.
     """
@@ -65,12 +65,6 @@ class NcclCollectives:
         if x.numel():
             wait_on_stream(self.group.allreduce([total], self.sum_options))
         return total
-
-    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        return None
-
-    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         self.group.abort()

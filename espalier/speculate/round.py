@@ -15,7 +15,7 @@ from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, 
 from espalier.cache.kv import PagedKV
 from espalier.cache.states import SnapshotTargets, StateAccess
 from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
-from espalier.kernels.ops.tree import Path, accept, gather_rows
+from espalier.kernels.ops.tree import AcceptedPath, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingFeatures
@@ -78,12 +78,14 @@ class ModelRunner:
         lengths: the number of the target's committed rows.
         """
         self.cache.backend.prepare(lengths)
-        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.root_rows))
+        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
+        return (
+            self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.captured_layers
+        )
 
     def shared_rows(self, batch: int) -> int:
         """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""
@@ -117,7 +119,7 @@ class RoundOutput:
     sources; else None.
     """
 
-    path: Path
+    path: AcceptedPath
     logits: Tensor
     num_logprobs: Tensor
     logit_rows: Tensor
@@ -232,7 +234,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     out = runner.target(runner.cache.begin_pass(prefix, nodes, tokens, state_access=access, chosen_rows=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
-        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
+        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.captured_inputs)))
         logits = None if logits is None else chosen.to_tree_rows(logits)
     return VerifiedRound(proposed, out, logits)
 
@@ -332,7 +334,9 @@ def prefill(
     num_emitted, _ = advance(slots, length, sampled.tokens, sampling_features.penalised)
     if runner.layout.extends:
         runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
-    path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
+    path = AcceptedPath(
+        torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0]
+    )
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 
 
@@ -374,7 +378,11 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 
 def commit(
-    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: SnapshotTargets | None = None
+    runner: ModelRunner,
+    slots: BatchState,
+    path: AcceptedPath,
+    count_tokens: bool,
+    snapshots: SnapshotTargets | None = None,
 ) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
@@ -395,11 +403,11 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
     return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
-def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
+def path_features(drafter: Drafter, out: ModelOutput, path: AcceptedPath) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
     Only the features of the path's nodes are concatenated.
     """
     if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.captured_inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -21,7 +21,7 @@ from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
-from espalier.shards import WHOLE, Shards
+from espalier.shards import SINGLE_RANK, Shards
 from espalier.slots import SlotTable
 from espalier.speculate.drafters.base import Drafter
 from espalier.speculate.drafters.path_merging import PathMergingDrafter
@@ -41,7 +41,7 @@ class LoadedModels:
     config: ResolvedConfig
     target: CausalLM
     draft: DraftModel | None = None
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     @property
     def device(self) -> torch.device:
@@ -144,25 +144,15 @@ def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_sta
     """Builds an engine that runs these models.
     keep_graphs, capture_stages: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer."""
-    config = loaded.config
-    graphs = (config.graph_batch, keep_graphs, capture_stages)
-    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, make_tree_chooser(config))
-    return make_engine(*on, make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
+    config, runner = loaded.config, make_runner(loaded)
+    executor = make_executor(runner, config.overlap, config.graph_batch, keep_graphs, capture_stages)
+    sources = make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0)
+    return Engine(executor, config.overlap, config.prefix_cache, make_tree_chooser(config), sources)
 
 
-def make_engine(
-    runner: ModelRunner,
-    overlap: bool,
-    prefix_cache: bool,
-    graph_batch: int = 0,
-    keep_graphs: bool = False,
-    capture_stages: bool = False,
-    chooser: TreeChooser | None = None,
-    sources: Sequence[HostSource] = (),
-) -> Engine:
+def make_engine(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
     """Returns an engine that uses the buffers of `runner`.  No other engine may use the same runner."""
-    executor = make_executor(runner, overlap, graph_batch, keep_graphs, capture_stages)
-    return Engine(executor, overlap, prefix_cache, chooser, sources)
+    return Engine(make_executor(runner, overlap, graph_batch), overlap, prefix_cache)
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
@@ -201,9 +191,11 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # The draft has no rows 0 .. reentry-1.
-    exact = exact_lengths and layout.reentry <= 1
-    draft_backend = grouped_backend(config.draft_attention, *setting, draft_layers, layout.reentry > 0, exact)
+    # The draft has no rows 0 .. num_recomputed_tokens-1.
+    exact = exact_lengths and layout.num_recomputed_tokens <= 1
+    draft_backend = grouped_backend(
+        config.draft_attention, *setting, draft_layers, layout.num_recomputed_tokens > 0, exact
+    )
     states = None
     if bytes_per_state(target.layer_specs, dtype):
         states = StateTable(layout, config.num_snapshots, target.layer_specs, dtype, device)
@@ -217,5 +209,5 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     if layout.calibrates_scores:
         drafter = PathMergingDrafter(drafter, layout)
-    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried_shapes, dtype, device)
+    table = SlotTable(layout, target.config.vocab_size, drafter.spec.slot_tensor_shapes, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

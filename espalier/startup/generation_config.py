@@ -13,27 +13,18 @@ from espalier.request import GENERATION_CONFIG_NAMES, PARAM_CHECKS
 # Fields of generation_config.json that transformers supports and Espalier does not, each with the values that have no
 # effect.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "typical_p": (None, 1, 1.0),
-    "epsilon_cutoff": (None, 0, 0.0),
-    "eta_cutoff": (None, 0, 0.0),
-    "penalty_alpha": (None, 0),
-    "guidance_scale": (None, 1, 1.0),
-    "exponential_decay_length_penalty": (None,),
-    "encoder_repetition_penalty": (None, 1, 1.0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "min_length": (None, 0),
+    **dict.fromkeys("num_beams typical_p guidance_scale encoder_repetition_penalty".split(), (None, 1)),
+    **dict.fromkeys("no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha min_length".split(), (None, 0)),
+    **dict.fromkeys("bad_words_ids suppress_tokens begin_suppress_tokens stop_strings".split(), (None, [])),
+    **dict.fromkeys(
+        (
+            "sequence_bias exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id top_h "
+            "watermarking_config"
+        ).split(),
+        (None,),
+    ),
     "renormalize_logits": (None, False),
-    "stop_strings": (None, []),
     "token_healing": (None, False),
-    "top_h": (None,),
-    "watermarking_config": (None,),
 }
 log = logging.getLogger("espalier")
 

@@ -24,12 +24,12 @@ from espalier.models import (
     load_target,
     read_config,
 )
+from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
-from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_files import WeightCount, count_weights_in
+from espalier.models.weight_files import WeightSize, count_weights_in
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.shards import WHOLE, Shards
+from espalier.shards import SINGLE_RANK, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
     draft_of_target,
@@ -41,16 +41,16 @@ from espalier.speculate.drafters.registry import (
 from espalier.startup.build import LoadedModels, assemble_engine, describe_cache_size, make_tree_chooser
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
-from espalier.startup.ranks import LoadRankModels, RankWork, starting_ranks
+from espalier.startup.ranks import LoadRankModels, RankStartup, starting_ranks
 from espalier.startup.resolve import (
-    StartupFacts,
+    StartupInfo,
     choose_algorithm,
     choose_device,
     free_memory,
     requested_algorithm,
     resolve,
 )
-from espalier.startup.threads import thread_facts, use_threads
+from espalier.startup.threads import cpu_thread_info, set_num_threads
 from espalier.startup.tree_cost import measure_chip, pass_weights
 
 log = logging.getLogger("espalier")
@@ -70,7 +70,7 @@ class Checkpoint:
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads the configs.
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target."""
-    requested = requested_algorithm(config)  # before the search, which may download
+    requested = requested_algorithm(config)  # this check comes first, because the search may download
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
@@ -111,7 +111,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
-    facts = StartupFacts(
+    info = StartupInfo(
         # On a CPU, all ranks share the memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=count_weights(checkpoint, shards.count),
@@ -119,12 +119,12 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         max_position=checkpoint.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(checkpoint.target), shards),
-            *specs_of_rank(checkpoint.spec.layers, of_draft),
+            *specs_of_rank(checkpoint.spec.layer_specs, of_draft),
         ),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
-        threads=thread_facts(),
+        threads=cpu_thread_info(),
         pass_weights=pass_weights(
             checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
         ).of_rank(shards.count),
@@ -132,7 +132,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_unresolved(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
-    return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, facts)
+    return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, info)
 
 
 def build_engine(
@@ -149,16 +149,16 @@ def build_engine(
         return build_engine_of_ranks(ranks, resolved, requested_pages)
 
 
-def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> LoadedModels:
+def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = SINGLE_RANK) -> LoadedModels:
     """Loads target and draft, or one rank's part of them."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
-        use_threads(resolved.threads)
+        set_num_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
     of_target: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
     target = load_target(
         checkpoint.target_path,
-        capture=checkpoint.spec.capture,
+        captured_layers=checkpoint.spec.captured_layers,
         max_context=resolved.layout.max_context,
         shards=shards,
         **of_target,
@@ -179,10 +179,10 @@ def build_engine_of_ranks(
     errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
     joined = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loaded}"
-    work = RankWork(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
+    work = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
     with replace_by_rank_failure(ranks):
         ranks.load(work)
-        loaded = work.load_models_of(0, ranks.join)
+        loaded = work.load_rank_models(0, ranks.join)
         executor, loaded = work.make_executor(loaded)
     ranks.wait_until_loaded()
     _log_resolved_config(loaded)
@@ -191,7 +191,8 @@ def build_engine_of_ranks(
 
 
 def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models from the files of a resolved configuration.  It can run in any process."""
+    """Loads one rank's part of the models from the files of a resolved configuration.  The function can run in any
+    process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -220,7 +221,7 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
 
-def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
+def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
     """Returns the size of the weights on each rank: the draft, a part of the target, and the whole embedding if there
     is a draft."""
     # If the draft consists of the target's own MTP layers, these are counted with the target.
@@ -235,7 +236,7 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     return target + count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
-# In a quantised model, at least one of these matrices is quantised.
+# Every quantised model quantises at least one of these matrices.
 TYPICAL_MATRICES = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALF_DTYPES = ("bfloat16", "float16")
 

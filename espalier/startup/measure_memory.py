@@ -26,17 +26,17 @@ from espalier.sampling.prompt import PromptRows
 from espalier.startup.build import LoadedModels, make_runner
 
 if TYPE_CHECKING:
-    from espalier.startup.resolve import StartupFacts
+    from espalier.startup.resolve import StartupInfo
 
 
-def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
+def largest_prefill_pass(layout: RoundLayout, width: int) -> LaunchInput:
     """Returns the largest pass of this width (rows of a piece): with the maximum numbers of pieces and requests, and
     with the log-probabilities of all rows."""
     num_pieces = layout.max_pieces(width)
-    return dummy_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
+    return dummy_prefill_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
-def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
+def smaller_prefill_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
     """Yields the passes that use kernels which no fullest pass uses.
     Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
     the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
@@ -47,19 +47,19 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
     for num_pieces in powers:
         requests = min(num_pieces, layout.max_batch)
         masks = np.zeros((requests, 1, mask_words(vocab_size)), np.int32)
-        yield replace(dummy_pass(narrowest, num_pieces, requests, num_pieces * narrowest), masks=masks)
+        yield replace(dummy_prefill_pass(narrowest, num_pieces, requests, num_pieces * narrowest), masks=masks)
     for num_pieces in (1, *(power + 1 for power in powers)):
         if num_pieces <= most:
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
-            yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
-    yield from passes_of_last_rows(layout, powers)
+            yield dummy_prefill_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
+    yield from prefill_passes_without_logprobs(layout, powers)
     # Attention chooses kernels by the width, and by whether the pieces fill the GPU.
     for width in wider:
         for num_pieces in range(1, min(2, layout.max_pieces(width)) + 1):
-            yield dummy_pass(width, num_pieces, 1, 0)
+            yield dummy_prefill_pass(width, num_pieces, 1, 0)
 
 
-def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
+def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
     """Yields passes without log-probabilities, in which the last layer computes only one row of each piece.
     powers: the powers of two up to the largest number of pieces of a pass.  Rounds already cover the powers up to
     max_batch."""
@@ -69,12 +69,12 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
     wanted = {most - 1, *above, *(power * 3 // 2 + 1 for power in above), *(power + 1 for power in powers)}
     for num_pieces in sorted(wanted):
         if 0 < num_pieces <= most:
-            yield dummy_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
+            yield dummy_prefill_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
     for width in wider[:1]:
-        yield dummy_pass(width, layout.max_pieces(width), 1, 0)
+        yield dummy_prefill_pass(width, layout.max_pieces(width), 1, 0)
 
 
-def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
+def dummy_prefill_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
     width: rows of a piece.  num_reported_rows: the number of rows, from the first row of the pass, whose
     log-probabilities are reported."""
@@ -93,7 +93,7 @@ MEMORY_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
+class MeasuredMemory:
     """Measured memory, in bytes.
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
     free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
@@ -112,13 +112,15 @@ def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     number.  Raises EspalierError if the requested pages do not fit, or if not even one full context fits."""
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
     page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
-    needs = _measure_needs(loaded)
+    measured = _measure_with_trial_runner(loaded)
     # CUDA graphs hold the memory of a launch in a separate pool, in addition to the memory of eager launches.
-    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MEMORY_MARGIN)
-    affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
+    reserved = (
+        measured.eager_bytes + (measured.graph_bytes if graph_batch else 0) + int(measured.total_bytes * MEMORY_MARGIN)
+    )
+    affordable = TRIAL_PAGES + (measured.free_bytes - reserved) // page_bytes
     reason = (
-        f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, models, buffers and other processes "
-        f"leave {_gib(needs.free_bytes)}, and launches need {_gib(reserved)}"
+        f"{device} holds {max(affordable, 0)}: of its {_gib(measured.total_bytes)}, models, buffers and other "
+        f"processes leave {_gib(measured.free_bytes)}, and launches need {_gib(reserved)}"
     )
     if requested_pages is not None and requested_pages > affordable:
         raise EspalierError(f"num_pages={requested_pages} do not fit, {reason}; lower it, or leave it to 'auto'")
@@ -134,12 +136,13 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
-    """Measures memory with a trial runner.  The memory of the runner is freed before this function returns."""
+def _measure_with_trial_runner(loaded: LoadedModels) -> MeasuredMemory:
+    """Measures the memory of launches with a runner that has few pages.  Frees the runner's memory before it
+    returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
         # The runner is not assigned to a variable, so that it is freed before the memory is released below.
-        return measure_needs(
+        return measure_launch_memory(
             CudaExecutor(make_runner(loaded.with_num_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
             device,
@@ -155,13 +158,15 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
         torch.cuda.empty_cache()
 
 
-def measure_needs(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
+def measure_launch_memory(
+    executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int
+) -> MeasuredMemory:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
     launches are captured."""
-    passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
-    # Batches are in ascending order, so each tree keeps its largest batch.
+    passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
+    # In ascending order of batches, a later batch replaces an earlier batch of the same tree, so the largest remains.
     staged = {
         layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.batch_buckets
     }
@@ -169,11 +174,13 @@ def measure_needs(executor: CudaExecutor, layout: RoundLayout, device: torch.dev
     largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
-    executor.compile_kernels([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
+    executor.compile_kernels(
+        [*compiled, *passes, *smaller_prefill_passes(layout, executor.runner.target.config.vocab_size)]
+    )
     captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
-    return MemoryNeeds(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))
+    return MeasuredMemory(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
@@ -189,33 +196,34 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     return peak - before
 
 
-# By default, the states of all slots take at most 1 / STATES_DIVISOR of the memory that is free after loading weights.
-STATES_DIVISOR = 4
+# By default, the states of all slots take at most 1 / STATES_MEMORY_DIVISOR of the memory that is free after loading
+# weights.
+STATES_MEMORY_DIVISOR = 4
 log = logging.getLogger(__name__)
 
 
-def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
+def choose_max_batch(config: EngineConfig, info: "StartupInfo", dtype: torch.dtype, default: int) -> int:
     """Returns the user's max_batch.  By default, returns `default`, or fewer if the states of `default` slots would
-    take too much memory (STATES_DIVISOR)."""
+    take too much memory (STATES_MEMORY_DIVISOR)."""
     if not is_unresolved(config.max_batch):
         return int(config.max_batch)
-    state_bytes = bytes_per_state(facts.layer_specs, dtype)
-    left = max(facts.free_bytes - facts.weights.nbytes(dtype), 0)
-    if not state_bytes or default * state_bytes <= left // STATES_DIVISOR:
+    state_bytes = bytes_per_state(info.layer_specs, dtype)
+    left = max(info.free_bytes - info.weights.nbytes(dtype), 0)
+    if not state_bytes or default * state_bytes <= left // STATES_MEMORY_DIVISOR:
         return default
-    chosen = max(left // STATES_DIVISOR // state_bytes, 1)
+    chosen = max(left // STATES_MEMORY_DIVISOR // state_bytes, 1)
     log.info(
         "max_batch=%d, not %d: the states of a request take %.0f MiB, and those of all at most 1/%d of the %.1f GiB "
         "that weights leave",
-        *(chosen, default, state_bytes / 2**20, STATES_DIVISOR, left / 2**30),
+        *(chosen, default, state_bytes / 2**20, STATES_MEMORY_DIVISOR, left / 2**30),
     )
     return chosen
 
 
-def pages_and_snapshots(
+def choose_num_pages_and_snapshots(
     config: EngineConfig,
     layout: RoundLayout,
-    facts: "StartupFacts",
+    info: "StartupInfo",
     dtype: torch.dtype,
     memory_share: float,
     prefix_cache: bool,
@@ -226,33 +234,33 @@ def pages_and_snapshots(
     num_pages includes the dummy page, and is at most the number of pages for a full batch of full contexts.
     Raises EspalierError if the weights or the user's numbers do not fit, or if not even one full context fits.
     """
-    page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
+    page_bytes = layout.tokens_in(bytes_per_token(info.layer_specs, dtype))
     buffers = bytes_beside_pages(
-        layout, facts.layer_specs[: facts.num_layers], facts.layer_specs[facts.num_layers :], dtype
+        layout, info.layer_specs[: info.num_layers], info.layer_specs[info.num_layers :], dtype
     )
-    weights = facts.weights.nbytes(dtype)
-    available = facts.free_bytes - weights - buffers
+    weights = info.weights.nbytes(dtype)
+    available = info.free_bytes - weights - buffers
     if available < 0:
         raise EspalierError(
-            f"the weights in {str(dtype).removeprefix('torch.')} ({weights / 2**30:.1f} GiB) and the buffers of "
-            f"max_batch={layout.max_batch} ({buffers / 2**30:.1f} GiB) do not fit into the free memory "
-            f"({facts.free_bytes / 2**30:.1f} GiB); use a smaller dtype, a smaller or quantised model, or a lower "
+            f"the weights in {str(dtype).removeprefix('torch.')} ({_gib(weights)}) and the buffers of "
+            f"max_batch={layout.max_batch} ({_gib(buffers)}) do not fit into the free memory "
+            f"({_gib(info.free_bytes)}); use a smaller dtype, a smaller or quantised model, or a lower "
             "max_batch"
         )
-    free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
-    state_bytes = bytes_per_state(facts.layer_specs, dtype)
+    free = f"the free memory ({_gib(info.free_bytes)}, weights included)"
+    state_bytes = bytes_per_state(info.layer_specs, dtype)
     num_snapshots = _num_snapshots(config, layout, state_bytes, int(available * memory_share), prefix_cache)
     available -= num_snapshots * state_bytes
     if available < 0:
         raise EspalierError(
-            f"num_snapshots={num_snapshots} need {num_snapshots * state_bytes / 2**30:.1f} GiB, which {free} does not "
+            f"num_snapshots={num_snapshots} need {_gib(num_snapshots * state_bytes)}, which {free} does not "
             "hold; lower it, or leave it to 'auto'"
         )
     if isinstance(config.num_pages, int):
         if config.num_pages * page_bytes > available:
             raise EspalierError(
                 f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
-                f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
+                f"{_gib(config.num_pages * page_bytes)} and {free} holds {max(available // page_bytes, 0)} "
                 "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages, num_snapshots

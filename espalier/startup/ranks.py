@@ -1,6 +1,6 @@
 """The startup work of each rank: connects the ranks, loads a part of the models, measures pages, creates the executor.
 
-Rank 0 sends a RankWork to the other ranks and does the same work itself.
+Rank 0 sends a RankStartup to the other ranks and does the same work itself.
 """
 
 import signal
@@ -29,11 +29,11 @@ from espalier.startup.measure_memory import measure_pages
 # one.
 LoadRankModels = Callable[[ResolvedConfig, Shards], LoadedModels]
 # Calls a function that connects to the other ranks, and returns the result of that function.
-Connector = Callable[[Callable[[], Collectives]], Collectives]
+ConnectWrapper = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
-class RankWork:
+class RankStartup:
     """The startup work of one rank.  load_models: loads the models of a rank.  requested_pages: the user's num_pages.
     rendezvous_file: the path of a file through which ranks connect; it must not exist yet."""
 
@@ -44,16 +44,18 @@ class RankWork:
 
     def load(self, rank: int) -> Executor:
         """Loads the models and returns the rank's executor (engine/ranks.py:LoadModels)."""
-        return self.make_executor(self.load_models_of(rank))[0]
+        return self.make_executor(self.load_rank_models(rank))[0]
 
-    def load_models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
+    def load_rank_models(self, rank: int, wrap_connect: ConnectWrapper = lambda connect: connect()) -> LoadedModels:
         """Connects to the other ranks and loads the models of a rank.
-        connector: calls a function that waits for the other ranks."""
+        wrap_connect: calls a function that waits for the other ranks."""
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = connector(lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count))
+        joined = wrap_connect(
+            lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count)
+        )
         return self.load_models(config, Shards(rank, count, joined))
 
     def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN_TREE, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
-from espalier.models.weight_files import WeightCount
+from espalier.models.weight_files import WeightSize
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
-from espalier.startup.measure_memory import choose_max_batch, pages_and_snapshots
+from espalier.startup.measure_memory import choose_max_batch, choose_num_pages_and_snapshots
 from espalier.startup.sources import INDEX_BYTES, can_share_rows, choose_sources, source_sizes
-from espalier.startup.threads import ThreadFacts, choose_threads
+from espalier.startup.threads import CpuThreadInfo, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
     PredictedCosts,
@@ -64,7 +65,7 @@ class DeviceDefaults:
     memory_share: float
 
 
-DEFAULTS = {
+DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(8, context_limit=8192, chunk_size=512, busy_chunk_size=512, overlap=False, memory_share=0.4),
     "cuda": DeviceDefaults(
         128, context_limit=32768, chunk_size=4096, busy_chunk_size=640, overlap=True, memory_share=0.85
@@ -73,26 +74,27 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class StartupFacts:
-    """Facts about the machine and the models, known before weights are loaded.  With several ranks, the facts are about
-    one rank.
+class StartupInfo:
+    """What startup knows about the machine and the models before weights are loaded.  With several ranks, all values
+    are those of one rank.
 
     free_bytes: free memory of the device.  weights: the size of the weights of target and draft.  stored_dtype: dtype
     of the target's checkpoint.  layer_specs: specs of the target's layers, then of the draft's layers.  hidden_size,
-    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: facts about the CPU.
+    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and
+    threads.
     pass_weights: numbers of weights that passes read.  declared_kv_dtype: the kv_dtype in the target's config.json.
     model_impl: "native" or "transformers", the code that runs the target.
     """
 
     free_bytes: int
-    weights: WeightCount
+    weights: WeightSize
     stored_dtype: str | None
     max_position: int
     layer_specs: tuple[LayerSpec, ...]
     hidden_size: int
     num_layers: int
     chip: ChipFigures | None
-    threads: ThreadFacts
+    threads: CpuThreadInfo
     pass_weights: PassWeights
     declared_kv_dtype: str | None = None
     model_impl: str = "native"
@@ -108,29 +110,28 @@ class StartupFacts:
 
 def choose_device(config: EngineConfig) -> torch.device:
     """Returns the device of a configuration.  Raises EspalierError if the device does not exist or is too old."""
-    has_cuda = torch.cuda.is_available()
-    if is_unresolved(config.device):
-        device = _auto_device()
-        _require_equal_gpus(config, device)
-        return device
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'") from None
-    if device.type not in DEFAULTS:
-        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
-    if device.type == "cuda" and not has_cuda:
-        raise EspalierError(
-            f"device={config.device!r} is not available: PyTorch finds no CUDA device; use cpu or 'auto'"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise EspalierError(
-            f"device={config.device!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use "
-            "another index"
-        )
-    if device.type == "cuda" and (too_old := _too_old_reason(device)):
-        raise EspalierError(f"{too_old}; use device=cpu")
+    device = _auto_device() if is_unresolved(config.device) else _device_named(config.device)
     _require_equal_gpus(config, device)
+    return device
+
+
+def _device_named(name: str) -> torch.device:
+    """Returns the user's device.  Raises EspalierError if it does not exist or is too old."""
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or device.type not in DEVICE_DEFAULTS:
+        raise EspalierError(f"device={name!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise EspalierError(f"device={name!r} is not available: PyTorch finds no CUDA device; use cpu or 'auto'")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise EspalierError(
+            f"device={name!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use another index"
+        )
+    if too_old := _too_old_reason(device):
+        raise EspalierError(f"{too_old}; use device=cpu")
     return device
 
 
@@ -217,34 +218,32 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 
 
 def resolve(
-    config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
+    config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, info: StartupInfo
 ) -> ResolvedConfig:
     """Resolves each "auto".  Raises EspalierError if fields do not fit together."""
-    defaults, dtype = DEFAULTS[device.type], _value_or_default(config.dtype, _default_dtype(device, facts))
-    kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
-    own, drafts = (
-        facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
-    )
-    facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
+    defaults, dtype = DEVICE_DEFAULTS[device.type], _value_or_default(config.dtype, _default_dtype(device, info))
+    kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, info)
+    own, drafts = (info.layer_specs[layers.start : layers.stop] for layers in (info.target_layers, info.draft_layers))
+    info = replace(info, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
     in_dtype = getattr(torch, dtype)
-    attention, draft_attention = _backends(config, device, in_dtype, facts)
+    attention, draft_attention = _backends(config, device, in_dtype, info)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _configured_tree(speculation, spec)
-    predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
-    max_batch = choose_max_batch(config, facts, in_dtype, defaults.max_batch)
+    predicted = None if info.chip is None else PredictedCosts(info.pass_weights, info.chip)
+    max_batch = choose_max_batch(config, info, in_dtype, defaults.max_batch)
     trees = choose_trees(speculation.by_batch, tree, predicted, has_tree_settings(speculation), max_batch)
     chunk_size = _value_or_default(config.chunk_size, defaults.chunk_size)
     overlap = _value_or_default(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    shares = can_share_rows(facts.layer_specs, facts.model_impl, device)
-    of_engine = (spec.algorithm, shares, sources, facts.pass_weights)
+    shares = can_share_rows(info.layer_specs, info.model_impl, device)
+    of_engine = (spec.algorithm, shares, sources, info.pass_weights)
     costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(with_depth_of(tree, choices)),
         page_size=_value_or_default(config.page_size, DEFAULT_PAGE_SIZE),
-        max_context=_max_context(config, facts, defaults),
-        reentry=spec.reentry,
+        max_context=_max_context(config, info, defaults),
+        num_recomputed_tokens=spec.num_recomputed_tokens,
         block_rows=spec.block_rows,
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, predicted),
@@ -254,13 +253,18 @@ def resolve(
     )
     if device.type == "cuda":
         require_triton()
-    setting = (device.type, in_dtype, layout.page_size, facts.layer_specs)
-    grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
-    if facts.draft_layers:
-        lacks_first_rows, exact_lengths = spec.reentry > 0, not overlap and spec.reentry <= 1
-        grouped_backend(draft_attention, *setting, facts.draft_layers, lacks_first_rows, exact_lengths)
+    setting = (device.type, in_dtype, layout.page_size, info.layer_specs)
+    grouped_backend(attention, *setting, info.target_layers, exact_lengths=not overlap)
+    if info.draft_layers:
+        lacks_first_rows, exact_lengths = (
+            spec.num_recomputed_tokens > 0,
+            not overlap and spec.num_recomputed_tokens <= 1,
+        )
+        grouped_backend(draft_attention, *setting, info.draft_layers, lacks_first_rows, exact_lengths)
     prefix_cache = _value_or_default(config.prefix_cache, True)
-    num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
+    num_pages, num_snapshots = choose_num_pages_and_snapshots(
+        config, layout, info, in_dtype, defaults.memory_share, prefix_cache
+    )
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -270,7 +274,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         draft_kv_dtype=draft_kv_dtype,
-        threads=_num_threads(config, device, facts, in_dtype),
+        threads=_num_threads(config, device, info, in_dtype),
         attention=attention,
         draft_attention=draft_attention,
         num_pages=num_pages,
@@ -278,7 +282,7 @@ def resolve(
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
-        model_impl=facts.model_impl,
+        model_impl=info.model_impl,
         model_overrides=dict(config.model_overrides),
         seed=_value_or_default(config.seed, secrets.randbits(63)),
         round_costs=costs,
@@ -288,33 +292,33 @@ def resolve(
     )
 
 
-def _num_threads(config: EngineConfig, device: torch.device, facts: StartupFacts, dtype: torch.dtype) -> int:
+def _num_threads(config: EngineConfig, device: torch.device, info: StartupInfo, dtype: torch.dtype) -> int:
     """Returns the number of threads of each rank.  On a CPU all ranks share the cores."""
-    threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
+    threads = choose_threads(config.threads, device.type, info.weights.nbytes(dtype), info.threads)
     return max(threads // config.tensor_parallel, 1) if is_unresolved(config.threads) else threads
 
 
-def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
+def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, info: StartupInfo) -> tuple[str, str]:
     """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
     Raises EspalierError if draft_attention is set and the drafter has no layers."""
     target_backend = None if is_unresolved(config.attention) else config.attention
     draft_backend = target_backend if is_unresolved(config.draft_attention) else config.draft_attention
-    target = choose_backends(target_backend, device.type, dtype, facts.layer_specs, facts.target_layers)
-    if not facts.draft_layers:
+    target = choose_backends(target_backend, device.type, dtype, info.layer_specs, info.target_layers)
+    if not info.draft_layers:
         if not is_unresolved(config.draft_attention):
             raise EspalierError(
                 f"draft_attention={config.draft_attention!r} is set, but the drafter has no layers; leave it out"
             )
         return target, target
-    return target, choose_backends(draft_backend, device.type, dtype, facts.layer_specs, facts.draft_layers)
+    return target, choose_backends(draft_backend, device.type, dtype, info.layer_specs, info.draft_layers)
 
 
-def _kv_dtypes(config: EngineConfig, dtype: str, facts: StartupFacts) -> tuple[str, str]:
+def _kv_dtypes(config: EngineConfig, dtype: str, info: StartupInfo) -> tuple[str, str]:
     """Returns kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
-    kv_dtype = _value_or_default(config.kv_dtype, facts.declared_kv_dtype or dtype)
-    if is_unresolved(config.kv_dtype) and facts.declared_kv_dtype:
+    kv_dtype = _value_or_default(config.kv_dtype, info.declared_kv_dtype or dtype)
+    if is_unresolved(config.kv_dtype) and info.declared_kv_dtype:
         log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
-    if not is_unresolved(config.draft_kv_dtype) and not facts.draft_layers:
+    if not is_unresolved(config.draft_kv_dtype) and not info.draft_layers:
         raise EspalierError(
             f"draft_kv_dtype={config.draft_kv_dtype!r} is set, but the drafter has no layers; leave it out"
         )
@@ -329,18 +333,18 @@ def _value_or_default(setting: Any, default: Any) -> Any:
     return default if is_unresolved(setting) else setting
 
 
-def _default_dtype(device: torch.device, facts: StartupFacts) -> str:
-    if device.type == "cpu" or facts.stored_dtype not in DTYPES:
+def _default_dtype(device: torch.device, info: StartupInfo) -> str:
+    if device.type == "cpu" or info.stored_dtype not in DTYPES:
         return "float32"
-    return facts.stored_dtype
+    return info.stored_dtype
 
 
-def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefaults) -> int:
+def _max_context(config: EngineConfig, info: StartupInfo, defaults: DeviceDefaults) -> int:
     if is_unresolved(config.max_context):
-        return min(facts.max_position, defaults.context_limit)
-    if int(config.max_context) > facts.max_position:
+        return min(info.max_position, defaults.context_limit)
+    if int(config.max_context) > info.max_position:
         raise EspalierError(
-            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or, if "
+            f"max_context={config.max_context} is above the model's {info.max_position} positions; lower it, or, if "
             "the model supports more, set max_position_embeddings with model_overrides"
         )
     return int(config.max_context)

@@ -18,7 +18,7 @@ INDEX_BYTES = 2**26
 
 def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
     """Whether the requests of a batch may share the rows of a verify pass.
-    Layers with states and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
+    Recurrent layers and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
     been timed on them."""
     in_order = any(isinstance(spec.cache_spec, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not in_order

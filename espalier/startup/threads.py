@@ -23,22 +23,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ThreadFacts:
-    """Facts about the CPU's threads.
-    num_cores: physical cores that this process may use; num_current: PyTorch's current number of threads;
-    from_environment:
-    whether OMP_NUM_THREADS is set."""
+class CpuThreadInfo:
+    """The CPU's cores and PyTorch's threads.  num_cores: physical cores that this process may use.  num_current:
+    PyTorch's number of threads.  is_set_by_environment: whether OMP_NUM_THREADS is set."""
 
     num_cores: int
     num_current: int
     is_set_by_environment: bool
 
 
-def thread_facts() -> ThreadFacts:
-    return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(OMP_VARIABLE)))
+def cpu_thread_info() -> CpuThreadInfo:
+    return CpuThreadInfo(physical_cores(), torch.get_num_threads(), bool(os.environ.get(OMP_VARIABLE)))
 
 
-def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
+def choose_threads(requested: int | str, device: str, weight_bytes: int, info: CpuThreadInfo) -> int:
     """Returns the number of threads for a CPU: the user's number, else OMP_NUM_THREADS, else one thread for each
     BYTES_PER_THREAD of weights, up to num_cores.
 
@@ -47,15 +45,15 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
     if device != "cpu":
         if not is_unresolved(requested):
             raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {OMP_VARIABLE}")
-        return facts.num_current
+        return info.num_current
     if not is_unresolved(requested):
         return int(requested)
-    if facts.is_set_by_environment:
-        return facts.num_current
-    return max(1, min(weight_bytes // BYTES_PER_THREAD, facts.num_cores))
+    if info.is_set_by_environment:
+        return info.num_current
+    return max(1, min(weight_bytes // BYTES_PER_THREAD, info.num_cores))
 
 
-def use_threads(threads: int) -> None:
+def set_num_threads(threads: int) -> None:
     """Sets PyTorch's number of threads, which applies to all models in the process."""
     torch.set_num_threads(threads)
     if threads > 1 and not is_wait_policy_set():

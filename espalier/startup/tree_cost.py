@@ -19,12 +19,12 @@ from functools import cache
 
 import torch
 
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
 from espalier.engine.acceptance import assumed_accept_length
 from espalier.kernels.layers.experts_plan import expected_active_experts
 from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
+from espalier.models.declared_weights import num_dense_values, num_expert_values, num_mixer_values
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
 
@@ -116,51 +116,29 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: i
     draft: None for a drafter without weights.  stored_bytes: of both, as they are in memory, with the embedding; 0: two
     bytes a weight.
     """
-    found = _counted(target, draft)
+    found = _count_weights(target, draft)
     # A pass reads only a few rows of an embedding, unless the embedding is also the head.
     read = stored_bytes - (0 if target.tie_word_embeddings else 2 * target.vocab_size * target.hidden_size)
     held = found.dense + found.expert * found.num_experts + found.draft
     return replace(found, value_bytes=min(read / held, 2.0)) if read > 0 and held else found
 
 
-def _counted(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    probed = target.probe_result
-    if probed is not None:
-        apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
-        return replace(
-            _pass_weights(target, draft),
-            dense=probed.num_weights - probed.expert_weights - apart,
-            expert=probed.expert_weights // probed.num_experts,
-            num_experts=probed.num_experts,
-            top_k=probed.top_k,
-        )
-    return _pass_weights(target, draft)
-
-
-def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    experts, hidden = target.experts, target.hidden_size
+def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     specs = layer_specs_of(target)
-    attention_and_head = sum(_attention_weights(target, spec) for spec in specs) + target.vocab_size * hidden
-    num_mixtures = 0 if experts is None else len(experts.layers)
-    inner = (target.num_layers - num_mixtures) * target.intermediate_size
-    of_draft = PassWeights(
-        dense=attention_and_head + (target.activation.num_matrices + 1) * hidden * inner,
+    experts = target.experts
+    routing = target.probe_result or (None if experts is None else experts.routing)
+    return PassWeights(
+        dense=num_dense_values(target),
+        expert=num_expert_values(target),
+        num_experts=1 if routing is None else routing.num_experts,
+        top_k=1 if routing is None else routing.top_k,
         layers=target.num_layers,
         kept=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
-        draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
+        draft_layers=0 if draft is None else len(draft.spec.layer_specs) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
-        extends=draft is None or draft.spec.modules > 0,
-    )
-    if experts is None:
-        return of_draft
-    return replace(
-        of_draft,
-        dense=of_draft.dense + (experts.activation.num_matrices + 1) * hidden * num_mixtures * experts.shared_size,
-        expert=num_mixtures * (experts.activation.num_matrices + 1) * hidden * experts.size,
-        num_experts=experts.routing.num_experts,
-        top_k=experts.routing.top_k,
+        extends=draft is None or draft.spec.num_modules > 0,
     )
 
 
@@ -171,28 +149,9 @@ def _draft_weights(draft: DraftConfig) -> int:
     about twice the weights of a target layer's attention.
     """
     layer, spec = draft.layer, draft.spec
-    layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
-    each = (
-        inputs * _attention_weights(layer, layer_specs_of(layer)[0]) + 3 * layer.hidden_size * layer.intermediate_size
-    )
-    return layers * each + layer.hidden_size * spec.vocab_size
-
-
-def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
-    """Weights of one layer's attention, or of the part that replaces attention in a layer with a state."""
-    if isinstance(spec.cache_spec, RecurrentState):
-        # The weights of the inputs, of a gate as wide as the outputs, and of the outputs.
-        return config.hidden_size * (spec.cache_spec.channels + 2 * spec.heads * spec.cache_spec.v_size)
-    latent, hidden, heads = config.latent, config.hidden_size, spec.heads
-    if latent is None:
-        return hidden * (spec.projected_heads + heads) * spec.cache_spec.k_size
-    rank = latent.q_rank or hidden
-    queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
-    up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
-    chooses, index = 0, latent.indexer
-    if index is not None and spec.cache_spec.values_per_token > latent.row_size:
-        chooses = rank * index.heads * index.size + hidden * (index.size + index.heads)
-    return queries + hidden * latent.row_size + up + hidden * heads * latent.v_size + chooses
+    layers, inputs = (len(spec.layer_specs), 1) if spec.block_rows else (1, 2)
+    of_layer = inputs * num_mixer_values(layer) + 3 * layer.hidden_size * layer.intermediate_size
+    return layers * of_layer + layer.hidden_size * spec.vocab_size
 
 
 def trees_by_cost(

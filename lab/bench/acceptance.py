@@ -148,7 +148,7 @@ def measure(
 def form_of(engine: Engine) -> str | None:
     """The form of a draft of several MTP modules; None for other drafts, which have no form."""
     spec = engine.executor.runner.drafter.spec
-    return spec.form if spec.modules > 1 else None
+    return spec.hidden_source if spec.num_modules > 1 else None
 
 
 def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Cell:
 
     def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
         """The smallest layout that holds this cell, whose trees this draft grows, and `rounds` timed rounds."""
-        sizes = (draft.reentry, chunk_size) if self.drafts else (0, chunk_size)
+        sizes = (draft.num_recomputed_tokens, chunk_size) if self.drafts else (0, chunk_size)
         layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, *sizes)
         layout = replace(layout, block_rows=draft.block_rows if self.drafts else 0)
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))

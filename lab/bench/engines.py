@@ -18,14 +18,14 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
+from espalier.models.declared_weights import require_shards
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_files import WeightCount
+from espalier.models.weight_files import WeightSize
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards, drafter_without_files
-from espalier.startup.resolve import StartupFacts, choose_algorithm, free_memory, resolve
-from espalier.startup.threads import thread_facts
+from espalier.startup.resolve import StartupInfo, choose_algorithm, free_memory, resolve
+from espalier.startup.threads import cpu_thread_info
 from espalier.startup.tree_cost import measure_chip, pass_weights
 from espalier.terminal.console import print_header, require_gpu, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
@@ -113,19 +113,19 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     algorithm = choose_algorithm(config, spec.algorithm)
     if drafter_without_files(algorithm):
         spec = DraftSpec(algorithm)
-    facts = StartupFacts(
+    facts = StartupInfo(
         free_bytes=free_memory(device) - unmade_bytes(recipe, dtype_on(device), config.tensor_parallel),
-        weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
+        weights=WeightSize(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(shape.target), shards),
-            *specs_of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
+            *specs_of_rank(spec.layer_specs, draft_shards(spec.algorithm, shards)),
         ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
-        threads=thread_facts(),
+        threads=cpu_thread_info(),
         model_impl=recipe.model_impl,
         pass_weights=pass_weights(
             shape.target, None if drafter_without_files(algorithm) else recipe.draft_config

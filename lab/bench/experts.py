@@ -145,7 +145,7 @@ class ExpertCalls:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
             joined = SharedExperts(gate_up, down)
         arguments = (self.rows, own.gate_up, own.down, self.inputs.ids[layer], self.inputs.weights, self.live)
-        return partial(grouped_experts, *arguments, own.biases, own.activation, shared=joined)
+        return partial(grouped_experts, *arguments, own.biases, own.activation, shared_experts=joined)
 
 
 class ExpertWeights(Weights):

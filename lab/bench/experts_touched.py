@@ -12,7 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.lead import LeadExecutor
 from espalier.kernels.ops.experts import route
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 
 class CountingExperts:
@@ -24,9 +24,9 @@ class CountingExperts:
     def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
         self.mlp, self.counts, self.norm_input = mlp, counts, mlp.norm_input
 
-    def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
+    def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         mlp, x = self.mlp, rows.x
-        ids, _ = route(rows.logits, mlp.bias, mlp.routing)
+        ids, _ = route(rows.logits, mlp.router_bias, mlp.routing)
         if live is not None:
             ids = ids.masked_fill(~live[:, None], mlp.routing.num_experts)
         has_rows = torch.zeros(mlp.routing.num_experts + 1, dtype=torch.int64, device=x.device)

@@ -22,7 +22,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
-from espalier.kernels.hopper.config import block_rows
+from espalier.kernels.hopper.config import kv_block_rows
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks
@@ -173,7 +173,7 @@ def _plan(attention: AttentionPlan, shape: Shape) -> Callable[[], object]:
     """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(shape.spec).policy
-    rows = block_rows(shape.spec.cache_spec.k_size)
+    rows = kv_block_rows(shape.spec.cache_spec.k_size)
     counts_blocks = (policy, count_contiguous_blocks, rows) in prefix.plan_cache
 
     def plan() -> None:

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import GraphTimer, Matrix, Weights, run_in_order
-from espalier.kernels.layers.linear_dequantised import multiplies_dequantised
-from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
+from espalier.kernels.layers.linear_dequantised import uses_dequantised_product
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, plans_for_dense_weight
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
 from espalier.kernels.layers.scaled_product import library_supports_product
@@ -89,7 +89,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
 
 def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
     """The product with the experts of a layer."""
-    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].only_experts):
+    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].quantises_only_experts):
         return
     sizes = shape.experts.shape
     experts = stored_experts(sizes, weights, DTYPE, device)
@@ -102,15 +102,15 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
     """As the engine computes it."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
-    plans = dense_plans_for(weight)
+    plans = plans_for_dense_weight(weight)
     return (linear_gated if gated else linear)(
-        x, weight, None, None if plans is None else LINEAR_TUNING.plan_at(plans, len(x))
+        x, weight, None, None if plans is None else LINEAR_TUNING.plan_for_count(plans, len(x))
     )
 
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
-        is_library = library_supports_product(x, weight) or multiplies_dequantised(x, weight)
+        is_library = library_supports_product(x, weight) or uses_dequantised_product(x, weight)
         return str(None if is_library else quantised_plan_for(weight, x))
-    plans = dense_plans_for(weight)
-    return str(None if plans is None else LINEAR_TUNING.plan_at(plans, len(x)))
+    plans = plans_for_dense_weight(weight)
+    return str(None if plans is None else LINEAR_TUNING.plan_for_count(plans, len(x)))

@@ -189,7 +189,7 @@ def layouts(
         **CONFIGURED.sizes,
         page_size=DEFAULT_PAGE_SIZE,
         max_context=max_context,
-        reentry=spec.reentry,
+        num_recomputed_tokens=spec.num_recomputed_tokens,
         chunk_size=CHUNK_SIZE,
         batches=sizes.batches,
     )

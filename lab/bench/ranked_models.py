@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.config import ResolvedConfig
-from espalier.models.shard_sizes import require_shards
+from espalier.models.declared_weights import require_shards
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
@@ -48,6 +48,6 @@ def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> 
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:
-        target.capture = ()
+        target.captured_layers = ()
         return LoadedModels(config, target, None, shards)
     return LoadedModels(config, target, draft, shards)

@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.engine.lead import replace_by_rank_failure
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.startup.ranks import Connector, starting_ranks
+from espalier.startup.ranks import ConnectWrapper, starting_ranks
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.cases import Case, Timed, table
 from lab.bench.checks import positive_numbers
@@ -46,12 +46,12 @@ class JoinWork:
     def load(self, rank: int) -> Any:
         self.run(rank)
 
-    def run(self, rank: int, connector: Connector = lambda meet: meet()) -> list[Timed]:
+    def run(self, rank: int, wrap_connect: ConnectWrapper = lambda connect: connect()) -> list[Timed]:
         from espalier.kernels.ranks.collectives import PeerCollectives, connect_gpus
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = connector(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
+        ranks = wrap_connect(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():

@@ -120,7 +120,7 @@ class SyntheticModels:
         self.target, self.draft = build(self.recipe, self.dtype, self.device, position_rows)
         # Without a draft nothing reads the captured hidden states.
         self.plain = copy.copy(self.target)
-        self.plain.capture = ()
+        self.plain.captured_layers = ()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds = perf_counter() - begun

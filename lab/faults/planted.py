@@ -15,7 +15,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import self_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
-from espalier.kernels.ops.state import load_carried
+from espalier.kernels.ops.state import load_carried_field
 from lab.faults.base import Fault
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.selection_faults import SELECTION_FAULTS
@@ -78,7 +78,7 @@ def _stale_hidden(right):
         if len(slots.prefix_len) != len(slots.index):
             return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.where(unchanged, load_carried(slots, name), values), length)
+        return right(slots, name, torch.where(unchanged, load_carried_field(slots, name), values), length)
 
     return carry
 
@@ -152,7 +152,7 @@ def _shared_twice(right):
 
     def mixed(mlp, x, of_experts, logits, live):
         parts = right(mlp, x, of_experts, logits, live)
-        if mlp.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
+        if mlp.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             parts[mlp.routing.top_k :] *= 2
         return parts
 
@@ -253,14 +253,14 @@ FAULTS = {
         Fault(
             "stale-hidden",
             "the slot keeps the hidden state of an earlier launch",
-            "espalier.speculate.drafters.autoregressive:store_carried",
+            "espalier.speculate.drafters.autoregressive:store_carried_field",
             _stale_hidden,
             ("22832",),
         ),
         Fault(
             "stale-feed",
             "the slot keeps what fed the second and third MTP layer in an earlier launch",
-            "espalier.speculate.drafters.autoregressive:store_carried",
+            "espalier.speculate.drafters.autoregressive:store_carried_field",
             _stale_feed,
         ),
         Fault(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from espalier.cache.states import ZERO_ROW
-from espalier.kernels.ops.recurrence import tail_after
+from espalier.kernels.ops.recurrence import conv_tail_after
 from lab.faults.base import Fault
 
 
@@ -35,7 +35,7 @@ def _tail_kept(right):
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.conv_tail, tail_after(tails[layer], states.inputs[source], whole))
+            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
 

@@ -56,8 +56,8 @@ class BlockTensors(DraftTensors):
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        hidden, rank = c.hidden_size, self.block.edge_rank
-        found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(self.block.spec.capture) * hidden)}
+        hidden, rank = c.hidden_size, self.block.markov_rank
+        found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(self.block.spec.captured_layers) * hidden)}
         found |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
         for i in range(c.num_layers):
             found |= {f"layers.{i}.{name}": size for name, size in layer_shapes(c, i).items()}
@@ -95,13 +95,13 @@ class BlockTensors(DraftTensors):
 
         The input of layer c should have the stamp of layer c - 1, and not that of layer c.
         """
-        hidden, count, planted = self.config.hidden_size, len(self.block.spec.capture), self.target.planted
+        hidden, count, planted = self.config.hidden_size, len(self.block.spec.captured_layers), self.target.planted
         mean = torch.eye(hidden, device=self.device).repeat(1, count) / count
         weight = mean + self.quiet(name, DISTURBANCE / 2)
         if self.target.stamps:
             mark = planted.direction("mark") / planted.length["mark"]
             written = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
-            for i, layer in enumerate(self.block.spec.capture):
+            for i, layer in enumerate(self.block.spec.captured_layers):
                 stamps = planted.direction("stamp", layer) - planted.direction("stamp", layer - 1)
                 misread = mark + stamps / (STAMP * math.sqrt(hidden))
                 weight[:, i * hidden : (i + 1) * hidden] += torch.outer(written, misread)
@@ -123,7 +123,7 @@ class BlockTensors(DraftTensors):
             key = self.code.key().to(self.device).repeat(self.config.kv_heads)
             weight = torch.outer(key, mark)
         elif part == "v_proj":
-            mask = self.target.own_part(torch.tensor(self.block.spec.mask_token))
+            mask = self.target.own_part(torch.tensor(self.block.spec.mask_token_id))
             weight[::size] = mask / mask.square().sum()
             weight[1::size] = planted.direction("misread") / (MISREAD * math.sqrt(hidden))
         for head, distance in enumerate(self._distances(layer)):

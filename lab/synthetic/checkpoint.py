@@ -27,7 +27,7 @@ from espalier.models.loading import make_target
 from espalier.models.weight_files import INDEX_FILE, write_weights
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards
+from espalier.shards import SINGLE_RANK, Shards
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import draft_shards, format_of
 from lab.synthetic.block import BlockTensors
@@ -253,16 +253,16 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _by_transformers(recipe: Recipe, tensors: Tensors, capture: tuple[int, ...]) -> CausalLM:
+def _by_transformers(recipe: Recipe, tensors: Tensors, captured_layers: tuple[int, ...]) -> CausalLM:
     config = read_by_transformers(recipe.shape.config_json, Path("synthetic checkpoint"))
     state = {name: tensors.tensor(name) for name in tensors.shapes}
-    return build_by_transformers(config, tensors.dtype, tensors.device, capture, state)
+    return build_by_transformers(config, tensors.dtype, tensors.device, captured_layers, state)
 
 
 class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
-    def __init__(self, tensors: Tensors, shards: Shards = WHOLE) -> None:
+    def __init__(self, tensors: Tensors, shards: Shards = SINGLE_RANK) -> None:
         self.path = Path("synthetic checkpoint")
         self.shards = shards
         self.tensors = tensors
@@ -281,7 +281,7 @@ class SyntheticWeights(Weights):
 
 
 def build(
-    recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = WHOLE
+    recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = SINGLE_RANK
 ) -> tuple[CausalLM, DraftModel]:
     """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble_engine.
 
@@ -289,7 +289,7 @@ def build(
     """
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.draft_config
-    capture, target = draft_config.spec.capture, None
+    capture, target = draft_config.spec.captured_layers, None
     if recipe.model_impl == "transformers":
         target = _by_transformers(recipe, tensors, capture)
     else:

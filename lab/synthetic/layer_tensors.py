@@ -103,7 +103,7 @@ def _latent(c: ModelConfig, latent: LatentConfig, layer: int) -> Shapes:
             "indexer.weights_proj.weight": (index.heads, hidden),
         }
     shapes |= {
-        "kv_a_proj_with_mqa.weight": (latent.row_size, hidden),
+        "kv_a_proj_with_mqa.weight": (latent.cache_row_size, hidden),
         "kv_a_layernorm.weight": (latent.kv_rank,),
         "kv_b_proj.weight": (c.heads * (latent.nope_size + latent.v_size), latent.kv_rank),
         "o_proj.weight": (hidden, c.heads * latent.v_size),
@@ -144,7 +144,7 @@ def _experts(experts: Experts, hidden: int) -> Shapes:
 
 def _routed(prefix: str, experts: Experts, hidden: int) -> Shapes:
     """The matrices of routed experts, joined or apart."""
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, experts.intermediate_size
     if experts.storage == "joined":
         return {f"{prefix}gate_up_proj": (count, 2 * size, hidden), f"{prefix}down_proj": (count, hidden, size)}
     return {
@@ -153,7 +153,7 @@ def _routed(prefix: str, experts: Experts, hidden: int) -> Shapes:
 
 
 def _stacked_experts(experts: Experts, hidden: int) -> Shapes:
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, experts.intermediate_size
     shapes: Shapes = {
         f"mlp.{experts.router_name}.weight": (count, hidden),
         "mlp.experts.gate_up_proj": (count, hidden, 2 * size),

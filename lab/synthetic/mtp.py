@@ -18,10 +18,10 @@ from torch import Tensor
 
 from espalier.bench.shapes import LLAMA_FIELDS, Shape
 from espalier.errors import EspalierError
-from espalier.models.config import parse
+from espalier.models.config import parse_config
 from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
-from espalier.models.mtp import HIDDEN_FORMS
+from espalier.models.mtp import HIDDEN_SOURCES
 from lab.synthetic.chain import BURY, FAVOUR, NUM_NUDGES, NUM_SUCCESSORS
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.layer_tensors import layer_shapes
@@ -32,13 +32,13 @@ class MtpTensors(DraftTensors):
     """Raises EspalierError for a form that does not exist or a shape whose heads are too small."""
 
     def __init__(self, shape: Shape, target: TargetTensors, num_layers: int, form: str) -> None:
-        if form not in HIDDEN_FORMS or num_layers < 1:
+        if form not in HIDDEN_SOURCES or num_layers < 1:
             raise EspalierError(
                 f"an MTP head of {num_layers} layers in form {form!r} is not supported; use 1 or more layers and the "
-                f"form {' or '.join(HIDDEN_FORMS)}"
+                f"form {' or '.join(HIDDEN_SOURCES)}"
             )
         raw = {**LLAMA_FIELDS, **shape.draft_layer}
-        super().__init__(parse(raw, find_family(raw, FAMILIES, Path(shape.name)), Path(shape.name)), target)
+        super().__init__(parse_config(raw, find_family(raw, FAMILIES, Path(shape.name)), Path(shape.name)), target)
         if self.config.head_size < NUM_NUDGES:
             raise EspalierError(f"{shape.name}: an MTP head needs heads of {NUM_NUDGES} values or more")
         self.num_layers = num_layers

@@ -56,7 +56,7 @@ class QuantisedTensors:
     @functools.cached_property
     def _columns(self) -> dict[str, int]:
         """Of each matrix that the format may quantise, by name; none for a format of stacked experts."""
-        if self.quantiser.only_experts:
+        if self.quantiser.quantises_only_experts:
             return {}
         matrices = ((name, size[1]) for name, size in self.model.shapes.items() if _is_matrix(name, size))
         modules = {name.removesuffix(".weight"): columns for name, columns in matrices}
@@ -82,7 +82,7 @@ class QuantisedTensors:
 
     def _stored_of(self, name: str, size: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         module = name.removesuffix(".weight")
-        if self.quantiser.only_experts and len(size) == 3:
+        if self.quantiser.quantises_only_experts and len(size) == 3:
             experts, num_in, num_out = size
             return self.formats(module.rpartition(".")[0]).expert_tensors(experts, num_out, num_in)
         if _is_matrix(name, size) and self.quantiser.is_quantised(module, size[1]):
@@ -122,7 +122,7 @@ class QuantisedTensors:
 def require_stored(config: ModelConfig, weights: str, what: str = "weights") -> None:
     """Raises EspalierError for a model that the format does not store.  config: of its layers; what: the setting."""
     is_stacked = config.experts is not None and config.experts.storage == "stacked"
-    if find_quantiser(weights).only_experts != is_stacked:
+    if find_quantiser(weights).quantises_only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"
         raise EspalierError(f"{what} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
 

@@ -45,7 +45,7 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size
     keeps, experts, shapes = spec.cache_spec, config.experts, Shapes()
     if experts is not None and layer in experts.layers:
-        count, size, shared = experts.routing.num_experts, experts.size, experts.shared_size
+        count, size, shared = experts.routing.num_experts, experts.intermediate_size, experts.shared_size
         shapes = {"gate.weight": (count, hidden), "gate.e_score_correction_bias": (count,)}
         sizes = [(f"experts.{expert}", size) for expert in range(count)] + [("shared_experts", shared)]
         for name, inner in sizes:

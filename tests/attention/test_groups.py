@@ -13,7 +13,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.engine.cuda import CudaExecutor
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
-from espalier.startup.measure_memory import fullest_pass, smaller_passes
+from espalier.startup.measure_memory import largest_prefill_pass, smaller_prefill_passes
 from lab.faults.planted import plant
 from tests.attention.fake_libraries import NAMES, installed
 from tests.engine.fake_cuda import fake_cuda
@@ -71,10 +71,10 @@ def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
     """Some have more pieces than requests, and a library plans by piece."""
     fake_cuda(monkeypatch)
     setup = replace(SETUP, attention=name, page_size=16, max_batch=6, chunk_size=256, max_context=300)
-    largest_rounds = (fullest_pass(setup.layout, width) for width in setup.layout.chunk_widths)
+    largest_rounds = (largest_prefill_pass(setup.layout, width) for width in setup.layout.chunk_widths)
     with installed(head_sizes=None, latent_rows=()):
         executor = CudaExecutor(setup.engine().executor.runner, graph_batch=0)
-        for made in (*largest_rounds, *smaller_passes(setup.layout, 16)):
+        for made in (*largest_rounds, *smaller_prefill_passes(setup.layout, 16)):
             executor.run_dummy_launch(made)
 
 

@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks, tree_attention
-from espalier.kernels.ops.selection import IndexQueries
+from espalier.kernels.ops.selection import IndexerQueries
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 from tests.pairwise import fewer
@@ -202,10 +202,10 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
         q, k, _ = (value.to(kernel_device) for value in drawn(g, queries, rows))
         k, v = g.cache_spec.read([k.to(FP8) if in_fp8 else k])
         of_heads = torch.randn(4, queries, 6, 16, generator=generator), torch.randn(4, queries, 6, generator=generator)
-        asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
+        asking = IndexerQueries(*(value.to(kernel_device) for value in of_heads))
         keys = torch.randn(4, rows, 1, 16, generator=generator).to(kernel_device)
         choice = made.select(layer, asking, keys)
-        expected = exact.select(layer, IndexQueries(*(value.double() for value in asking)), keys.double())
+        expected = exact.select(layer, IndexerQueries(*(value.double() for value in asking)), keys.double())
         held = choice.counts + (choice.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
         assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not choice.counts[[1, 3]].any()
         out = made.attend(layer, q, k, v, selected=choice)
@@ -222,7 +222,7 @@ def test_a_prompt_chooses_in_chunks_of_queries(kernel_device, monkeypatch):
     nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
     generator = torch.Generator().manual_seed(9)
     of_heads = torch.randn(4, 3, 6, 16, generator=generator), torch.randn(4, 3, 6, generator=generator)
-    asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
+    asking = IndexerQueries(*(value.to(kernel_device) for value in of_heads))
     keys = torch.randn(4, 3, 1, 16, generator=generator).to(kernel_device)
     made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
     whole = made.select(0, asking, keys)
@@ -237,7 +237,7 @@ def test_layouts_whose_rows_all_fit_choose_nothing(kernel_device):
     nodes = tree(length, 4, 4)
     specs = [replace(g, topk=table.shape[1] * pages.page_size + 4) for g in CHOOSING]
     made = backend("triton").plan(pages, specs, Prefix(table, length), nodes)
-    asking = IndexQueries(torch.zeros(4, 4, 6, 16), torch.zeros(4, 4, 6))
+    asking = IndexerQueries(torch.zeros(4, 4, 6, 16), torch.zeros(4, 4, 6))
     assert made.select(0, asking, torch.zeros(4, 4, 1, 16)) is None
 
 
@@ -280,9 +280,9 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
 
     launch = tree_attention.triton
 
-    def seen(inputs, partials, contiguous):
-        given.append((inputs.splits, contiguous))
-        return launch(inputs, partials, contiguous=contiguous)
+    def seen(inputs, partials, num_contiguous_blocks):
+        given.append((inputs.splits, num_contiguous_blocks))
+        return launch(inputs, partials, num_contiguous_blocks=num_contiguous_blocks)
 
     monkeypatch.setattr(triton, "counted_block_rows", lambda *_: 64)
     monkeypatch.setattr(tree_attention, "triton", seen)
@@ -295,7 +295,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
             made.attend(layer, *(value.to(kernel_device) for value in drawn(GEOMETRY[layer], 4, 4)))
         assert all(counts is given[0][1] for _, counts in given)
         splits, counts = given[0]
-        used = len(splits.used)
+        used = len(splits.used_rows)
         expected = count_contiguous_blocks.reference(splits, table, pages.page_size, 0, 64)
         assert torch.equal(counts[:used], expected[:used])
         # 300 rows in splits of 128, 128 and 44 rows have four whole blocks.  The broken page is in the second of them.

@@ -53,7 +53,7 @@ def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
     plan = TritonPlan(64, 64, 2, 4, 8)
     if weights != "dense":
         weight = QUANTISERS[weights].quantise_matrix(weight)
-        grouped = weight.group < 4096
+        grouped = weight.group_size < 4096
         plan = quantised_plans.plan_by_rule(
             rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1
         )

@@ -13,11 +13,11 @@ def test_every_variant_gives_the_same_sum():
     torch.manual_seed(0)
     drawn = [draw(SIZES, torch.float64, torch.device("cpu")) for _ in range(2)]
     norm, x = RMSNorm(torch.ones(16, dtype=torch.float64), 1e-6), torch.randn(3, 16, dtype=torch.float64)
-    before = experts.plan_for, experts.PREFETCHED_STEPS
+    before = experts.choose_experts_plan, experts.PREFETCHED_STEPS
     sums = {each: chain([block(SIZES, each, one) for one in drawn], each, norm, x)().sum(0) for each in VARIANTS}
     for variant, total in sums.items():
         assert torch.allclose(total, sums[APART]) == (variant is not NONE), variant.name
-    assert (experts.plan_for, experts.PREFETCHED_STEPS) == before
+    assert (experts.choose_experts_plan, experts.PREFETCHED_STEPS) == before
 
 
 def test_a_variant_changes_what_the_engine_takes():

@@ -206,7 +206,7 @@ class SymbolicDevice:
     def _write_draft(self, slot: Slot, first: int, length: int, extends: bool) -> None:
         assert slot.slot_init is not None
         assert extends or not slot.slot_init.depth_limit, "the draft left out tokens of a request that speculates"
-        if self.layout.reentry and extends:
+        if self.layout.num_recomputed_tokens and extends:
             self._write(slot, DRAFT, range(max(first + 1, slot.slot_init.commit_from), first + length + 1))
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
@@ -228,7 +228,7 @@ class SymbolicDevice:
 
         What the draft says of a request that never speculates is not used."""
         assert slot.slot_init is not None
-        drafted, size = self.layout.reentry and slot.slot_init.depth_limit, self.layout.page_size
+        drafted, size = self.layout.num_recomputed_tokens and slot.slot_init.depth_limit, self.layout.page_size
         for first in range(0, prefix_len + 1, size):
             page, _ = self._place(slot, first)
             stored = self.pages[page]

@@ -122,7 +122,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
     monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
     forms = {at: (*dict(sets)[1 if at < 3 else 3], TARGET_ALONE) for at in (1, 2, 3, 4)}
@@ -155,7 +155,7 @@ def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
         r.params = replace(r.params, speculation=False)
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     engine = engine_on_fake_cuda(setup, graph_batch=2)
     FakeGraph.replayed = 0
     run_staggered(engine, requests, every=2)

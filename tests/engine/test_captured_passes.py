@@ -24,7 +24,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monke
     captured form has: with two slots, a form of three pieces has two requests."""
     setup = setup_of(algorithm, 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
 
     def requests() -> list[Request]:
         reported = {"prompt_logprobs": 1} if asks == "prompt_logprobs" else {}

@@ -49,7 +49,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
     """Under grammars of all it also drafts the same trees: the guide and the answers arrive."""
     setup = setup_of(algorithm, 4, 16, overlap=overlap, attention="reference", max_batch=3)
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
 
     def requests() -> list[Request]:
         made = asked(2, temperature, count=5, max_tokens=9)

@@ -48,8 +48,8 @@ def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None
     how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
     if algorithm != "eagle3":
         return load_target(target_path, **how), None
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    target = load_target(target_path, capture=capture, **how)
+    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
+    target = load_target(target_path, captured_layers=capture, **how)
     return target, load_draft(draft_path, target, **how)
 
 

@@ -67,7 +67,14 @@ def test_thirteen_tokens_ahead() -> None:
 def test_pages_of_a_launch_that_did_not_start_do_not_reach_the_next_owner_of_the_slot() -> None:
     """The pool is empty after the first request's reservation, so the launch waits.  Then the first request ends."""
     layout = RoundLayout(
-        max_batch=2, steps=1, topk=1, num_draft_tokens=2, page_size=1, max_context=32, reentry=1, chunk_size=32
+        max_batch=2,
+        steps=1,
+        topk=1,
+        num_draft_tokens=2,
+        page_size=1,
+        max_context=32,
+        num_recomputed_tokens=1,
+        chunk_size=32,
     )
     engine = symbolic_engine(layout, 35, overlap=True, prefix_cache=False, random=Random(0))
     first, second, third = (

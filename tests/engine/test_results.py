@@ -7,8 +7,8 @@ import torch
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import ResultsRing, read_results
-from espalier.kernels.ops.sampling import logprob_rows
-from espalier.kernels.ops.tree import Path
+from espalier.kernels.ops.sampling import pack_logprob_rows
+from espalier.kernels.ops.tree import AcceptedPath
 from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
 from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.prompt import PromptRows
@@ -24,7 +24,7 @@ TREE = Tree(
     scores=torch.tensor([[0.0, -0.1, -2.5, -0.1000001], [0.0, -1e-30, -torch.inf, -torch.inf]]),
     ancestors=torch.ones(2, 4, 1, dtype=torch.int64),
 )
-PATH = Path(
+PATH = AcceptedPath(
     rows=torch.tensor([[0, 1, 3], [0, 0, 0]]),
     length=torch.tensor([3, 1]),
     tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
@@ -35,7 +35,7 @@ NOBODY = torch.tensor([-1, -1])
 ROUND = RoundOutput(PATH, LOGITS, NOBODY, PATH.rows, TREE)
 ONES = torch.tensor([1, 0])
 FIRST = torch.zeros(2, 1).long()
-PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
+PASS = RoundOutput(AcceptedPath(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
 
 
 def written(outcome: RoundOutput, entry: int) -> ResultsRing:
@@ -106,7 +106,7 @@ def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
     chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
     results = written(ROUND, 1)
-    results.logprobs[1, :2, :, : row_words(2)] = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
+    results.logprobs[1, :2, :, : row_words(2)] = pack_logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
     read_rows = rows_of(results, 1, 2, wanted=(0, 2))
     results.ring.zero_()  # The next launch overwrites it.
     first, second = (TokenLogprobs([row.logprobs]) for row in read_rows)
@@ -133,7 +133,7 @@ def test_no_more_likeliest_tokens_than_the_vocabulary_has():
 def test_a_prompts_logprobs_go_to_who_asked():
     values = torch.arange(6.0).view(3, 2)
     tokens, chosen, ranks = torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1, 2, 3])
-    prompt = logprob_rows(tokens, chosen, ranks, values.long(), -values)
+    prompt = pack_logprob_rows(tokens, chosen, ranks, values.long(), -values)
     entries = [TokenLogprob(7 + i, -1.0 - i, [(2 * i, -2.0 * i), (2 * i + 1, -2.0 * i - 1)], 1 + i) for i in range(3)]
     for spans, cut in (((3, 5), (0, 1)), 2), (((0, 0), (4, 7)), 0), (((1, 4), (0, 0)), 3):
         rows = rows_of(written(PASS, 0), 0, 2, prompt.clone(), spans=spans)

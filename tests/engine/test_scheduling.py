@@ -23,7 +23,7 @@ def layouts(draw: st.DrawFn) -> RoundLayout:
         num_draft_tokens=min(8, max_draft_tokens(steps, topk)),
         page_size=draw(st.sampled_from([1, 2, 3, 4, 16, 64])),
         max_context=draw(st.sampled_from([48, 64, 79])),
-        reentry=draw(st.sampled_from([0, 1])) if steps else 0,
+        num_recomputed_tokens=draw(st.sampled_from([0, 1])) if steps else 0,
         chunk_size=draw(st.sampled_from([16, 24, 64])),
     )
 

@@ -79,7 +79,7 @@ def make_engine(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> En
     if where == "cpu":
         return setup.engine()
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     fake_cuda(monkeypatch)
     return engine_on_fake_cuda(setup, graph_batch=3 if where == "graphs" else 0)
 

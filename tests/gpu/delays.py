@@ -26,7 +26,7 @@ SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "path_features")),
     (executing, ("decode_round", "prefill", "begin", "propose", "verify", "settle")),
     (LaunchBuffer, ("apply",)),
-    (autoregressive, ("store_carried",)),
+    (autoregressive, ("store_carried_field",)),
     (ResultsRing, ("write",)),
 )
 

@@ -72,8 +72,8 @@ def loaded(
     how = {"dtype": dtype, "device": device, "position_rows": rows}
     if not speculative:
         return load_target(target_path, model_impl=model_impl, **how), None
-    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.capture
-    target = load_target(target_path, capture=capture, model_impl=model_impl, **how)
+    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.captured_layers
+    target = load_target(target_path, captured_layers=capture, model_impl=model_impl, **how)
     return target, load_draft(draft_path, target, **how)
 
 

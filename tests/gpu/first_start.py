@@ -18,7 +18,7 @@ from espalier.engine.engine import Engine
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request
 from espalier.startup.build import make_runner
-from espalier.startup.measure_memory import TRIAL_PAGES, measure_needs
+from espalier.startup.measure_memory import TRIAL_PAGES, measure_launch_memory
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import asked, mixed
 from tests.grammar.test_lossless import asked as under_grammars
@@ -49,9 +49,9 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
 
 def measured(setup: DeviceSetup) -> None:
     """A trial, as of espalier/startup/measure_memory.py."""
-    round = make_runner(setup.loaded().with_pages(TRIAL_PAGES))
+    round = make_runner(setup.loaded().with_num_pages(TRIAL_PAGES))
     trial = CudaExecutor(round, graph_batch=0, capture_stages=True)
-    measure_needs(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
+    measure_launch_memory(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
 
 
 def answer(engine: Engine) -> list[Request]:

@@ -53,7 +53,7 @@ class DeviceBlock(DeviceSetup):
     form: str = "dflash"
 
     @property
-    def reentry(self) -> int:
+    def num_recomputed_tokens(self) -> int:
         return 0
 
     @property
@@ -75,7 +75,7 @@ class DeviceMTP(DeviceSetup):
     form: tuple[int, str] = (1, "chain")
 
     @property
-    def reentry(self) -> int:
+    def num_recomputed_tokens(self) -> int:
         return self.form[0]
 
     @property

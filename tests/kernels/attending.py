@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import pack_bits
-from espalier.kernels.hopper.config import block_rows
+from espalier.kernels.hopper.config import kv_block_rows
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import (
     AttentionInputs,
@@ -165,7 +165,7 @@ def run(
     """contiguous: give the launch the counts of contiguous blocks."""
     inputs = split(inputs if staged else inputs._replace(staged=None), max_splits)
     if contiguous:
-        rows = block_rows(inputs.q.shape[3])
+        rows = kv_block_rows(inputs.q.shape[3])
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, rows
         arguments["contiguous"] = count_contiguous_blocks.triton(inputs.splits, *pages)
     return tree_attention.triton(inputs, **arguments)

@@ -29,14 +29,14 @@ from espalier.kernels.attention.tree_attention import _constexpr_arguments, _tre
 from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper import gated as hopper_gated
-from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
+from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel
 from espalier.kernels.hopper.config import (
-    FEW_STAGES,
     FP8_RAW_STAGES,
     FP8_STAGES,
+    LATENT_FEW_STAGES,
     HopperConfig,
     HopperLatentConfig,
-    HopperLatentFewConfig,
+    HopperLatentFewQueriesConfig,
 )
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
 from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
@@ -112,7 +112,7 @@ def compiled_hopper(
     fp8 = config.raw_stages > 0
     constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
-    constants |= hopper_constants(config, size, True)
+    constants |= hopper_attention_arguments(config, size, True)
     rows_of_block = constants["BLOCK_N"]
     kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % rows_of_block else ALL_CONTIGUOUS
     constants |= {"CONTIGUOUS": kind}
@@ -161,7 +161,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
 
 
 def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
-    config = HopperLatentFewConfig(FEW_STAGES)
+    config = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES)
     constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "USE_PDL": True}

@@ -20,7 +20,7 @@ from espalier.kernels.hopper.plans import BLOCK_IN, BLOCK_OUT, WARPS
 from espalier.kernels.hopper.quantised_products import hopper_linear_kernel
 from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel
 from espalier.kernels.layers.quantised_plans import nibble_plan_by_rule
-from espalier.kernels.layers.quantised_tile import CODES
+from espalier.kernels.layers.quantised_tile import FORMAT_CODES
 from tests.kernels.compiled import CHIP, machine_code
 
 KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
@@ -33,10 +33,10 @@ SHAPE = (28672, 4096)
 
 def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     plan = nibble_plan_by_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
-    constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": CODES[code], "GROUP": group, "ROW_BLOCK": 1}
+    constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": FORMAT_CODES[code], "GROUP_SIZE": group}
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
-    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "IS_GATED": True, "PREFETCHED_LINES": 4}
-    constants |= {"USE_PDL": True}
+    constants |= {"INPUT_GROUP_SIZE": 0, "EVEN_OUT": True, "EVEN_IN": even, "IS_GATED": True, "PREFETCHED_LINES": 4}
+    constants |= {"ROWS_PER_SCALE": 1, "USE_PDL": True}
     constants |= {} if zeros else {"zeros_ptr": None}
     function = _linear_quantised_kernel
     kinds = dict.fromkeys(constants, "constexpr") | {
@@ -124,15 +124,15 @@ HOPPER = [
     (hopper_linear_kernel, "int4", 16, True, False),
     (hopper_linear_kernel, "mxfp4", 8, False, True),
     (hopper_linear_kernel, "nvfp4", 8, True, False),
-    (hopper_experts._gated_kernel, "mxfp4", 8, False, False),
-    (hopper_experts._down_kernel, "int4", 16, True, True),
+    (hopper_experts.hopper_gate_up_kernel, "mxfp4", 8, False, False),
+    (hopper_experts.hopper_down_kernel, "int4", 16, True, True),
 ]
 # Other products of the same values, for the marker `full`.
 MORE_CASES = [("int4", 128, 16, False, True), ("mxfp4", 32, 64, False, True), ("nvfp4", 16, 64, True, True)]
 MORE_HOPPER = [
     (hopper_linear_kernel, "int4", 8, False, True),
     (hopper_linear_kernel, "mxfp4", 16, False, False),
-    (hopper_experts._down_kernel, "nvfp4", 16, True, True),
+    (hopper_experts.hopper_down_kernel, "nvfp4", 16, True, True),
 ]
 
 

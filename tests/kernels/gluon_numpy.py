@@ -154,7 +154,7 @@ def _functions(language: SimpleNamespace, copies: Copies) -> dict[str, Any]:
         found[name] = FunctionType(value.fn.__code__, found, name) if is_kernel else value
     found |= {"gl": language, "pdl_wait": lambda _: None, "pdl_trigger": lambda _: None}
     found["hopper"] = SimpleNamespace(async_copy=copies, mma_v2=lambda a, x, part: values(part + a @ x))
-    found["silu_times"] = lambda gate, up: values(F.silu(torch.from_numpy(np.asarray(gate))).numpy() * up)
+    found["silu_and_multiply"] = lambda gate, up: values(F.silu(torch.from_numpy(np.asarray(gate))).numpy() * up)
     return found
 
 

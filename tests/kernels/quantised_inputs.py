@@ -10,7 +10,7 @@ from espalier.kernels.layers.quantised import (
     InputScales,
     QuantisedMatrix,
     fake_quantise_inputs,
-    nibble_matrix,
+    make_nibble_matrix,
     pack_nibbles,
 )
 
@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, int, int, bool, int | None]] = {
 
 def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: torch.device, seed: int = 0):
     """A QuantisedMatrix [*lead, num_out, num_in]."""
-    code, group, row_block, has_zeros, inputs = KINDS[kind]
+    code, group, rows_per_scale, has_zeros, inputs = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
 
     def integers(most: int, *shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
     elif code == "nvfp4":
         scales = (torch.rand(*lead, num_out, groups, generator=generator) * 20).to(FP8)
     else:
-        scales = torch.rand(*lead, -(-num_out // row_block), groups, generator=generator) * 0.1 + 0.01
+        scales = torch.rand(*lead, -(-num_out // rows_per_scale), groups, generator=generator) * 0.1 + 0.01
         scales = scales.to(torch.float32 if code == "fp8" else torch.float16)
     zeros = integers(16, num_out, groups).to(device) if has_zeros else None
     rounded = None if inputs is None else InputScales(inputs or None)
@@ -57,10 +57,10 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
         factors = None
         if code == "nvfp4":
             factors = (torch.rand(*lead, num_out, generator=generator, dtype=torch.float64) + 0.5).to(device) / 64
-        return nibble_matrix(code, codes.to(device), scales.to(device), group, zeros, row_scales=factors)
-    return QuantisedMatrix(code, codes.to(device), scales.to(device), group, row_block, None, None, rounded)
+        return make_nibble_matrix(code, codes.to(device), scales.to(device), group, zeros, row_scales=factors)
+    return QuantisedMatrix(code, codes.to(device), scales.to(device), group, rows_per_scale, None, None, rounded)
 
 
 def inputs_of(matrix: QuantisedMatrix, x: Tensor) -> Tensor:
     """The inputs that the product has, in float64."""
-    return x.double() if matrix.inputs is None else fake_quantise_inputs(x, matrix.inputs).double()
+    return x.double() if matrix.input_scales is None else fake_quantise_inputs(x, matrix.input_scales).double()

@@ -16,12 +16,12 @@ from espalier.kernels.ops.activation import (
 )
 from espalier.kernels.ops.linear import (
     activate_partial_sums,
+    add_partial_sums,
     linear,
     linear_gated,
     linear_quantised,
     linear_quantised_gated,
     quantise_rows,
-    sum_parts,
 )
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -80,7 +80,7 @@ def test_parts_of_gate_and_up_are_added_first(shape, activation, kernel_device):
     halves = torch.randn(parts, rows, activation.num_matrices * size, generator=generator).to(kernel_device)
     made = activate_partial_sums.triton(halves, torch.float16, activation)
     assert made.dtype == torch.float16 and made.shape == (rows, size)
-    assert torch.equal(made, gated_activation.triton(sum_parts.triton(halves, torch.float16), activation))
+    assert torch.equal(made, gated_activation.triton(add_partial_sums.triton(halves, torch.float16), activation))
     expected = activate_partial_sums.reference(halves, torch.float16, activation)
     torch.testing.assert_close(made, expected, rtol=4e-3, atol=1e-4)
     assert torch.equal(

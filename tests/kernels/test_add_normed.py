@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import NormWeight, add_normed, rms_norm
 from espalier.models import load_target
 from espalier.models.layers import norm as layer
@@ -46,7 +46,7 @@ def drawn(parts, shape, norms, behind, scale, dtype, wide, device):
 def one_after_another(outputs, norm, residual, scale, norms):
     added = None
     for output, own in outputs:
-        normed = rms_norm.triton(sum_parts.reference(output, residual.dtype), *own)
+        normed = rms_norm.triton(add_partial_sums.reference(output, residual.dtype), *own)
         added = normed if added is None else added + normed
     added = added if norm is None else rms_norm.triton(added, *norm)
     total = residual * scale + added

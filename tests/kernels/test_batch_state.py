@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import gather_slots, load_carried, read_chain, store_carried
+from espalier.kernels.ops.state import gather_slots, load_carried_field, read_chain, store_carried_field
 from espalier.layout import RoundLayout
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from tests.kernels.treeing import poisoned, random, same
@@ -81,8 +81,8 @@ def test_the_references_are_what_loops_find():
                     assert tuple(int(part[b, i]) for part in made) == (at, token, row)
                     assert padded.tokens[b, i] == (token if known else 8)
         before = table.carried["hidden"].clone()
-        assert torch.equal(load_carried(slots, "hidden"), before[index][:, None])
-        store_carried.reference(slots, "hidden", values, length)
+        assert torch.equal(load_carried_field(slots, "hidden"), before[index][:, None])
+        store_carried_field.reference(slots, "hidden", values, length)
         for slot in range(1, LAYOUT.num_slots):
             at = index.tolist().index(slot) if slot in index else None
             expected = before[slot] if at is None else values[at, length[at] - 1]
@@ -100,8 +100,8 @@ def check(device, batch, width, layout=LAYOUT, size=HIDDEN):
             for first, padding in ((0, None), (1, None), (0, 8)):
                 made = read_chain.triton(slots, first, length.to(device), width, padding)
                 same(made, read_chain.reference(expected, first, length, width, padding))
-        store_carried.triton(slots, "hidden", values.to(device), length.to(device))
-        store_carried.reference(expected, "hidden", values, length)
+        store_carried_field.triton(slots, "hidden", values.to(device), length.to(device))
+        store_carried_field.reference(expected, "hidden", values, length)
         # The dummy is written by every row of padding, in no order.
         assert torch.equal(theirs.carried["hidden"][1:].cpu(), table.carried["hidden"][1:])
 
@@ -151,7 +151,7 @@ def test_sizes_that_disagree_are_refused(kernel_device):
     with pytest.raises(EspalierError, match="chain: length"):
         read_chain.triton(slots, 0, length[1:], 4)
     with pytest.raises(EspalierError, match="carry: values"):
-        store_carried.triton(slots, "hidden", values[..., 1:], length)
+        store_carried_field.triton(slots, "hidden", values[..., 1:], length)
 
 
 def test_a_cpu_needs_no_kernel():
@@ -159,5 +159,5 @@ def test_a_cpu_needs_no_kernel():
     slots = gather_slots(table, index)
     same_slots(slots, gather_slots.reference(table, index))
     same(read_chain(slots, 1, length, 4), read_chain.reference(slots, 1, length, 4))
-    store_carried(slots, "hidden", values, length)
+    store_carried_field(slots, "hidden", values, length)
     same_slots(gather_slots(table, index), slots)

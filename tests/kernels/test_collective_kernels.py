@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PeerMemory, RestartedStepStore, uses_two_shot
 from espalier.shards.base import Shards
@@ -78,7 +78,7 @@ def test_a_sum_alone_and_in_the_norm(kernels, count, size, two_shot, dtype, spli
     for use in range(2):
         shape, of_parts = ((splits, rows, size), exact) if splits else ((rows, size), dtype)
         parts = [normal(*shape, dtype=of_parts, seed=10 * use + rank) for rank in range(count)]
-        own = [sum_parts.reference(each, dtype).to(exact) for each in parts]
+        own = [add_partial_sums.reference(each, dtype).to(exact) for each in parts]
         total = own[0].clone()
         for each in own[1:]:
             total += each
@@ -102,7 +102,7 @@ def test_a_sum_alone_and_in_the_norm(kernels, count, size, two_shot, dtype, spli
 def test_gathered_columns(kernels, count, vocab_size):
     ranks = memories(count)
     logits = normal(3, vocab_size, dtype=torch.bfloat16, seed=7)
-    parts = [Shards(rank, count).tokens(vocab_size).slice for rank in range(count)]
+    parts = [Shards(rank, count).vocab_part(vocab_size).slice for rank in range(count)]
     each = Shards(0, count).max_tokens_per_rank(vocab_size)
     own = [logits[:, part] for part in parts]
     assert kernels.supports_gather(ranks[0], own[0], each)

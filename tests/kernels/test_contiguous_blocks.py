@@ -22,7 +22,7 @@ def tables(lengths, page_size, broken=()):
 
 
 def counted(splits, table, page_size, first, count, block_rows=64):
-    return count(splits, table, page_size, first, block_rows)[: len(splits.used)].tolist()
+    return count(splits, table, page_size, first, block_rows)[: len(splits.used_rows)].tolist()
 
 
 @pytest.mark.parametrize(("policy", "page_size", "first"), pairwise_params(POLICIES, PAGE_SIZES, FIRSTS))

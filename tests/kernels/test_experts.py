@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from espalier.errors import EspalierError
 from espalier.kernels.layers import experts_tiles
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.experts_tiles import make_tiles
+from espalier.kernels.layers.experts_tiles import make_expert_tiles
 from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from tests.kernels.treeing import poisoned
 from tests.pairwise import fewer, in_turn_params, product_params
 
@@ -192,7 +192,7 @@ def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_liv
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
     with poisoned():
-        pairs = make_tiles(ids, live, experts, rows=16)
+        pairs = make_expert_tiles(ids, live, experts, tile_rows=16)
     flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
     assert torch.equal(pairs.pair_order.long(), flat.argsort(stable=True))
     assert torch.equal(pairs.pair_ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))
@@ -221,14 +221,16 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
     """Alone, in another order, or beside a row of NaN: the same parts, and the same bits of their sum."""
     x, gate_up, down, ids, weights = exactly_drawn(*shape, kernel_device)
     together = grouped_experts.triton(x, gate_up, down, ids, weights)
-    total = sum_parts.reference(together, DTYPE)
+    total = add_partial_sums.reference(together, DTYPE)
     turned = torch.arange(len(x) - 1, -1, -1, device=x.device)
     other = grouped_experts.triton(x[turned], gate_up, down, ids[turned], weights[turned])
     assert torch.equal(other, together[:, turned])
     for row in (0, 7, len(x) - 1):
         one = slice(row, row + 1)
         alone = grouped_experts.triton(x[one], gate_up, down, ids[one], weights[one])
-        assert torch.equal(alone, together[:, one]) and torch.equal(sum_parts.reference(alone, DTYPE), total[one])
+        assert torch.equal(alone, together[:, one]) and torch.equal(
+            add_partial_sums.reference(alone, DTYPE), total[one]
+        )
     x[3], weights[3] = torch.nan, torch.nan
     others = torch.arange(len(x), device=x.device) != 3
     assert torch.equal(grouped_experts.triton(x, gate_up, down, ids, weights)[:, others], together[:, others])

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options, plan_for
+from espalier.kernels.layers.experts_plan import (
+    ExpertsPlan,
+    ExpertsShape,
+    ProductPlan,
+    choose_experts_plan,
+    quantised_launch_options,
+)
 from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.quantised import RoundedRows, dequantise
 from espalier.kernels.ops.activation import Activation
@@ -43,8 +49,8 @@ def test_it_is_the_reference(kernel_device, kind, shape):
     args = inputs(kind, *shape, kernel_device)
     live = torch.arange(shape[0], device=kernel_device) != 3
     plan = ExpertsPlan(1 if shape[0] == 1 else 16, PRODUCT, PRODUCT)
-    ours = grouped_experts.triton(*args, live=live, plan=plan)
-    assert_close(ours, grouped_experts.reference(*args, live=live))
+    ours = grouped_experts.triton(*args, live_rows=live, plan=plan)
+    assert_close(ours, grouped_experts.reference(*args, live_rows=live))
     assert (ours[:, ~live] == 0).all()
 
 
@@ -80,7 +86,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
 def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
     plan = ExpertsPlan(16, PRODUCT, PRODUCT)
-    rounded = RoundedRows(*quantise_rows.triton(x, gate_up.inputs), x.dtype)
+    rounded = RoundedRows(*quantise_rows.triton(x, gate_up.input_scales), x.dtype)
     ours = grouped_experts.triton(rounded, gate_up, down, ids, weights, plan=plan)
     assert torch.equal(ours, grouped_experts.triton(x, gate_up, down, ids, weights, plan=plan))
 
@@ -89,18 +95,18 @@ def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind)
 def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
     shape, chip = ExpertsShape(64, 2, 256, 256), replace(HOPPER, processors=10)
     matrices = drawn(kind, (1,), 512, 256, "cpu"), drawn(kind, (1,), 256, 256, "cpu", seed=1)
-    plans = [plan_for(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
+    plans = [choose_experts_plan(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
     assert all(plan == plans[next_power_of_2(rows) - 1] for rows, plan in enumerate(plans, 1))
-    assert [plan.rows == 1 for plan in plans[:3]] == [True, False, False] and len(set(plans)) > 1
+    assert [plan.tile_rows == 1 for plan in plans[:3]] == [True, False, False] and len(set(plans)) > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_fit_the_chip(kind):
     for matrices, tile in ((2, 16), (1, 128)):
         matrix = drawn(kind, (2,), 512, 512, "cpu")
-        options = launch_options(ProductPlan(64, 256, 4, 99), matrix, matrices, tile, HOPPER)
+        options = quantised_launch_options(ProductPlan(64, 256, 4, 99), matrix, matrices, tile, HOPPER)
         weights = matrices * 64 * (1 if matrix.code == "fp8" else 0.5)
-        inputs = tile * (2 if matrix.inputs is None else 1)
+        inputs = tile * (2 if matrix.input_scales is None else 1)
         of_stage = (weights + inputs) * options["BLOCK_IN"]
         stages = options["num_stages"]
         assert stages * of_stage <= HOPPER.shared_memory - RESERVED_SHARED_MEMORY < (stages + 1) * of_stage * 1.1
@@ -110,7 +116,7 @@ def test_registers_let_as_many_programs_run_as_shared_memory_does():
     """4 of 128 threads in MXFP4 up to 16 rows: with more registers, fewer bytes would be on their way."""
     down = drawn("mxfp4", (2,), 2048, 2048, "cpu")
     for stages, registers in ((3, 128), (4, 168), (6, None)):
-        assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers
+        assert quantised_launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("fp8")])
@@ -120,10 +126,10 @@ def test_a_thread_holds_its_part_of_an_fp8_tiles_sums_twice(kind):
     # A plan follows from the shape and the format: one expert will do.
     matrices = drawn(kind, (1,), 1024, 2048, "cpu"), drawn(kind, (1,), 2048, 512, "cpu", seed=1)
     for rows in (16, 256, 1024, 4096):
-        plan = plan_for(shape, rows, torch.bfloat16, HOPPER, matrices)
+        plan = choose_experts_plan(shape, rows, torch.bfloat16, HOPPER, matrices)
         for product, matrix, halves in ((plan.gated, matrices[0], 2), (plan.down, matrices[1], 1)):
-            registers = launch_options(product, matrix, halves, plan.rows, HOPPER)["maxnreg"] or 255
-            sums = halves * product.block_out * plan.rows // (32 * product.warps)
+            registers = quantised_launch_options(product, matrix, halves, plan.tile_rows, HOPPER)["maxnreg"] or 255
+            sums = halves * product.block_out * plan.tile_rows // (32 * product.warps)
             assert 2 * sums + 64 <= registers
 
 
@@ -132,7 +138,9 @@ def test_tiles_are_small_where_a_kernel_has_such_and_experts_have_few_pairs(kind
     shape = ExpertsShape(32, 4, 1024, 1024)
     # A plan follows from the shape and the format: one expert will do.
     matrices = drawn(kind, (1,), 2048, 1024, "cpu"), drawn(kind, (1,), 1024, 1024, "cpu", seed=1)
-    found = [plan_for(shape, pairs // 4, torch.bfloat16, HOPPER, matrices).rows for pairs in (64, 128, 256)]
+    found = [
+        choose_experts_plan(shape, pairs // 4, torch.bfloat16, HOPPER, matrices).tile_rows for pairs in (64, 128, 256)
+    ]
     assert found[:2] == [rows, rows] and found[2] >= 16
 
 
@@ -140,5 +148,5 @@ def test_tiles_are_small_only_where_both_products_have_that_kernel():
     """In the other kernel, a tile of 8 pairs would compute those of the next tile too."""
     for inner, rows in ((768, 8), (704, 16)):
         matrices = drawn("mxfp4", (1,), 2 * inner, 1024, "cpu"), drawn("mxfp4", (1,), 1024, inner, "cpu", seed=1)
-        plan = plan_for(ExpertsShape(32, 4, 1024, inner), 16, torch.bfloat16, HOPPER, matrices)
-        assert plan.rows == rows, inner
+        plan = choose_experts_plan(ExpertsShape(32, 4, 1024, inner), 16, torch.bfloat16, HOPPER, matrices)
+        assert plan.tile_rows == rows, inner

@@ -52,9 +52,9 @@ def test_kernel_and_reference_are_the_product(kernel_device, shape, pieces, dtyp
     inputs = drawn(*shape, kernel_device, dtype)
     shared = drawn_shared(pieces, *shape[3:], kernel_device, dtype)
     exact = torch.cat((exact_parts(*inputs), exact_pieces(inputs[0], shared, shape[4])))
-    assert_close(grouped_experts.reference(*inputs, shared=shared), exact, dtype)
+    assert_close(grouped_experts.reference(*inputs, shared_experts=shared), exact, dtype)
     with poisoned():
-        assert_close(grouped_experts.triton(*inputs, shared=shared), exact, dtype)
+        assert_close(grouped_experts.triton(*inputs, shared_experts=shared), exact, dtype)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -69,7 +69,7 @@ def test_every_plan_gives_the_product(kernel_device, rows, plan):
     exact = torch.cat((routed, exact_pieces(inputs[0], shared, 40)))
     inputs[4][~live] = torch.nan
     with poisoned():
-        parts = grouped_experts.triton(*inputs, live, shared=shared, plan=plan)
+        parts = grouped_experts.triton(*inputs, live, shared_experts=shared, plan=plan)
     assert (parts[:3, ~live] == 0).all()
     assert_close(parts, exact, DTYPE)
 
@@ -77,7 +77,7 @@ def test_every_plan_gives_the_product(kernel_device, rows, plan):
 def test_the_routed_parts_keep_their_bits(kernel_device):
     inputs, shared = drawn(5, 8, 3, 40, 24, kernel_device), drawn_shared(2, 40, 24, kernel_device)
     for make in (grouped_experts.reference, grouped_experts.triton):
-        parts = make(*inputs, shared=shared, num_extra_parts=1)
+        parts = make(*inputs, shared_experts=shared, num_extra_parts=1)
         assert parts.shape == (6, 5, 40) and torch.equal(parts[:3], make(*inputs))
 
 
@@ -89,16 +89,16 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device):
     shared.gate_up[:40:2, 0] = 64
     shared.down.copy_(shared.down.sign())
     x, gate_up, down, ids, weights = inputs
-    together = grouped_experts.triton(*inputs, shared=shared)
+    together = grouped_experts.triton(*inputs, shared_experts=shared)
     turned = torch.arange(15, -1, -1, device=x.device)
-    other = grouped_experts.triton(x[turned], gate_up, down, ids[turned], weights[turned], shared=shared)
+    other = grouped_experts.triton(x[turned], gate_up, down, ids[turned], weights[turned], shared_experts=shared)
     assert torch.equal(other, together[:, turned])
     for row in (0, 7, 15):
         one = slice(row, row + 1)
-        alone = grouped_experts.triton(x[one], gate_up, down, ids[one], weights[one], shared=shared)
+        alone = grouped_experts.triton(x[one], gate_up, down, ids[one], weights[one], shared_experts=shared)
         assert torch.equal(alone, together[:, one])
     x[3], others = torch.nan, torch.arange(16, device=x.device) != 3
-    with_nan = grouped_experts.triton(*inputs, shared=shared)
+    with_nan = grouped_experts.triton(*inputs, shared_experts=shared)
     assert torch.equal(with_nan[:, others], together[:, others]) and with_nan[:, 3].isnan().all()
 
 
@@ -108,7 +108,7 @@ def test_empty_inputs(kernel_device, shape):
     hidden = shape[3]
     inputs = (x[:, :hidden], gate_up[..., :hidden].contiguous(), down[:, :hidden], ids, weights)
     shared = SharedExperts(gate_up[0].repeat(2, 1)[:, :hidden].contiguous(), down[0].repeat(1, 2)[:hidden].contiguous())
-    assert grouped_experts.triton(*inputs, shared=shared).shape == (4, shape[0], hidden)
+    assert grouped_experts.triton(*inputs, shared_experts=shared).shape == (4, shape[0], hidden)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_empty_inputs(kernel_device, shape):
 def test_what_must_run_apart_is_refused(rows, change, how):
     shared = change(drawn_shared(2, 16, 8, "cpu"))
     with pytest.raises(EspalierError, match="run them as an MLP of their own"):
-        grouped_experts.triton(*drawn(rows, 4, 2, 16, 8, "cpu"), shared=shared, **how)
+        grouped_experts.triton(*drawn(rows, 4, 2, 16, 8, "cpu"), shared_experts=shared, **how)
 
 
 def test_wrong_shapes_are_refused():
     inputs, shared = drawn(3, 4, 2, 16, 8, "cpu"), drawn_shared(2, 16, 8, "cpu")
     with pytest.raises(EspalierError, match="shared gate_up needs shape"):
-        grouped_experts.triton(*inputs, shared=SharedExperts(shared.gate_up[:-1], shared.down))
+        grouped_experts.triton(*inputs, shared_experts=SharedExperts(shared.gate_up[:-1], shared.down))
     with pytest.raises(EspalierError, match="shared down needs shape"):
-        grouped_experts.triton(*inputs, shared=SharedExperts(shared.gate_up, shared.down[:-1]))
+        grouped_experts.triton(*inputs, shared_experts=SharedExperts(shared.gate_up, shared.down[:-1]))
 
 
 def test_all_programs_of_a_few_tiles_run_at_once():

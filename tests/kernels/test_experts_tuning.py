@@ -15,10 +15,16 @@ from espalier.kernels.layers.experts_plan import (
     ExpertsShape,
     ProductPlan,
     candidate_plans,
+    choose_experts_plan,
     experts_plan_by_rule,
-    plan_for,
 )
-from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEAR_TUNING, NO_PLANS, SHIPPED_TUNING_FILE, TuningTable
+from espalier.kernels.layers.linear_plans import (
+    LINEAR_TUNING,
+    NO_PLANS,
+    SHIPPED_TUNING_FILE,
+    TUNING_FILE_VARIABLE,
+    TuningTable,
+)
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
@@ -42,10 +48,10 @@ def shipped(tmp_path, monkeypatch):
         path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"})
     )
     monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", path)
-    monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
-    linear_plans.active_plans.cache_clear()
+    monkeypatch.setenv(TUNING_FILE_VARIABLE, str(tmp_path / "own.json"))
+    linear_plans.merged_plans.cache_clear()
     yield path
-    linear_plans.active_plans.cache_clear()
+    linear_plans.merged_plans.cache_clear()
 
 
 def test_both_kinds_of_tables_share_a_file(shipped):
@@ -69,8 +75,10 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
 
 
 def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
-    taken = {rows: plan_for(SHAPE, rows, torch.bfloat16, CHIP) for rows in (1, 2, 3, 16, 17, 64, 256, 1024, 1025)}
-    assert taken.pop(1) == replace(SMALL[0], rows=1)
+    taken = {
+        rows: choose_experts_plan(SHAPE, rows, torch.bfloat16, CHIP) for rows in (1, 2, 3, 16, 17, 64, 256, 1024, 1025)
+    }
+    assert taken.pop(1) == replace(SMALL[0], tile_rows=1)
     assert [SMALL.index(plan) for plan in taken.values()] == [0, 1, 1, 2, 2, 3, 4, 5]
 
 
@@ -78,29 +86,29 @@ def test_rows_up_to_a_power_of_two_share_a_plan(shipped):
     """So a padded batch and its rows alone have the same bits."""
     few = ExpertsShape(num_experts=60, top_k=4, hidden_size=2048, inner_size=768)
     for low, high in ((17, 32), (33, 64), (65, 128)):
-        assert len({plan_for(few, rows, torch.bfloat16, CHIP) for rows in range(low, high + 1)}) == 1
+        assert len({choose_experts_plan(few, rows, torch.bfloat16, CHIP) for rows in range(low, high + 1)}) == 1
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
     for size, found in (((2048, 1024), SMALL), ((7168, 2048), LARGE)):
         shape = replace(SHAPE, hidden_size=size[0], inner_size=size[1])
-        assert plan_for(shape, 16, torch.bfloat16, CHIP) == found[1]
+        assert choose_experts_plan(shape, 16, torch.bfloat16, CHIP) == found[1]
 
 
 def test_the_users_plans_come_first(shipped, tmp_path):
     EXPERTS_TUNING.write_table(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
+    assert choose_experts_plan(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
 
 
 def test_other_chips_and_dtypes_take_the_rule(shipped):
     for dtype, gpu in ((torch.float16, CHIP), (torch.float32, CHIP), (torch.bfloat16, replace(CHIP, processors=9))):
-        assert plan_for(SHAPE, 16, dtype, gpu) == experts_plan_by_rule(SHAPE, 16, dtype, gpu)
+        assert choose_experts_plan(SHAPE, 16, dtype, gpu) == experts_plan_by_rule(SHAPE, 16, dtype, gpu)
 
 
 def test_shipped_plans_fit_their_chips():
     for table in EXPERTS_TUNING.read_tables(SHIPPED_TUNING_FILE):
         for of_size in table.plans.values():
             for plan, (_, tile_rows) in zip(of_size, TILE_ROWS_BY_PAIRS, strict=True):
-                assert plan.rows in tile_rows
-                assert plan.gated in candidate_plans(plan.rows, 2, table.chip)
-                assert plan.down in candidate_plans(plan.rows, 1, table.chip)
+                assert plan.tile_rows in tile_rows
+                assert plan.gated in candidate_plans(plan.tile_rows, 2, table.chip)
+                assert plan.down in candidate_plans(plan.tile_rows, 1, table.chip)

@@ -16,8 +16,8 @@ from espalier.kernels.hopper.config import (
     MIN_STAGES,
     REGISTERS,
     HopperConfig,
-    block_rows,
     choose_hopper_config,
+    kv_block_rows,
 )
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import Case, difference, draw, poison_empty, run
@@ -40,7 +40,7 @@ def test_choices_fit_the_chip():
 
 def test_choices_for_fp8_rows_fit_the_chip():
     for packed_queries, num_work_items, size in product((17, 64, 65, 8192), (1, 132, 5000), (64, 128)):
-        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, fp8=True)
+        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, is_fp8=True)
         assert config is not None and config.raw_stages and config.stages >= MIN_STAGES
         assert config.shared_bytes(size) <= HOPPER.shared_memory
         start, attend_registers = config.registers(size)
@@ -49,7 +49,7 @@ def test_choices_for_fp8_rows_fit_the_chip():
         assert start * warps * 32 <= REGISTERS and 184 <= attend_registers <= 240
         of_others = sum(count * registers for count, registers in others)
         assert attend_registers * 4 * config.warpgroups + of_others <= start * warps
-    assert choose_hopper_config(Chip(200 * 1024, 132, (9, 0)), 256, 5000, 128, 64, fp8=True) is None
+    assert choose_hopper_config(Chip(200 * 1024, 132, (9, 0)), 256, 5000, 128, 64, is_fp8=True) is None
 
 
 def test_no_configuration_for_an_unsupported_chip_or_shape():
@@ -197,7 +197,7 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
             plain = replace(plain, block_m=config.block_m, warps=4 * config.warpgroups)
         out, lse = run(inputs, case.max_splits, staged, config=plain)
         # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
-        counted = config.warpgroups == 2 and case.page_size % block_rows(case.k_size) > 0
+        counted = config.warpgroups == 2 and case.page_size % kv_block_rows(case.k_size) > 0
         for contiguous in (False, True) if counted else (False,):
             hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)
             same = torch.equal(hopper_out, out) and torch.equal(hopper_lse, lse)

@@ -6,15 +6,22 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.hopper.plans import TILE_SHAPE, is_hopper_product, max_stages, num_splits_for
+from espalier.kernels.hopper.plans import TILE_SHAPE, max_stages, num_splits_for, supports_hopper_product
 from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import E2M1_CODES, FP8, QuantisedMatrix, dequantise, nibble_matrix, pack_nibbles
+from espalier.kernels.layers.quantised import (
+    E2M1_CODES,
+    FP8,
+    QuantisedMatrix,
+    dequantise,
+    make_nibble_matrix,
+    pack_nibbles,
+)
 from espalier.kernels.layers.quantised_plans import plan_by_rule_for
 from espalier.kernels.ops.activation import Activation, gated_activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
-from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised_parts
+from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised_partial_sums
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 from tests.kernels.gluon_numpy import hopper_linear
 from tests.kernels.quantised_inputs import drawn
@@ -33,26 +40,28 @@ def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, 
     packed = torch.randint(0, 256, (*lead, num_out, num_in // 2), generator=generator).to(torch.uint8)
     scales = torch.rand(*lead, num_out, groups, generator=generator).to(torch.bfloat16)
     zeros = torch.randint(0, 16, (*lead, num_out, groups), generator=generator).to(torch.uint8).to(device)
-    return nibble_matrix("int4", packed.to(device), scales.to(device), 128, zeros if kind == "int4-zeros" else None)
+    return make_nibble_matrix(
+        "int4", packed.to(device), scales.to(device), 128, zeros if kind == "int4-zeros" else None
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_which_products_it_takes(kind):
     weight, x = matrix(kind, 64, 512), torch.zeros(16, 528, dtype=torch.bfloat16)
-    assert is_hopper_product(x[:, :512], weight, 16, TILE_SHAPE, H200)
-    assert not is_hopper_product(x[:, :512], weight, 17, TILE_SHAPE, H200)
-    assert not is_hopper_product(x[:, :512], weight, 16, (64, 128, 4), H200)
-    assert not is_hopper_product(x[:, :512], weight, 16, TILE_SHAPE, replace(H200, capability=(10, 0)))
-    assert not is_hopper_product(x[:, :512].half(), weight, 16, TILE_SHAPE, H200)
+    assert supports_hopper_product(x[:, :512], weight, 16, TILE_SHAPE, H200)
+    assert not supports_hopper_product(x[:, :512], weight, 17, TILE_SHAPE, H200)
+    assert not supports_hopper_product(x[:, :512], weight, 16, (64, 128, 4), H200)
+    assert not supports_hopper_product(x[:, :512], weight, 16, TILE_SHAPE, replace(H200, capability=(10, 0)))
+    assert not supports_hopper_product(x[:, :512].half(), weight, 16, TILE_SHAPE, H200)
     # A copy takes 16 bytes.
-    assert not is_hopper_product(x[:, 1:513], weight, 16, TILE_SHAPE, H200)
-    assert not is_hopper_product(torch.zeros(16, 520, dtype=x.dtype)[:, :512], weight, 16, TILE_SHAPE, H200)
+    assert not supports_hopper_product(x[:, 1:513], weight, 16, TILE_SHAPE, H200)
+    assert not supports_hopper_product(torch.zeros(16, 520, dtype=x.dtype)[:, :512], weight, 16, TILE_SHAPE, H200)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int4-channel", "fp8-channel"])
 def test_it_takes_no_other_groups_and_formats(kind):
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
-    assert not is_hopper_product(x, drawn(kind, (), 64, 512, "cpu"), 16, TILE_SHAPE, H200)
+    assert not supports_hopper_product(x, drawn(kind, (), 64, 512, "cpu"), 16, TILE_SHAPE, H200)
 
 
 def test_all_programs_that_share_a_multiprocessor_fit_it():
@@ -105,11 +114,11 @@ def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num
     weight, plan = matrix(kind, num_out, num_in, kernel_device), replace(PLAN, splits=splits)
     x = torch.randn(rows, num_in, generator=torch.Generator().manual_seed(rows)).bfloat16().to(kernel_device)
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).bfloat16().to(kernel_device)
-    if not is_hopper_product(x, weight, rows, TILE_SHAPE, chip(x)):
+    if not supports_hopper_product(x, weight, rows, TILE_SHAPE, chip(x)):
         pytest.skip("not a Hopper GPU")
-    functions = linear_quantised_parts.triton, linear_quantised_gated.triton
+    functions = linear_quantised_partial_sums.triton, linear_quantised_gated.triton
     ours = [function(x, weight, bias, plan) for function in functions]
-    monkeypatch.setattr(linear_quantised, "is_hopper_product", lambda *args: False)
+    monkeypatch.setattr(linear_quantised, "supports_hopper_product", lambda *args: False)
     for function, result in zip(functions, ours, strict=True):
         assert torch.equal(function(x, weight, bias, plan), result)
 
@@ -120,12 +129,12 @@ def test_every_nibble_and_scale_of_nvfp4(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(127, 16))
     factors = torch.full((127,), 0.25, dtype=torch.float64, device=kernel_device)
     parts = codes.to(kernel_device), scales.to(kernel_device).view(FP8)
-    weight = nibble_matrix("nvfp4", *parts, 16, row_scales=factors)
+    weight = make_nibble_matrix("nvfp4", *parts, 16, row_scales=factors)
     units = torch.eye(256, dtype=torch.bfloat16, device=kernel_device)
     if kernel_device.type == "cpu":
         out = [hopper_linear(each, weight, None, 1, False, 2, True)[0].bfloat16() for each in units.split(16)]
-    elif is_hopper_product(units, weight, 16, TILE_SHAPE, chip(units)):
-        out = [linear_quantised_parts.triton(each, weight, None, PLAN) for each in units.split(16)]
+    elif supports_hopper_product(units, weight, 16, TILE_SHAPE, chip(units)):
+        out = [linear_quantised_partial_sums.triton(each, weight, None, PLAN) for each in units.split(16)]
     else:
         pytest.skip("not a Hopper GPU")
     assert torch.equal(torch.cat(out), dequantise(weight, torch.bfloat16).T)
@@ -143,10 +152,10 @@ def test_experts_have_the_bits_of_tritons_kernels(kernel_device, monkeypatch, ki
     weights, live = torch.rand(rows, top_k, generator=generator).to(kernel_device), torch.arange(rows) != 3
     biases = [torch.randn(5, n, generator=generator).bfloat16().to(kernel_device) for n in (2 * inner, hidden)]
     plan = ExpertsPlan(tile, ProductPlan(32, 256, 4, 3), ProductPlan(64, 256, 4, 3))
-    if not is_hopper_product(x, gate_up, tile, TILE_SHAPE, chip(x)):
+    if not supports_hopper_product(x, gate_up, tile, TILE_SHAPE, chip(x)):
         pytest.skip("not a Hopper GPU")
     args = x, gate_up, down, ids, weights, live.to(kernel_device), ExpertBiases(*biases)
     activation = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
     ours = grouped_experts.triton(*args, activation, plan=plan)
-    monkeypatch.setattr(experts, "is_hopper_experts", lambda *args: False)
+    monkeypatch.setattr(experts, "supports_hopper_product", lambda *args: False)
     assert torch.equal(grouped_experts.triton(*args, activation, plan=plan), ours)

@@ -11,7 +11,7 @@ from espalier.kernels.attention.triton_config import TritonConfig, choose_triton
 from espalier.kernels.hopper.config import (
     HopperLatentConfig,
     choose_hopper_latent_config,
-    choose_hopper_latent_few_config,
+    choose_hopper_latent_few_queries_config,
 )
 from espalier.kernels.ops.attention import AttentionInputs, latent_attention
 from espalier.kernels.runtime.launch import Chip, chip
@@ -25,11 +25,11 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
 def drawn(case: Case, device: torch.device) -> AttentionInputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
-    (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.scales
+    (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.kv_scales
     return inputs._replace(
         pages=(k, k[..., : case.v_size]),
         staged=(staged_k, staged_k[..., : case.v_size]),
-        scales=None if scales is None else replace(scales, v=scales.k),
+        kv_scales=None if scales is None else replace(scales, v=scales.k),
     )
 
 
@@ -139,17 +139,17 @@ def test_the_hopper_kernel_is_chosen_where_it_fits():
     assert config is not None and config.shared_bytes <= 227 * 1024
     assert choose_hopper_latent_config(Chip(227 * 1024, 132, (10, 0))) is None
     assert choose_hopper_latent_config(Chip(163 * 1024, 132, (9, 0))) is None
-    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), fp8=True)
+    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), is_fp8=True)
     assert of_fp8 is not None and of_fp8.raw_stages and of_fp8.shared_bytes <= 227 * 1024
 
 
 def test_the_kernel_for_one_node_is_chosen_for_one_node_of_up_to_16_heads():
     hopper, blackwell = Chip(227 * 1024, 132, (9, 0)), Chip(227 * 1024, 148, (10, 0))
-    config = choose_hopper_latent_few_config(hopper, 1, 16)
+    config = choose_hopper_latent_few_queries_config(hopper, 1, 16)
     assert config is not None and config.shared_bytes <= 227 * 1024
-    assert choose_hopper_latent_few_config(hopper, 2, 8) is None
-    assert choose_hopper_latent_few_config(hopper, 1, 17) is None
-    assert choose_hopper_latent_few_config(blackwell, 1, 16) is None
+    assert choose_hopper_latent_few_queries_config(hopper, 2, 8) is None
+    assert choose_hopper_latent_few_queries_config(hopper, 1, 17) is None
+    assert choose_hopper_latent_few_queries_config(blackwell, 1, 16) is None
 
 
 def test_the_hopper_kernel_refuses_other_shapes(kernel_device):
@@ -223,7 +223,7 @@ FEW = [
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_the_hopper_kernel_for_one_node(kernel_device, monkeypatch, case, staged):
     inputs = drawn(case, kernel_device)
-    config = choose_hopper_latent_few_config(chip(inputs.q), 1, case.heads)
+    config = choose_hopper_latent_few_queries_config(chip(inputs.q), 1, case.heads)
     if config is None:
         pytest.skip("needs a Hopper GPU with enough shared memory")
     poison_empty(monkeypatch)

@@ -6,7 +6,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidate_plans
 from espalier.kernels.ops.activation import gated_activation
-from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
+from espalier.kernels.ops.linear import linear, linear_gated, linear_partial_sums, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
 from tests.pairwise import in_turn_params
 
@@ -81,10 +81,12 @@ def test_float16(kernel_device):
 def test_partial_sums_add_up_to_linear(kernel_device, monkeypatch, bias):
     x, weight, bias_tensor = random_inputs(3, 70, 200, kernel_device, bias=bias)
     poisoned(monkeypatch)
-    first, second, third = parts = linear_parts.triton(x, weight, bias_tensor, SPLIT)
+    first, second, third = parts = linear_partial_sums.triton(x, weight, bias_tensor, SPLIT)
     assert parts.dtype == torch.float32
     assert torch.equal((first + second + third).to(DTYPE), linear.triton(x, weight, bias_tensor, SPLIT))
-    assert torch.equal(linear_parts.triton(x, weight, bias_tensor, WHOLE), linear.triton(x, weight, bias_tensor, WHOLE))
+    assert torch.equal(
+        linear_partial_sums.triton(x, weight, bias_tensor, WHOLE), linear.triton(x, weight, bias_tensor, WHOLE)
+    )
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])
@@ -155,7 +157,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, plan):
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_empty_inputs(kernel_device, rows, num_out):
     x, weight, _ = random_inputs(rows, num_out, 64, kernel_device)
-    for make in (linear.triton, linear_parts.triton):
+    for make in (linear.triton, linear_partial_sums.triton):
         assert make(x, weight, None, SPLIT).shape == (rows, num_out)
 
 
@@ -203,7 +205,7 @@ def test_library_plans(kernel_device, monkeypatch, plan, bias):
     wide, weight, bias_tensor = random_inputs(10, 70, 256, kernel_device, bias=bias)
     x, weight = wide[::2, 64:192], weight[:, 128:]
     poisoned(monkeypatch)
-    out, parts = linear.triton(x, weight, bias_tensor, plan), linear_parts.triton(x, weight, bias_tensor, plan)
+    out, parts = linear.triton(x, weight, bias_tensor, plan), linear_partial_sums.triton(x, weight, bias_tensor, plan)
     assert out.dtype == DTYPE
     assert_is_the_product(out, x, weight, bias_tensor)
     if plan.splits == 1:
@@ -220,7 +222,7 @@ def test_library_plans(kernel_device, monkeypatch, plan, bias):
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_library_plans_with_empty_inputs(kernel_device, plan, rows, num_out):
     x, weight, _ = random_inputs(rows, num_out, 64, kernel_device)
-    assert linear_parts.triton(x, weight, None, plan).shape == (rows, num_out)
+    assert linear_partial_sums.triton(x, weight, None, plan).shape == (rows, num_out)
 
 
 def test_library_candidates_divide_into_whole_tiles():

@@ -8,16 +8,16 @@ import torch
 
 from espalier.kernels.layers import linear_dequantised
 from espalier.kernels.layers.linear_dequantised import (
+    BLOCK_ROW_MULTIPLE,
     MAX_FUSED_ROWS,
     MAX_SCRATCH_BYTES,
-    ROWS_UNIT,
     blocks_of,
     dequantised_gated,
     dequantised_product,
-    multiplies_dequantised,
-    write_values,
+    uses_dequantised_product,
+    write_dequantised_rows,
 )
-from espalier.kernels.layers.quantised import FP8, dequantise, nibble_matrix
+from espalier.kernels.layers.quantised import FP8, dequantise, make_nibble_matrix
 from espalier.kernels.ops.activation import SILU, gated_activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
@@ -63,7 +63,7 @@ def drawn_matrix(code, draw, device):
         scales = numbers(0.01, 0.1, *size).to(draw.choice([torch.float32, torch.float16, torch.bfloat16]))
         zeros = integers(16, *size).to(device) if draw.random() < 0.5 else None
     codes = integers(256, num_out, num_in // 2).to(device)
-    return nibble_matrix(code, codes, scales.to(device), group, zeros, row_scales=factors)
+    return make_nibble_matrix(code, codes, scales.to(device), group, zeros, row_scales=factors)
 
 
 @pytest.mark.parametrize("code", ["int4", "mxfp4", "nvfp4"])
@@ -75,7 +75,7 @@ def test_values_have_the_bits_of_the_reference(kernel_device, code):
         begin = draw.randrange(len(matrix))
         rows = range(begin, draw.randint(begin, len(matrix) - 1) + 1)
         out = torch.full((len(rows) + 1, matrix.shape[1]), 7.0, dtype=DTYPE, device=kernel_device)
-        write_values(matrix, rows, out[:-1])
+        write_dequantised_rows(matrix, rows, out[:-1])
         assert torch.equal(out[:-1], dequantise(matrix, DTYPE, rows.start, rows.stop))
         assert (out[-1] == 7).all()
 
@@ -86,7 +86,7 @@ def test_any_shape(kernel_device, monkeypatch, kind, in_blocks, shape):
     matrix, x = drawn(kind, (), num_out, num_in, kernel_device), x_of(rows, num_in, kernel_device)
     bias = x_of(1, num_out, kernel_device)[0] if rows % 2 else None
     if in_blocks:
-        monkeypatch.setattr(linear_dequantised, "ROWS_UNIT", 16)
+        monkeypatch.setattr(linear_dequantised, "BLOCK_ROW_MULTIPLE", 16)
         monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 32 * num_in * x.itemsize)
         assert len(blocks_of(num_out, num_in * x.itemsize)) > 1
     product = dequantised_product(x, matrix, bias)
@@ -102,7 +102,7 @@ def test_the_kernel_of_gate_and_up_gets_both_of_the_same_outputs(kernel_device, 
         shapes.append(tuple(values.shape))
         out.copy_(gated_activation.triton(x @ values.T))
 
-    monkeypatch.setattr(linear_dequantised, "ROWS_UNIT", 16)
+    monkeypatch.setattr(linear_dequantised, "BLOCK_ROW_MULTIPLE", 16)
     monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 64 * 256 * 2)
     for name, stand_in in (("hopper_gated", of_block), ("supports_hopper_gated", all_true), ("fills_chip", all_true)):
         monkeypatch.setattr(linear_dequantised, name, stand_in)
@@ -125,7 +125,7 @@ def test_blocks_fit_the_scratch_memory_and_are_of_about_equal_size(num_out, num_
     assert [row for block in blocks for row in (block.start, block.stop)][1:-1:2] == [b.start for b in blocks[1:]]
     assert blocks[0].start == 0 and blocks[-1].stop == num_out and len(blocks) == num_blocks
     assert all(len(block) * 2 * num_in <= MAX_SCRATCH_BYTES for block in blocks)
-    assert len(blocks[0]) - len(blocks[-1]) < ROWS_UNIT * num_blocks
+    assert len(blocks[0]) - len(blocks[-1]) < BLOCK_ROW_MULTIPLE * num_blocks
 
 
 def test_a_row_too_long_for_the_scratch_memory_still_has_a_block():
@@ -136,9 +136,11 @@ def test_a_row_too_long_for_the_scratch_memory_still_has_a_block():
 def test_from_one_number_of_rows_on_it_takes_4_bits(kind):
     """Always: so the largest launch, which measures the memory, takes it if any launch does."""
     matrix = drawn(kind, (), 64, 128, torch.device("cpu"))
-    taken = [multiplies_dequantised(torch.empty(rows, 128, dtype=DTYPE), matrix) for rows in (1, MANY - 1, MANY, 9000)]
+    taken = [
+        uses_dequantised_product(torch.empty(rows, 128, dtype=DTYPE), matrix) for rows in (1, MANY - 1, MANY, 9000)
+    ]
     assert taken == [False, False, *([kind in FOUR_BITS] * 2)]
-    assert not multiplies_dequantised(torch.empty(MANY, 128), matrix)
+    assert not uses_dequantised_product(torch.empty(MANY, 128), matrix)
 
 
 @pytest.mark.gpu
@@ -149,7 +151,7 @@ def test_a_linear_layer_takes_it(monkeypatch, kind, inner):
     monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 2 * 132 * 128 * 512 * 2)
     matrix, x = drawn(kind, (), 2 * inner, 512, torch.device("cuda")), x_of(MANY, 512, "cuda")
     order = torch.randperm(512, generator=torch.Generator().manual_seed(2)).cuda()
-    ordered, inputs = replace(matrix, order=order), x.index_select(1, order)
+    ordered, inputs = replace(matrix, column_order=order), x.index_select(1, order)
     product = dequantised_product(inputs, matrix, None)
     assert_is_the_product(product, inputs, matrix, None)
     assert torch.equal(linear_quantised(x, ordered, None), product)

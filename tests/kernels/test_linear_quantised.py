@@ -9,7 +9,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TuningSchema
-from espalier.kernels.layers.linear_quantised import _launch, prefetched_lines
+from espalier.kernels.layers.linear_quantised import _launch, num_prefetched_lines
 from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
@@ -18,7 +18,7 @@ from espalier.kernels.layers.quantised import (
     deinterleave_nibbles,
     dequantise,
     interleave_nibbles,
-    nibble_matrix,
+    make_nibble_matrix,
     pack_nibbles,
     quantise_inputs,
 )
@@ -27,11 +27,11 @@ from espalier.kernels.layers.quantised_plans import (
     max_block_in,
     plan_by_rule,
     quantised_plan_for,
-    require_supported,
-    tuning_name,
+    require_supported_weight,
+    tuning_format_name,
 )
 from espalier.kernels.ops.activation import gated_activation
-from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
+from espalier.kernels.ops.linear import add_partial_sums, linear_quantised, linear_quantised_gated, quantise_rows
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
@@ -55,7 +55,7 @@ def assert_is_the_product(out, x, matrix, bias):
     inputs, weight = inputs_of(matrix, x), dequantise(matrix, torch.float64)
     exact = inputs @ weight.T + (0 if bias is None else bias.double())
     magnitude = inputs.abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
-    sums = 2.0**-10 if matrix.inputs is not None and x.is_cuda else x.shape[1] * 2.0**-23
+    sums = 2.0**-10 if matrix.input_scales is not None and x.is_cuda else x.shape[1] * 2.0**-23
     bound = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.01 + sums * magnitude
     assert ((out.double() - exact).abs() <= bound).all()
 
@@ -83,8 +83,10 @@ def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kin
 def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_in):
     """Also where the second sum of the last step is past the columns."""
     matrix, x = drawn(kind, (), 80, num_in, kernel_device), x_of(5, num_in, kernel_device)
-    if matrix.group < num_in:
-        matrix = replace(matrix, group=128, scales=matrix.scales[:, ::2].contiguous(), inputs=InputScales(128))
+    if matrix.group_size < num_in:
+        matrix = replace(
+            matrix, group_size=128, scales=matrix.scales[:, ::2].contiguous(), input_scales=InputScales(128)
+        )
     short, long = (TritonPlan(64, block_in, 1, 4, 2) for block_in in (128, 256))
     out = linear_quantised.triton(x, matrix, None, long)
     assert torch.equal(out, linear_quantised.triton(x, matrix, None, short))
@@ -94,8 +96,8 @@ def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_i
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_is_the_activation_of_the_product(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 40, 128, kernel_device), x_of(5, 128, kernel_device)
-    if matrix.row_block > 1:
-        matrix = replace(matrix, row_block=40)
+    if matrix.rows_per_scale > 1:
+        matrix = replace(matrix, rows_per_scale=40)
     plan = plan_for(matrix)
     product = linear_quantised.triton(x, matrix, None, plan)
     assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated_activation.triton(product))
@@ -113,7 +115,7 @@ def test_parts_add_up(kernel_device, kind):
     plan = plan_for(matrix, 3)
     parts = _launch(x, matrix, None, plan, is_gated=False)
     assert parts.shape == (3, 2, 48)
-    assert torch.equal(sum_parts.reference(parts, DTYPE), linear_quantised.triton(x, matrix, None, plan))
+    assert torch.equal(add_partial_sums.reference(parts, DTYPE), linear_quantised.triton(x, matrix, None, plan))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,11 +130,11 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, kind):
 @pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block-inputs"])
 def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 64, 192, kernel_device), x_of(5, 192, kernel_device)
-    rounded = RoundedRows(*quantise_rows.triton(x, matrix.inputs), x.dtype)
+    rounded = RoundedRows(*quantise_rows.triton(x, matrix.input_scales), x.dtype)
     for product, plan in product_of_each(linear_quantised_gated.triton, linear_quantised.triton, matrix):
         assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
     weight = QuantisedWeight(matrix, "fp8")
-    assert weight.rounding == matrix.inputs
+    assert weight.rounding == matrix.input_scales
     assert_is_the_product(weight.apply(rounded, None), x, matrix, None)
     assert torch.equal(weight.gated(rounded, None), gated_activation(weight.apply(rounded, None)))
 
@@ -144,16 +146,16 @@ def product_of_each(of_gated, whole, matrix):
 def test_inputs_are_taken_in_the_order_of_the_columns(kernel_device):
     matrix, x = drawn("int4-zeros", (), 48, 64, kernel_device), x_of(3, 64, kernel_device)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(kernel_device)
-    ordered = linear_quantised.triton(x, replace(matrix, order=order), None, plan_for(matrix))
+    ordered = linear_quantised.triton(x, replace(matrix, column_order=order), None, plan_for(matrix))
     assert torch.equal(ordered, linear_quantised.triton(x[:, order], matrix, None, plan_for(matrix)))
-    assert_is_the_product(ordered, x, replace(matrix, order=order), None)
+    assert_is_the_product(ordered, x, replace(matrix, column_order=order), None)
 
 
 def test_every_nibble_and_exponent(kernel_device):
     """All 16 values of E2M1 with small and large scales: the product with unit vectors is the matrix."""
     codes = torch.arange(256, dtype=torch.uint8, device=kernel_device).view(4, 64)
     scales = torch.tensor([[115, 120, 127, 130]] * 4, dtype=torch.uint8, device=kernel_device)
-    matrix = nibble_matrix("mxfp4", codes, scales, 32)
+    matrix = make_nibble_matrix("mxfp4", codes, scales, 32)
     unit = torch.eye(128, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 128, 1, 4, 1))
     assert torch.equal(out, dequantise(matrix, DTYPE).T)
@@ -166,7 +168,7 @@ def test_every_nibble_and_scale_of_nvfp4(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(len(scales), 4))
     factors = torch.full((len(scales),), 0.25, dtype=torch.float64)
     parts = (part.to(kernel_device) for part in (codes, scales.view(FP8)))
-    matrix = nibble_matrix("nvfp4", *parts, 16, row_scales=factors.to(kernel_device))
+    matrix = make_nibble_matrix("nvfp4", *parts, 16, row_scales=factors.to(kernel_device))
     unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -181,7 +183,7 @@ def test_every_nibble_and_zero_point(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8, device=kernel_device).repeat(16, 4))
     zeros = torch.arange(16, dtype=torch.uint8, device=kernel_device)[:, None].repeat(1, 2)
     scales = torch.tensor([[0.5, 3.0]] * 16, dtype=torch.float32, device=kernel_device)
-    matrix = nibble_matrix("int4", codes, scales, 32, zeros)
+    matrix = make_nibble_matrix("int4", codes, scales, 32, zeros)
     unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
     expected = (torch.arange(16)[None, :] - torch.arange(16)[:, None]).repeat(1, 4).double()
@@ -327,7 +329,7 @@ def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, 
 def test_the_first_candidates_keep_memory_busy_with_every_tile():
     """Gate and up of 8 billion parameters in FP8: 448 programs of 64 rows are at once where four share a processor."""
     codes = torch.empty(28672, 4096, dtype=FP8, device="meta")
-    matrix = QuantisedMatrix("fp8", codes, torch.empty(28672, 1, device="meta"), 4096, inputs=InputScales())
+    matrix = QuantisedMatrix("fp8", codes, torch.empty(28672, 1, device="meta"), 4096, input_scales=InputScales())
     found = candidate_plans(16, matrix, H200)
     assert len({(plan.block_out, plan.block_in, plan.warps) for plan in found[:10]}) == 10
     of_one = [plan for plan in found if (plan.block_out, plan.block_in, plan.splits) == (64, 128, 1)]
@@ -336,7 +338,7 @@ def test_the_first_candidates_keep_memory_busy_with_every_tile():
 
 def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
     matrix = drawn("fp8-block", (), 64, 128, torch.device("cpu"))
-    assert candidate_plans(16, replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), H200) == []
+    assert candidate_plans(16, replace(matrix, group_size=32, scales=matrix.scales.repeat(1, 2)), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
 def test_few_rows_and_rows_behind_a_norm_prefetch_one_line(code, block_in, rows, is_rounded, lines):
     x = torch.zeros(rows, 256, dtype=torch.bfloat16)
     x = RoundedRows(x, torch.ones(rows, 1), x.dtype) if is_rounded else x
-    assert prefetched_lines(x, code, TritonPlan(64, block_in, 1, 4, 4)) == lines
+    assert num_prefetched_lines(x, code, TritonPlan(64, block_in, 1, 4, 4)) == lines
 
 
 def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
@@ -361,7 +363,7 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
     tables = {"int4-1x64": {(4096, 4096): (mine, *[None] * 4)}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
-    monkeypatch.setattr(TuningSchema, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
+    monkeypatch.setattr(TuningSchema, "measured_plans", lambda kind, gpu, dtype, format: tables.get(format, {}))
     by_rule = plan_by_rule(17, 4096, 4096, "int4", 256, True, H200)
     assert quantised_plan_for(matrix, x) == mine and mine != plan_by_rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
@@ -371,11 +373,11 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     )
     assert quantised_plan_for(matrix.rows_from(64), x) == plan_by_rule(3, 4032, 4096, "int4", 256, True, H200)
     fp8 = drawn("fp8-block", (), 4096, 64, torch.device("cpu"))
-    assert quantised_plan_for(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
+    assert quantised_plan_for(replace(fp8, group_size=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
 
 
 def test_names_of_tuning_tables():
-    names = {tuning_name(drawn(kind, (), 64, 128, torch.device("cpu"))) for kind in KINDS}
+    names = {tuning_format_name(drawn(kind, (), 64, 128, torch.device("cpu"))) for kind in KINDS}
     assert names == {
         "fp8",
         "fp8-inputs",
@@ -399,14 +401,14 @@ def test_blocks_that_span_two_groups_are_refused(kernel_device):
 def test_words_of_two_groups_and_words_that_are_not_whole_are_refused(kernel_device, num_in, group):
     codes = torch.zeros(8, num_in // 2, dtype=torch.uint8, device=kernel_device)
     scales = torch.ones(8, num_in // group, device=kernel_device)
-    matrix, x = nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
+    matrix, x = make_nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
     with pytest.raises(EspalierError, match="groups of whole words"):
         linear_quantised.triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
     assert_is_the_product(linear_quantised.reference(x, matrix, None), x, matrix, None)
 
 
 def test_weights_on_a_cpu_need_no_chip():
-    require_supported(drawn("fp8-channel", (), 16, 16, torch.device("cpu")), torch.float64)
+    require_supported_weight(drawn("fp8-channel", (), 16, 16, torch.device("cpu")), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -423,26 +425,26 @@ def test_what_no_kernel_takes_is_refused_at_start(monkeypatch, kind, capability,
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: replace(H200, capability=capability))
     on_gpu = replace(matrix, codes=OnGPU(matrix.codes))
     if says is None:
-        require_supported(on_gpu, dtype)
+        require_supported_weight(on_gpu, dtype)
         return
     with pytest.raises(EspalierError, match=says):
-        require_supported(on_gpu, dtype)
+        require_supported_weight(on_gpu, dtype)
 
 
 @pytest.mark.parametrize(("num_in", "group"), [(80, 80), (64, 16)])
 def test_words_of_two_groups_are_refused_at_start(num_in, group):
     codes, scales = torch.zeros(8, num_in // 2, dtype=torch.uint8), torch.ones(8, num_in // group)
-    matrix = nibble_matrix("int4", codes, scales, group)
-    require_supported(matrix, torch.bfloat16)
+    matrix = make_nibble_matrix("int4", codes, scales, group)
+    require_supported_weight(matrix, torch.bfloat16)
     with pytest.raises(EspalierError, match=f"this matrix has {num_in} in groups of {group}"):
-        require_supported(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
+        require_supported_weight(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
 
 
 def test_scales_that_the_kernels_cannot_hold_are_refused_at_start():
     matrix = drawn("mxfp4", (), 16, 32, torch.device("cpu"))
     matrix.scales[3, 0] = 127 + 66
     with pytest.raises(EspalierError, match=r"a scale is 2\^66, but on a GPU those of MXFP4 may be at most 2\^65"):
-        require_supported(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
+        require_supported_weight(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
 
 
 class OnGPU:

@@ -10,26 +10,26 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_plans
 from espalier.kernels.layers.linear_plans import (
-    CHOICES_FILE,
     DENSE,
     DTYPES,
     LINEAR_TUNING,
     NO_PLANS,
     ROWS_BUCKETS,
     SHIPPED_TUNING_FILE,
+    TUNING_FILE_VARIABLE,
     LibraryPlan,
     TritonPlan,
     TuningTable,
     candidate_plans,
-    dense_plans_for,
     plan_by_rule,
+    plans_for_dense_weight,
     plans_for_shape,
     user_tuning_file,
 )
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import candidate_plans as quantised_candidates
-from espalier.kernels.layers.quantised_plans import tuning_name
-from espalier.kernels.ops.linear import linear, linear_parts
+from espalier.kernels.layers.quantised_plans import tuning_format_name
+from espalier.kernels.ops.linear import linear, linear_partial_sums
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense as dense_format
@@ -42,7 +42,7 @@ SOME = (ONE, None, OTHER, None, IN_PIECES)
 
 
 def test_rows_find_their_bucket():
-    plans = [LINEAR_TUNING.plan_at(SOME, rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
+    plans = [LINEAR_TUNING.plan_for_count(SOME, rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
     assert plans == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, IN_PIECES, None, None]
 
 
@@ -95,11 +95,11 @@ def test_reading_refuses_splits_that_do_not_divide_in(tmp_path):
 
 
 def test_a_user_without_a_home_directory(monkeypatch, tmp_path):
-    for name in (CHOICES_FILE, "XDG_CONFIG_HOME", "HOME"):
+    for name in (TUNING_FILE_VARIABLE, "XDG_CONFIG_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
     assert not user_tuning_file().is_file()
-    monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "mine.json"))
+    monkeypatch.setenv(TUNING_FILE_VARIABLE, str(tmp_path / "mine.json"))
     assert user_tuning_file() == tmp_path / "mine.json"
 
 
@@ -123,20 +123,20 @@ def test_a_table_of_other_buckets_is_refused(tmp_path):
 
 
 @pytest.fixture
-def active_plans(tmp_path, monkeypatch):
+def merged_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
     LINEAR_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
     LINEAR_TUNING.write_table(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", shipped)
-    monkeypatch.setenv(CHOICES_FILE, str(user))
-    linear_plans.active_plans.cache_clear()
-    yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEAR_TUNING.measured(gpu, dtype, format)
-    linear_plans.active_plans.cache_clear()
+    monkeypatch.setenv(TUNING_FILE_VARIABLE, str(user))
+    linear_plans.merged_plans.cache_clear()
+    yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEAR_TUNING.measured_plans(gpu, dtype, format)
+    linear_plans.merged_plans.cache_clear()
 
 
-def test_the_users_plans_override_the_shipped_ones(active_plans):
-    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
+def test_the_users_plans_override_the_shipped_ones(merged_plans):
+    assert merged_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
 
 
 @pytest.mark.parametrize(
@@ -144,20 +144,20 @@ def test_the_users_plans_override_the_shipped_ones(active_plans):
     [Chip(99_999, 10, (9, 0)), Chip(100_000, 11, (9, 0)), Chip(100_000, 10, (8, 9))],
     ids=["memory", "processors", "capability"],
 )
-def test_another_chip_does_not_use_the_table(active_plans, gpu):
-    assert active_plans(gpu) == {}
+def test_another_chip_does_not_use_the_table(merged_plans, gpu):
+    assert merged_plans(gpu) == {}
 
 
-def test_another_dtype_does_not_use_the_table(active_plans):
-    assert active_plans(CHIP, torch.float16) == {}
+def test_another_dtype_does_not_use_the_table(merged_plans):
+    assert merged_plans(CHIP, torch.float16) == {}
 
 
-def test_another_format_does_not_use_the_table(active_plans):
+def test_another_format_does_not_use_the_table(merged_plans):
     LINEAR_TUNING.write_table(
         user_tuning_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8")
     )
-    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
-    assert active_plans(CHIP, format="int8") == {(64, 128): (OTHER,) * 5}
+    assert merged_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
+    assert merged_plans(CHIP, format="int8") == {(64, 128): (OTHER,) * 5}
 
 
 def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
@@ -167,17 +167,17 @@ def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
     assert "format" not in path.read_text() and LINEAR_TUNING.read_tables(path) == [table]
 
 
-def test_active_plans_are_logged_once(active_plans, caplog):
+def test_active_plans_are_logged_once(merged_plans, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        active_plans(CHIP)
+        merged_plans(CHIP)
     assert len(caplog.messages) == 1
     assert "shipped.json (2 shapes)" in caplog.text and "own.json (1 shapes)" in caplog.text
 
 
-def test_a_chip_without_plans_is_logged_with_the_remedy(active_plans, caplog):
+def test_a_chip_without_plans_is_logged_with_the_remedy(merged_plans, caplog):
     caplog.set_level(logging.INFO)
-    active_plans(Chip(1, 1, (7, 5)))
+    merged_plans(Chip(1, 1, (7, 5)))
     assert "F.linear" in caplog.text and "doctor --tune" in caplog.text
 
 
@@ -188,8 +188,8 @@ def test_a_shape_without_an_entry_takes_the_rule_up_to_64_rows():
     measured = {(64, 128): SOME}
     assert plans_for_shape(H200, (64, 128), measured) is SOME and plans_for_shape(H200, (5120, 2048), {}) is None
     plans = plans_for_shape(H200, (5120, 2048), measured)
-    assert plans is not None and LINEAR_TUNING.plan_at(plans, 65) is None
-    assert [LINEAR_TUNING.plan_at(plans, rows) for rows in (1, 17, 33)] == [
+    assert plans is not None and LINEAR_TUNING.plan_for_count(plans, 65) is None
+    assert [LINEAR_TUNING.plan_for_count(plans, rows) for rows in (1, 17, 33)] == [
         plan_by_rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)
     ]
 
@@ -223,11 +223,11 @@ def test_above_16_rows_the_rule_gives_a_program_a_multiprocessor_if_there_are_en
 
 
 def test_a_weight_on_the_cpu_has_no_plans():
-    assert dense_plans_for(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
+    assert plans_for_dense_weight(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
 
 
 def test_the_users_file_is_in_the_configuration_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv(CHOICES_FILE, raising=False)
+    monkeypatch.delenv(TUNING_FILE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert user_tuning_file() == tmp_path / "espalier" / "choices.json"
 
@@ -236,7 +236,7 @@ def test_the_users_file_is_in_the_configuration_folder(monkeypatch, tmp_path):
 def test_a_linear_layer_uses_the_plan_of_its_bucket(kernel_device, monkeypatch, shape):
     """40 rows are in a bucket whose plan is F.linear."""
     used = []
-    monkeypatch.setattr(dense_format, "dense_plans_for", lambda *weight: (ONE, ONE, None, None, None))
+    monkeypatch.setattr(dense_format, "plans_for_dense_weight", lambda *weight: (ONE, ONE, None, None, None))
     monkeypatch.setattr(dense_format, "linear", lambda *args: used.append(args[-1]) or linear(*args))
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in (shape, (64, 128)))
@@ -249,19 +249,19 @@ def test_a_linear_layer_uses_the_plan_of_its_bucket(kernel_device, monkeypatch, 
 @pytest.mark.parametrize("rows", [5, 0, 40])
 def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     """Only for a plan with splits.  With F.linear, or without a measured plan, the result is complete."""
-    for product in (linear, linear_parts):
+    for product in (linear, linear_partial_sums):
         monkeypatch.setattr(dense_format, product.__name__, product.triton)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
     unmeasured = Linear(dense_format.dense_weight(weight))
-    monkeypatch.setattr(dense_format, "dense_plans_for", lambda *weight: (ONE, ONE, None, None, None))
+    monkeypatch.setattr(dense_format, "plans_for_dense_weight", lambda *weight: (ONE, ONE, None, None, None))
     layer = Linear(dense_format.dense_weight(weight))
     assert torch.equal(unmeasured.partial_sums(x), unmeasured(x))
     out = layer.partial_sums(x)
     assert out.shape == ((2, 5, 64) if rows == 5 else (rows, 64))
     assert torch.equal((out[0] + out[1]).half() if rows == 5 else out, layer(x))
-    parts = torch.full((layer.weight.num_parts(rows), rows, 64), torch.nan, device=kernel_device)
-    layer.write_parts(x, parts)
+    parts = torch.full((layer.weight.num_partial_sums(rows), rows, 64), torch.nan, device=kernel_device)
+    layer.write_partial_sums(x, parts)
     assert len(parts) == (1 if rows == 40 else 2) and torch.equal(parts.cumsum(0)[-1].half(), layer(x))
 
 
@@ -275,8 +275,8 @@ def quantised(num_out: int, num_in: int, code: Code, group: int, **more) -> Quan
 
 
 FORMATS = {
-    "fp8-inputs": ("fp8", 0, {"inputs": InputScales()}),
-    "fp8-128x128-inputs128": ("fp8", 128, {"row_block": 128, "inputs": InputScales(128)}),
+    "fp8-inputs": ("fp8", 0, {"input_scales": InputScales()}),
+    "fp8-128x128-inputs128": ("fp8", 128, {"rows_per_scale": 128, "input_scales": InputScales(128)}),
     "int4-1x128": ("int4", 128, {}),
     "mxfp4-1x32": ("mxfp4", 32, {}),
 }
@@ -294,7 +294,7 @@ def test_shipped_plans_are_candidates_on_their_chips():
                 else:
                     code, group, more = FORMATS[table.format]
                     matrix = quantised(*shape, code, group, **more)
-                    assert tuning_name(matrix) == table.format
+                    assert tuning_format_name(matrix) == table.format
                     assert plan in quantised_candidates(rows, matrix, table.chip), (table.format, shape, rows)
 
 

@@ -21,7 +21,7 @@ def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=
     partials = PartialResults.allocate(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
-    used = len(splits.used)
+    used = len(splits.used_rows)
     partials.out[used:] = partials.lse[used:] = torch.nan
     # One query sees no rows in the last split; another query sees no rows at all.
     partials.lse[used - 1 : used, 0] = -torch.inf
@@ -76,7 +76,7 @@ def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
     """Few splits are merged several pairs at a time, many one pair at a time; programs take turns."""
     policy = KVSplitPolicy(num_splits, 32)
     partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
-    counts = splits.used[:, 3]
+    counts = splits.used_rows[:, 3]
     assert int(counts.max()) > MAX_FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
     assert_equals_reference(partials, splits, out, lse)
 

@@ -5,7 +5,7 @@ import torch
 
 import espalier.kernels.tree.ngram as ngram
 from espalier.errors import EspalierError
-from espalier.kernels.ops.drafts import find_matches, longest_history
+from espalier.kernels.ops.drafts import find_matches, max_history_length
 from tests.kernels.treeing import poisoned, random
 
 
@@ -41,7 +41,7 @@ def test_kernel_is_the_reference(kernel_device, case, monkeypatch):
 
 def test_the_width_of_history_does_not_matter():
     history, index, root = random_inputs(4, 40, 3)
-    assert longest_history(root) == int(root.max()) + 1
+    assert max_history_length(root) == int(root.max()) + 1
     wide = torch.cat((history, torch.full((len(history), 500), int(history.max()))), 1)
     for got, value in zip(find_matches(wide, index, root, 4), find_matches(history, index, root, 4), strict=True):
         assert torch.equal(got, value)

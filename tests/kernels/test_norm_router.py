@@ -118,7 +118,9 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
 def fp8_matrix(shape, seed, device, inputs):
     generator = torch.Generator().manual_seed(seed)
     codes = (torch.randn(shape, generator=generator) * 60).to(FP8).to(device)
-    return QuantisedMatrix("fp8", codes, torch.full((*shape[:-1], 1), 1e-3, device=device), shape[-1], inputs=inputs)
+    return QuantisedMatrix(
+        "fp8", codes, torch.full((*shape[:-1], 1), 1e-3, device=device), shape[-1], input_scales=inputs
+    )
 
 
 @pytest.mark.parametrize("few", [True, False])

@@ -18,7 +18,7 @@ from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.ops.attention import AttentionInputs, count_contiguous_blocks, tree_attention
 from espalier.kernels.ops.experts import Routing
-from espalier.kernels.ops.linear import linear_gated, linear_parts
+from espalier.kernels.ops.linear import linear_gated, linear_partial_sums
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import LatentFormat, Rotation, rotate_and_store
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
@@ -58,14 +58,14 @@ class Chain:
         x, normed = self.x, rms_norm.triton(self.x, self.norm, 1e-5)
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # The first layer continues with the stored K and V rows, the second one with the rotated q.
-            qkv = linear_parts.triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
+            qkv = linear_partial_sums.triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
             q = rotate_and_store.triton(qkv, self.rotation, None, self.rows, *self.kv)
             heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
-            attended = linear_parts.triton(heads, self.weight["out"], None, out)
+            attended = linear_partial_sums.triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm.triton(attended, x, self.norm, 1e-5)
             gated = linear_gated(normed, self.weight["gate_up"], None, down)
             x, normed = add_rms_norm.triton(
-                linear_parts.triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
+                linear_partial_sums.triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
             )
         return [x, normed, self.kv.clone()]
 
@@ -106,10 +106,10 @@ class Attended:
         self._stored(1, self.page_size + self.rows, *self.pages)
         rows = (self.pages, self.page_size, self.prefix, self.nodes, self.splits)
         inputs = AttentionInputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))
-        return list(tree_attention.triton(inputs, contiguous=contiguous))
+        return list(tree_attention.triton(inputs, num_contiguous_blocks=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        qkv = linear_parts.triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
+        qkv = linear_partial_sums.triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
         return rotate_and_store.triton(qkv, self.rotation, None, rows, k, v)
 
 

@@ -6,7 +6,15 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask
-from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolve, row_outputs, scan, solve_updates, tail_after
+from espalier.kernels.ops.recurrence import (
+    ShortConv,
+    StateRows,
+    conv_tail_after,
+    convolve,
+    row_outputs,
+    scan,
+    solve_updates,
+)
 
 EXACT = 1e-11
 KEEPS = [
@@ -95,7 +103,7 @@ def test_a_chain_takes_in_the_rows_that_exist(keeps, rows):
 def test_a_convolution_follows_a_nodes_own_path(taps):
     parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3], [0, 0, 1, 2, 3, 4, 5]])
     inputs, tail, weight, bias = drawn(2, 7, 3), drawn(2, taps - 1, 3), drawn(3, taps), drawn(3)
-    out = convolve(inputs, tail, parents, ShortConv(weight, bias, silu=False))
+    out = convolve(inputs, tail, parents, ShortConv(weight, bias, applies_silu=False))
     chain = convolve(inputs, tail, None, ShortConv(weight))
     for b in range(2):
         for i in range(7):
@@ -107,5 +115,5 @@ def test_a_convolution_follows_a_nodes_own_path(taps):
                 expected = (window * weight.T).sum(0)
                 expected = torch.nn.functional.silu(expected) if act else expected + bias
                 assert (got[b, i] - expected).abs().max() < EXACT
-    after = tail_after(tail, inputs, torch.tensor([0, 5]))
+    after = conv_tail_after(tail, inputs, torch.tensor([0, 5]))
     assert torch.equal(after[0], tail[0]) and torch.equal(after[1], torch.cat((tail[1], inputs[1, :5]))[5:])

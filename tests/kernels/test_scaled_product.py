@@ -27,11 +27,11 @@ def drawn(num_out: int, num_in: int, device: str, block: int | None = None, one_
     """block: rows and columns that share a scale; None: all columns do."""
     generator = torch.Generator().manual_seed(num_out + num_in)
     group = block or num_in
-    row_block = num_out if one_scale else block or 1
+    rows_per_scale = num_out if one_scale else block or 1
     codes = torch.randn(num_out, num_in, generator=generator).to(FP8)
-    scales = torch.rand(-(-num_out // row_block), -(-num_in // group), generator=generator) + 0.5
+    scales = torch.rand(-(-num_out // rows_per_scale), -(-num_in // group), generator=generator) + 0.5
     inputs = InputScales(block, torch.tensor([0.02], device=device) if one_scale else None)
-    return QuantisedMatrix("fp8", codes.to(device), scales.to(device), group, row_block, inputs=inputs)
+    return QuantisedMatrix("fp8", codes.to(device), scales.to(device), group, rows_per_scale, input_scales=inputs)
 
 
 def inputs_for(num_in: int, device: str, rows: int = ROWS) -> torch.Tensor:
@@ -42,9 +42,9 @@ def inputs_for(num_in: int, device: str, rows: int = ROWS) -> torch.Tensor:
 
 def assert_is_the_product(out, x, matrix, bias):
     """The tolerance of linear_quantised.py for rounded inputs on a GPU."""
-    row_scales = matrix.scales.double().repeat_interleave(matrix.row_block, 0)[: matrix.shape[0]]
-    weight = matrix.codes.double() * row_scales.repeat_interleave(matrix.group, 1)[:, : matrix.shape[1]]
-    inputs, bias = fake_quantise_inputs(x, matrix.inputs).double(), bias.double()
+    row_scales = matrix.scales.double().repeat_interleave(matrix.rows_per_scale, 0)[: matrix.shape[0]]
+    weight = matrix.codes.double() * row_scales.repeat_interleave(matrix.group_size, 1)[:, : matrix.shape[1]]
+    inputs, bias = fake_quantise_inputs(x, matrix.input_scales).double(), bias.double()
     exact = inputs @ weight.T + bias
     magnitude = inputs.abs() @ weight.abs().T + bias.abs()
     bound = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.01 + 2.0**-10 * magnitude
@@ -93,10 +93,10 @@ def test_other_matrices_stay_with_our_kernel():
     others = {
         "few rows": (x[:MAX_KERNEL_ROWS], matrix),
         "float16": (x.half(), matrix),
-        "inputs as they are": (x, replace(matrix, inputs=None)),
+        "inputs as they are": (x, replace(matrix, input_scales=None)),
         "rows of no multiple of 16": (x, drawn(40, 80, "cpu")),
         "columns of no multiple of 16": (inputs_for(72, "cpu"), drawn(48, 72, "cpu")),
-        "groups of inputs": (x, replace(matrix, inputs=InputScales(16))),
+        "groups of inputs": (x, replace(matrix, input_scales=InputScales(16))),
         "blocks of 64": (inputs_for(512, "cpu"), drawn(128, 512, "cpu", block=64)),
         "five blocks of columns": (inputs_for(640, "cpu"), drawn(128, 640, "cpu", block=128)),
         "part of a block of rows": (inputs_for(512, "cpu"), drawn(192, 512, "cpu", block=128)),
@@ -114,7 +114,7 @@ def test_fewer_rows_where_one_tile_of_them_fills_the_chip(monkeypatch):
         scales = matrix.scales.repeat(repeats if len(matrix.scales) > 1 else 1, 1)
         matrix = replace(matrix, codes=matrix.codes.repeat(repeats, 1), scales=scales)
         return library_supports_product(
-            RoundedRows(*quantise_inputs(x, matrix.inputs), x.dtype) if is_rounded else x, matrix
+            RoundedRows(*quantise_inputs(x, matrix.input_scales), x.dtype) if is_rounded else x, matrix
         )
 
     wide, narrow = 132 * 128, 131 * 128
@@ -127,5 +127,5 @@ def test_fewer_rows_where_one_tile_of_them_fills_the_chip(monkeypatch):
 @pytest.mark.gpu
 def test_rows_that_a_norm_has_rounded_give_the_same_bits():
     matrix, x = drawn(64, 128, "cuda"), inputs_for(128, "cuda")
-    rounded = RoundedRows(*quantise_rows(x, matrix.inputs), x.dtype)
+    rounded = RoundedRows(*quantise_rows(x, matrix.input_scales), x.dtype)
     assert torch.equal(linear_quantised(rounded, matrix, None), linear_quantised(x, matrix, None))

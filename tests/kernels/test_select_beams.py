@@ -99,7 +99,7 @@ def test_extreme_scores_are_in_order(kernel_device):
     beams = select_beams.triton(
         tokens.to(kernel_device), scores.to(kernel_device), None, blank_path(1, 9, kernel_device), 0, 1
     )
-    assert beams.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
+    assert beams.candidate_indices.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
     same(beams, select_beams.reference(tokens, scores, None, blank_path(1, 9), 0, 1))
 
 

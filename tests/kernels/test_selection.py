@@ -12,18 +12,18 @@ from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
-    GROUP_ROWS,
     MAX_TOPK,
-    IndexKeys,
-    IndexNorm,
-    IndexQueries,
-    IndexRows,
-    IndexScores,
-    highest_of_groups,
+    SCORE_GROUP_SIZE,
+    IndexerInputs,
+    IndexerKeys,
+    IndexerNorm,
+    IndexerQueries,
+    IndexerScores,
     index_scores,
+    mark_top_rows,
+    max_group_scores,
     rotate_and_store_index,
     select_rows,
-    top_rows,
 )
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
 from tests.pairwise import fewer
@@ -46,7 +46,7 @@ def test_rows_of_an_indexer(kernel_device, count, heads, size, rotary, dtype, in
     def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(kernel_device, of)
 
-    norm = IndexNorm(drawn(size), drawn(size), 1e-6)
+    norm = IndexerNorm(drawn(size), drawn(size), 1e-6)
     rotation = Rotation(drawn(count, rotary, of=torch.float32), drawn(count, rotary, of=torch.float32))
     rows = torch.tensor([4, 2, 7][:count], dtype=torch.int64, device=kernel_device)
     # The key is a part of a wider product.
@@ -55,7 +55,7 @@ def test_rows_of_an_indexer(kernel_device, count, heads, size, rotary, dtype, in
     for write in (rotate_and_store_index.reference, rotate_and_store_index.triton):
         q = torch.randn(count, heads, size, generator=torch.Generator().manual_seed(4)).to(kernel_device, dtype)
         plane = torch.zeros(9, 1, size, dtype=dtype, device=kernel_device)
-        made.append(write(IndexRows(q, wide[:, 5:], torch.empty(0), norm, rotation, interleaved), rows, plane))
+        made.append(write(IndexerInputs(q, wide[:, 5:], torch.empty(0), norm, rotation, interleaved), rows, plane))
         planes.append(plane)
     limit = {"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(made[1], made[0], **limit)
@@ -84,8 +84,8 @@ def test_scores(kernel_device, shape, dtype):
     length = torch.tensor(lengths, device=kernel_device)
     table = random_table(batch, columns, generator).to(kernel_device)
     plane = drawn((batch * columns + 1) * page_size, 1, size)
-    keys = IndexKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
-    asking = IndexQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
+    keys = IndexerKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
+    asking = IndexerQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
     bits = pack_bits(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
     (expected, _), (made, groups) = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
     capacity = columns * page_size
@@ -95,8 +95,8 @@ def test_scores(kernel_device, shape, dtype):
         assert torch.equal(scores[:, kept] == -torch.inf, exact[:, kept] == -torch.inf)
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
-    highest = highest_of_groups(made.masked_fill(~defined[:, None], -torch.inf), capacity)
-    first = torch.arange(-(-capacity // GROUP_ROWS), device=kernel_device) * GROUP_ROWS
+    highest = max_group_scores(made.masked_fill(~defined[:, None], -torch.inf), capacity)
+    first = torch.arange(-(-capacity // SCORE_GROUP_SIZE), device=kernel_device) * SCORE_GROUP_SIZE
     is_group = torch.nn.functional.pad(first < length[:, None], (0, groups.shape[2] - len(first)), value=True)
     for have, exact, kept in zip(groups, highest, is_group, strict=True):
         assert torch.equal(have[:, kept], exact[:, kept])
@@ -111,15 +111,15 @@ def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
 
     length = torch.tensor([500, 130], device=kernel_device)
     table = random_table(2, 32, generator).to(kernel_device)
-    keys = IndexKeys(drawn(65 * 16, 1, 128), table, length, 16, 0, drawn(2, 9, 1, 128))
-    asking = IndexQueries(drawn(2, 9, 64, 128), drawn(2, 9, 64).float())
+    keys = IndexerKeys(drawn(65 * 16, 1, 128), table, length, 16, 0, drawn(2, 9, 1, 128))
+    asking = IndexerQueries(drawn(2, 9, 64, 128), drawn(2, 9, 64).float())
     bits = torch.full((2, 9, 1), 2**9 - 1, device=kernel_device)
-    whole = index_scores.triton(asking, keys, bits).rows
+    whole = index_scores.triton(asking, keys, bits).row_scores
     for request, some in ((0, slice(0, 1)), (0, slice(5, 8)), (1, slice(8, 9)), (slice(0, 2), slice(1, 3))):
         batch = slice(request, request + 1) if isinstance(request, int) else request
         of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first_position, keys.staged[batch]
-        part = IndexQueries(*(values[batch, some] for values in asking))
-        made = index_scores.triton(part, IndexKeys(keys.committed, *of_batch), bits[batch, some]).rows
+        part = IndexerQueries(*(values[batch, some] for values in asking))
+        made = index_scores.triton(part, IndexerKeys(keys.committed, *of_batch), bits[batch, some]).row_scores
         for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
             seen = list(range(rows)) + list(range(512, 521))
             assert torch.equal(have[:, seen], want[:, seen])
@@ -139,11 +139,11 @@ def test_what_a_program_holds_fits_the_chip():
 
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
     generator = torch.Generator().manual_seed(6)
-    asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
+    asking = IndexerQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
     keys = torch.randn(2, 9, 8, generator=generator)
-    whole = selection.scores_of(asking, keys)
+    whole = selection.score_keys(asking, keys)
     monkeypatch.setattr(selection, "MAX_REFERENCE_PRODUCTS", 1)
-    torch.testing.assert_close(selection.scores_of(asking, keys), whole)
+    torch.testing.assert_close(selection.score_keys(asking, keys), whole)
 
 
 def in_plain_words(scores: Tensor, topk: int) -> list[int]:
@@ -184,9 +184,9 @@ def test_selections(kernel_device, topk, drawn, monkeypatch):
         table = random_table(4, columns, generator).to(kernel_device)
         past = torch.arange(capacity + staged, device=kernel_device) >= length[:, None]
         past[:, capacity:] = False
-        groups = highest_of_groups(scores.masked_fill(past[:, None], -torch.inf), capacity)
-        made = select_rows.triton(IndexScores(scores, groups), length, table, page_size, topk)
-        expected = select_rows.reference(IndexScores(scores, groups), length, table, page_size, topk)
+        groups = max_group_scores(scores.masked_fill(past[:, None], -torch.inf), capacity)
+        made = select_rows.triton(IndexerScores(scores, groups), length, table, page_size, topk)
+        expected = select_rows.reference(IndexerScores(scores, groups), length, table, page_size, topk)
         assert torch.equal(made.counts, expected.counts) and torch.equal(made.bits, expected.bits)
         for request, query in product(range(4), range(2)):
             count = int(made.counts[request, query])
@@ -212,8 +212,8 @@ def test_a_threshold_at_the_end_of_its_bin(kernel_device):
         bits[8 * group] = highest - 7 * 2**22 - below
         bits[8 * group + 1] = highest - 7 * 2**22 - 200 - group
     rows = bits.view(torch.float32).to(kernel_device)[None, None]
-    scores = IndexScores(torch.cat((rows, rows[..., :1] - 16), -1), torch.empty(0))
-    scores = scores._replace(groups=highest_of_groups(scores.rows, 14 * 8))
+    scores = IndexerScores(torch.cat((rows, rows[..., :1] - 16), -1), torch.empty(0))
+    scores = scores._replace(group_scores=max_group_scores(scores.row_scores, 14 * 8))
     length, table = torch.tensor([14 * 8], device=kernel_device), torch.tensor([[0]], device=kernel_device).int()
     made = select_rows.triton(scores, length, table, 14 * 8, 8)
     assert made.rows[0, 0].tolist() == [0, 8, 16, 24, 32, 40, 64, 72]
@@ -221,14 +221,14 @@ def test_a_threshold_at_the_end_of_its_bin(kernel_device):
 
 def test_of_equal_scores_the_last_are_taken():
     scores = torch.tensor([[2.0, 1.0, 1.0, -torch.inf, 1.0, 0.0]])
-    assert top_rows(scores, 3)[0].nonzero().flatten().tolist() == [0, 2, 4]
-    assert top_rows(scores, 5)[0].nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
-    assert top_rows(torch.tensor([[0.0, -0.0, 0.0]]), 2)[0].tolist() == [False, True, True]
+    assert mark_top_rows(scores, 3)[0].nonzero().flatten().tolist() == [0, 2, 4]
+    assert mark_top_rows(scores, 5)[0].nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
+    assert mark_top_rows(torch.tensor([[0.0, -0.0, 0.0]]), 2)[0].tolist() == [False, True, True]
 
 
 def test_what_the_kernels_do_not_take_is_refused():
     length, table = torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
-    scores = IndexScores(torch.zeros(1, 1, 65), torch.zeros(1, 1, 9))
+    scores = IndexerScores(torch.zeros(1, 1, 65), torch.zeros(1, 1, 9))
     with pytest.raises(EspalierError, match=f"select {MAX_TOPK} rows at most, and {MAX_TOPK + 1} are asked for"):
         select_rows.triton(scores, length, table, 64, MAX_TOPK + 1)
     with pytest.raises(EspalierError, match="length needs shape"):

@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.layers.quantised import InputScales
-from espalier.kernels.ops.linear import quantise_rows, sum_parts
+from espalier.kernels.ops.linear import add_partial_sums, quantise_rows
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     ConvColumns,
@@ -272,9 +272,9 @@ ORDERS = [
 def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtype, kernel_device):
     drawn, batch, width = Drawn(5, kernel_device), 3, 9
     parts = drawn(2, batch * width, 400)[..., :390]
-    inputs = sum_parts.reference(parts, dtype)
+    inputs = add_partial_sums.reference(parts, dtype)
     weight, of_bias = drawn(keeps.channels, keeps.taps).to(dtype), drawn(keeps.channels).to(dtype)
-    conv = ShortConv(weight, of_bias if bias else None, silu=keeps.heads > 0)
+    conv = ShortConv(weight, of_bias if bias else None, applies_silu=keeps.heads > 0)
     tail, slots = drawn(ROWS, keeps.taps - 1, keeps.channels).to(dtype), drawn.slots(batch)
     parents = drawn.tree(batch, width)[0] if kind == "tree" else None
     follows = torch.tensor([False, True, False], device=kernel_device) if kind == "pieces" else None
@@ -282,7 +282,7 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     gates, of_parts = None, None
     if keeps.heads:
         A_log, dt_bias, values = drawn(keeps.heads), drawn(keeps.heads), 6 * drawn(2, batch * width, 2 * keeps.heads)
-        values, in_parts = sum_parts.reference(values, dtype), values
+        values, in_parts = add_partial_sums.reference(values, dtype), values
         gates, of_parts = (gates_of(keeps, columns, each, A_log, dt_bias) for each in (values, in_parts))
     made = []
     runs = (
@@ -372,7 +372,7 @@ def test_what_is_normed_and_gated_is_also_rounded(is_first, static, is_whole, ke
     expected, scales = quantise_rows.triton(gated_norm.triton(read, gate, weight, 1e-6), rounding)
     assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(rounded.scales, scales) and rounded.dtype == read.dtype
-    summed = gate._replace(values=sum_parts.reference(parts, torch.float16))
+    summed = gate._replace(values=add_partial_sums.reference(parts, torch.float16))
     assert torch.equal(gated_norm.triton(read, summed, weight, 1e-6), gated_norm.triton(read, gate, weight, 1e-6))
     values = drawn(5, 2 * groups * size + 3)[:, 3:].half()
     alone = OutputGate(values, 2, 4 * size, False)

@@ -74,14 +74,14 @@ def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
 def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits):
     """Each row but one has less weight than float16 can say, if the largest weight is one."""
     inputs = draw(Case((600,), page_size=16, dtype=dtype, fp8=fp8), kernel_device)
-    (k, v), scales = inputs.pages, inputs.scales
+    (k, v), scales = inputs.pages, inputs.kv_scales
     position = torch.arange(600, device=kernel_device)
     row = inputs.prefix.page_table[0, position // 16] * 16 + position % 16
     k[row], v[row] = torch.tensor(0.0).to(k), torch.tensor(112.0).to(v)
     # The other scores are lower by 18, and e^-18 is less than 2^-25.
     k[row[0]], v[row[0]] = torch.tensor(4.0).to(k), torch.tensor(0.0).to(v)
     scales = scales and replace(scales, k=torch.ones_like(scales.k))
-    inputs = inputs._replace(q=torch.full_like(inputs.q, 0.5625), scales=scales, scale=1.0)
+    inputs = inputs._replace(q=torch.full_like(inputs.q, 0.5625), kv_scales=scales, scale=1.0)
     out, lse = run(inputs, max_splits, staged=False)
     exact_out, exact_lse = expected(inputs, staged=False)
     assert 1e-4 < exact_out.min() <= exact_out.max() < 2e-3
@@ -246,7 +246,7 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         pages = torch.empty(8, 6, 16, dtype=torch.bfloat16)
         length = torch.zeros(batch, dtype=torch.int64)
         prefix = Prefix(torch.zeros(batch, 1, dtype=torch.int32), length)
-        splits = kv_splits.reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
+        splits = kv_splits.reference(length, 0, KVSplitPolicy.choose(batch, 1, 6, 2, 8192, 16))
         nodes = Nodes.chain(torch.zeros(batch, 1, dtype=torch.int64))
         configs.append(choose_config(AttentionInputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
     assert configs[0] == configs[1]

@@ -38,7 +38,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
                 ids, path_scores, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64
             )
             parent_scores = selected.scores
-            beams.append(selected.places)
+            beams.append(selected.candidate_indices)
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(beams or [torch.zeros(batch, 0).long()], 1)
 
 

@@ -86,7 +86,9 @@ def test_every_tensor_of_a_draft_is_the_new_ones(algorithm, dtype, tmp_path):
     directory = find_draft(BUNDLED, algorithm)
     target_dir = find_target(BUNDLED)
     how = {"dtype": dtype, "device": "cpu", "position_rows": 64}
-    target = load_target(target_dir, capture=read_draft(directory, read_config(target_dir)).spec.capture, **how)
+    target = load_target(
+        target_dir, captured_layers=read_draft(directory, read_config(target_dir)).spec.captured_layers, **how
+    )
     shutil.copytree(directory, learned := tmp_path / "learned")
     weights = load_file(directory / "model.safetensors")
     floating = {name: -value if value.is_floating_point() else value for name, value in weights.items()}

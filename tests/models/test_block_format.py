@@ -30,14 +30,14 @@ class OverContext(DensePass):
         self, draft: BlockDraft, tokens: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> None:
         super().__init__(tokens, draft.layer_specs, positions, past=context)
-        self.causal, self.windows_from_root = draft.spec.causal, draft.spec.windows_from_root
+        self.causal, self.windows_end_at_root = draft.spec.is_causal_layer, draft.spec.windows_end_at_root
 
     def seen(self, layer: int, rows: int, columns: int) -> Tensor:
         behind, window = columns - rows, self.specs[layer].window
         seen = torch.ones(1, rows, columns, dtype=torch.bool)
         if window is not None:
             # Seen from the root, or from each row: the window holds it and the window - 1 rows before it.
-            at = behind + torch.arange(rows) * (not self.windows_from_root)
+            at = behind + torch.arange(rows) * (not self.windows_end_at_root)
             seen &= at[:, None] - torch.arange(columns) < window
         return seen.tril(behind) if self.causal[layer] else seen
 
@@ -61,14 +61,14 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
             tuple(torch.cat(pair) for pair in zip(old, new, strict=True))  # type: ignore[misc]
             for old, new in zip(context or [(k[:0], v[:0]) for k, v in added], added, strict=True)
         ]
-        block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token)
+        block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token_id)
         block[0, 0] = tokens[0, anchor]
         positions = anchor + torch.arange(draft.spec.block_rows)[None]
         hidden = draft(OverContext(draft, block, positions, context))[:, draft.spec.first_proposing_row :]
         logits = draft.block_logits(hidden)
         made[f"logits.{number}"] = logits[0]
-        if draft.edges is not None:
-            made[f"edged.{number}"] = along(draft.edges.block_edges(logits, hidden), expected[f"before.{number}"])
+        if draft.edge_scorer is not None:
+            made[f"edged.{number}"] = along(draft.edge_scorer.score_edges(logits, hidden), expected[f"before.{number}"])
     return made
 
 
@@ -89,8 +89,8 @@ def difference(ours: Tensor, expected: Tensor) -> float:
 
 
 def load(path: Path) -> tuple[Any, Any]:
-    capture = read_draft(path, read_config(FIXTURES / "target")).spec.capture
-    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    capture = read_draft(path, read_config(FIXTURES / "target")).spec.captured_layers
+    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
     return target, load_draft(path, target, **LOADING)
 
 
@@ -99,7 +99,7 @@ def test_every_case_agrees(record_property: Any) -> None:
     for name in ORIGIN["cases"]:
         target, draft = load(FIXTURES / name)
         expected = load_file(FIXTURES / name / "expected.safetensors")
-        assert list(draft.spec.capture) == expected["ids"].tolist()
+        assert list(draft.spec.captured_layers) == expected["ids"].tolist()
         positions = torch.arange(expected["tokens"].shape[1])[None]
         captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
@@ -223,8 +223,11 @@ def test_dflash2_of_speculators_has_defaults_and_no_reduced_vocabulary(tmp_path)
     """Sliding layers are not causal, where DFlash's are; sizes are the package's."""
     unsaid = dict.fromkeys(("sliding_window_non_causal", "conv_group_size", "selector_top_k"))
     config = read_changed("speculators_dflash2_slides", tmp_path, **unsaid)
-    assert (config.spec.causal, config.conv_group, config.selector_topk) == ((False, False), 16, 16)
-    assert read_changed("speculators_slides", tmp_path, sliding_window_non_causal=None).spec.causal == (True, False)
+    assert (config.spec.is_causal_layer, config.conv_group, config.selector_topk) == ((False, False), 16, 16)
+    assert read_changed("speculators_slides", tmp_path, sliding_window_non_causal=None).spec.is_causal_layer == (
+        True,
+        False,
+    )
     with pytest.raises(EspalierError, match="draft_vocab_size = 10 is not the vocabulary of 24"):
         read_changed("speculators_dflash2", tmp_path, draft_vocab_size=10)
 
@@ -241,7 +244,9 @@ def test_k_and_v_projections_are_held_once():
     """Context rows and block rows are multiplied with the same memory."""
     target_path, draft_path = block_directories("llama", "dspark", 4)
     how = {**LOADING, "dtype": torch.float64}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     draft = load_draft(draft_path, target, **how)
     for layer, context in zip(draft.layers, draft.context_kv, strict=True):
         whole = layer.attention.qkv.weight.tensor
@@ -253,4 +258,4 @@ def test_a_draft_without_a_markov_head_may_have_any_type_of_it(tmp_path):
     target, _ = block_directories("llama", "dspark", 5)
     path = make_block_draft(tmp_path / "draft", target, "dspark", 5, markov_rank=0, markov_head_type=None)
     config = read_draft(path, read_config(target))
-    assert (config.edge_rank, config.edge_kind) == (0, "vanilla")
+    assert (config.markov_rank, config.markov_head_type) == (0, "vanilla")

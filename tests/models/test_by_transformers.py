@@ -126,7 +126,7 @@ def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int,
 def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:
     path, _ = directories(family)
     capture = (3, 0) if captures_last else (2, 0)
-    model = load_target(path, capture=capture, **LOADING)
+    model = load_target(path, captured_layers=capture, **LOADING)
     tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
     out = model(DensePass(tokens, model.layer_specs, positions))
@@ -134,7 +134,7 @@ def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:
     logits, inputs = reference_logits(load_reference(path, torch.float32), tokens)
     torch.testing.assert_close(model.logits(out.hidden), logits, rtol=1e-4, atol=1e-4)
     # The last that transformers gives is behind the norm, where ours is before it.
-    for i, ours in zip(capture, out.inputs, strict=True):
+    for i, ours in zip(capture, out.captured_inputs, strict=True):
         if i < 3:
             torch.testing.assert_close(ours, inputs[i], rtol=1e-4, atol=1e-4)
         else:
@@ -242,7 +242,7 @@ def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
     shares = [spec.shares_with for spec in load_target(tmp_path, **LOADING).layer_specs]
     assert shares == [None] * 10 + [8, 8]
     with pytest.raises(EspalierError, match="do not pass on one row for each token"):
-        load_target(tmp_path, capture=(1,), **LOADING)
+        load_target(tmp_path, captured_layers=(1,), **LOADING)
 
 
 class OwnFirst(Phi3ForCausalLM):

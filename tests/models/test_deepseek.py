@@ -210,8 +210,10 @@ def test_weights_are_all_needed_and_used(family: str, tmp_path: Path) -> None:
     assert isinstance(mlp, MixtureMLP)
     if bias:
         stored = kept["model.layers.2.mlp.gate.e_score_correction_bias"]
-        assert mlp.bias is not None and mlp.bias.dtype == torch.float32
-        assert torch.equal(mlp.bias, stored.float()) and not torch.equal(mlp.bias, stored.bfloat16().float())
+        assert mlp.router_bias is not None and mlp.router_bias.dtype == torch.float32
+        assert torch.equal(mlp.router_bias, stored.float()) and not torch.equal(
+            mlp.router_bias, stored.bfloat16().float()
+        )
 
 
 @pytest.mark.parametrize("rows", [16, 17])
@@ -225,12 +227,12 @@ def test_the_shared_expert_comes_last(family: str, dtype: torch.dtype, rows: int
     live = torch.arange(rows) % 3 != 1
     parts, top_k = mlp(mlp.route_rows(x), live), mlp.routing.top_k
     exact = torch.promote_types(dtype, torch.float32)
-    shared = mlp.shared(x).to(exact)
-    if mlp.shared_gate is not None:
-        shared = shared * F.sigmoid(mlp.shared_gate(x).to(exact))
-    in_tiles = rows <= MAX_SHARED_ROWS and mlp.shared_tiles is not None
+    shared = mlp.shared_expert(x).to(exact)
+    if mlp.shared_expert_gate is not None:
+        shared = shared * F.sigmoid(mlp.shared_expert_gate(x).to(exact))
+    in_tiles = rows <= MAX_SHARED_ROWS and mlp.shared_expert_tiles is not None
     # Packed for the CPU in float32, the shared expert is no plain tensor; a gate scales it in qwen2_moe.
-    assert (mlp.shared_tiles is not None) == (family == "deepseek_v3" and dtype != torch.float32)
+    assert (mlp.shared_expert_tiles is not None) == (family == "deepseek_v3" and dtype != torch.float32)
     assert parts.dtype == exact and parts.shape == (top_k + (2 if in_tiles else 1), rows, 32)
     rounding = {torch.bfloat16: 2e-2, torch.float64: 1e-14}
     if in_tiles:
@@ -243,8 +245,8 @@ def test_the_shared_expert_comes_last(family: str, dtype: torch.dtype, rows: int
 def test_shared_tiles_take_no_memory(tmp_path: Path) -> None:
     """Both forms of the shared expert are the same tensors."""
     mlp = load_target(make_target(tmp_path, "deepseek_v3"), **LOADING).layers[2].mlp  # type: ignore[attr-defined]
-    assert mlp.shared_tiles.gate_up is mlp.shared.gate_up.weight.tensor
-    assert mlp.shared_tiles.down is mlp.shared.down.weight.tensor
+    assert mlp.shared_expert_tiles.gate_up is mlp.shared_expert.gate_up.weight.tensor
+    assert mlp.shared_expert_tiles.down is mlp.shared_expert.down.weight.tensor
 
 
 @pytest.mark.parametrize("what", ["fits", "bias", "another dtype", "half an expert", "biases of experts"])
@@ -259,4 +261,4 @@ def test_what_does_not_fit_tiles_runs_apart(what: str) -> None:
     routed = torch.zeros(6, 16, 4, dtype=torch.float64), torch.zeros(6, 4, 8, dtype=torch.float64)
     biases = ExpertBiases(torch.zeros(6, 16), torch.zeros(6, 4)) if what == "biases of experts" else None
     mlp = MixtureMLP(Routing(6, 2), torch.zeros(6, 4), None, *routed, GatedMLP(gate_up, down), biases=biases)
-    assert (mlp.shared_tiles is None) == (what != "fits")
+    assert (mlp.shared_expert_tiles is None) == (what != "fits")

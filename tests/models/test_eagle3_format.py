@@ -22,8 +22,8 @@ TOLERANCE = 1e-4
 
 
 def load(head: Path) -> tuple[Any, DraftModel]:
-    capture = read_draft(head, read_config(FIXTURES / "target")).spec.capture
-    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    capture = read_draft(head, read_config(FIXTURES / "target")).spec.captured_layers
+    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
     return target, load_draft(head, target, **LOADING)
 
 
@@ -59,7 +59,7 @@ def test_every_case_agrees(record_property: Any) -> None:
     for name, case in CASES.items():
         target, draft = load(FIXTURES / name)
         expected = load_file(FIXTURES / name / "expected.safetensors")
-        assert list(draft.spec.capture) == case["resolved_layer_ids"]
+        assert list(draft.spec.captured_layers) == case["resolved_layer_ids"]
         positions = torch.arange(expected["tokens"].shape[1])[None]
         captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
@@ -95,7 +95,7 @@ def test_safeailabs_form_of_the_same_head(name: str, container: str, tmp_path: P
     else:
         save_file(renamed, tmp_path / container)
     _, draft = load(tmp_path)
-    assert list(draft.spec.capture) == CASES[name]["resolved_layer_ids"]
+    assert list(draft.spec.captured_layers) == CASES[name]["resolved_layer_ids"]
     expected = load_file(FIXTURES / name / "expected.safetensors")
     ours = chained_steps(draft, expected["tokens"], expected["captured"], 0)
     assert largest_difference(ours, expected) < TOLERANCE

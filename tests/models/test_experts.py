@@ -278,7 +278,7 @@ def test_a_correction_bias_is_loaded_in_float32(target: Path, monkeypatch: pytes
     stored = load_file(target / "model.safetensors")
     save_file({**stored, **{name: bias.clone() for name in names}}, target / "model.safetensors")
     loaded = load_target(target, **{**LOADING, "dtype": torch.bfloat16}).layers[0].mlp
-    assert loaded.bias.dtype == torch.float32 and torch.equal(loaded.bias, bias)
+    assert loaded.router_bias.dtype == torch.float32 and torch.equal(loaded.router_bias, bias)
 
 
 def test_a_draft_with_experts_is_refused(target: Path, tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
     # A variant is the family with other values: what is rounded to float32, and where, is the family's.
     for dtype in tolerances if variant == family else (torch.float64,):
         tolerance = tolerances[dtype]
-        model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, capture=(2, 0, 1))
+        model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, captured_layers=(2, 0, 1))
         out = model(DensePass(tokens, model.layer_specs, torch.arange(LENGTH).expand(2, -1)))
         logits, inputs = reference_logits(load_reference(path, dtype), tokens)
         assert out.captured is not None
@@ -592,7 +592,7 @@ def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Pa
 
 def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
     path = make_target(tmp_path)
-    model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, capture=(3,))
+    model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, captured_layers=(3,))
     tokens = torch.arange(8)[None]
     out = model(DensePass(tokens, model.layer_specs, tokens))
     assert out.captured is not None
@@ -602,7 +602,7 @@ def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
 def test_empty_batches_and_rows(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     for dtype in (torch.float32, torch.float64):
-        model = load_target(path, dtype=dtype, device="cpu", position_rows=8, capture=(1,))
+        model = load_target(path, dtype=dtype, device="cpu", position_rows=8, captured_layers=(1,))
         for shape in ((0, 4), (2, 0)):
             empty = torch.zeros(shape, dtype=torch.int64)
             out = model(DensePass(empty, model.layer_specs, empty))

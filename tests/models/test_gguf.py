@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import find_gguf, read_gguf
 from espalier.models import load_target, read_config
 from espalier.models.loading import read_raw_config
-from espalier.models.weight_files import WeightCount, count_weights_in
+from espalier.models.weight_files import WeightSize, count_weights_in
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.startup.generation_config import end_tokens
@@ -82,7 +82,7 @@ def test_blocks_of_several_formats_stay_blocks(tmp_path: Path, tied: bool) -> No
     weights = [part for layer in target.layers for part in (layer.attention.qkv, layer.attention.out)]
     weights += [part for layer in target.layers for part in (layer.mlp.gate_up, layer.mlp.down)] + [target.head]
     counted = count_weights_in(tmp_path / "model.gguf", read_config(tmp_path / "model.gguf").formats)
-    assert counted == WeightCount(16 * 256 + 5 * 256, sum(part.weight.nbytes for part in weights))
+    assert counted == WeightSize(16 * 256 + 5 * 256, sum(part.weight.nbytes for part in weights))
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in BLOCK_TYPES.items() if kind.block_values == 32])

@@ -133,6 +133,6 @@ def test_each_weight_is_in_its_place(target: Path) -> None:
         assert torch.equal(mlp.biases.gate_up[expert], torch.cat((gate_bias, up_bias)))
         assert torch.equal(mlp.biases.down[expert], biases["down_proj"][expert])
     assert mlp.gate_up.is_contiguous() and mlp.down.is_contiguous() and mlp.biases.gate_up.is_contiguous()
-    for loaded, name in ((mlp.bias, "mlp.router.bias"), (layer.attention.sink, "self_attn.sinks")):
+    for loaded, name in ((mlp.router_bias, "mlp.router.bias"), (layer.attention.sink, "self_attn.sinks")):
         assert loaded is not None and loaded.dtype == torch.float32
         assert torch.equal(loaded, weights[f"model.layers.1.{name}"].float())

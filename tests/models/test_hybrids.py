@@ -122,7 +122,7 @@ def test_fp8_experts_in_one_tensor(size, tmp_path):
     layers = load_target(path, dtype=torch.float64, device="cpu", position_rows=9).layers
     for matrix in (half for layer in layers for half in (layer.mlp.gate_up, layer.mlp.down)):
         # Kernels count the rows of all experts on.
-        assert isinstance(matrix, QuantisedMatrix) and matrix.shape[1] % matrix.row_block == 0
+        assert isinstance(matrix, QuantisedMatrix) and matrix.shape[1] % matrix.rows_per_scale == 0
 
 
 def test_a_config_without_layer_types_has_attention_in_every_fourth_layer(tmp_path):
@@ -142,8 +142,8 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | ({} if named is None else {named: 1})))
     (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
     found = load.find_checkpoint(EngineConfig(model=tmp_path, device="cpu"))
-    assert (found.spec.algorithm, found.spec.reentry) == ("mtp", 1)
-    assert [spec.cache_spec.kind for spec in found.spec.layers] == ["K and V heads"]
+    assert (found.spec.algorithm, found.spec.num_recomputed_tokens) == ("mtp", 1)
+    assert [spec.cache_spec.kind for spec in found.spec.layer_specs] == ["K and V heads"]
 
 
 @pytest.mark.parametrize(

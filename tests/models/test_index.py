@@ -20,7 +20,7 @@ from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexerConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.latent_attention import common_rounding
+from espalier.models.layers.latent_attention import common_input_scales
 from espalier.models.mtp import read_mtp
 from espalier.startup import load
 from tests.builders import make_target
@@ -80,7 +80,7 @@ def test_published_configs(tmp_path: Path) -> None:
     assert letters(config) == "fff" + "sssf" * 18 + "sss"
     assert bytes_per_token(layer_specs_of(config), torch.bfloat16) == 2 * (78 * 576 + 21 * 128)
     # The layer behind the last one is shared by the schedule, but an MTP layer chooses for itself.
-    [layer] = read_mtp(tmp_path, GLM, config).spec.layers
+    [layer] = read_mtp(tmp_path, GLM, config).spec.layer_specs
     assert layer.cache_spec.planes["index"] == (1, 128)
 
 
@@ -204,9 +204,9 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
 def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:
     by_block, by_row = InputScales(128), InputScales()
     static = InputScales(static_scale=torch.ones(1))
-    assert common_rounding(by_block, InputScales(128)) == by_block and common_rounding(by_row, by_row) == by_row
+    assert common_input_scales(by_block, InputScales(128)) == by_block and common_input_scales(by_row, by_row) == by_row
     for one, other in ((by_block, by_row), (by_block, None), (None, by_row), (static, static), (by_row, static)):
-        assert common_rounding(one, other) is None
+        assert common_input_scales(one, other) is None
 
 
 def test_a_shared_layer_reads_no_indexer_and_leaves_one_that_is_stored(tmp_path: Path) -> None:

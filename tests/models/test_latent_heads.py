@@ -102,8 +102,8 @@ class Oracle:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_computes_what_transformers_computes(variant: str, target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target, **VARIANTS[variant])
-    capture = read_draft(head, read_config(target)).spec.capture
-    model = load_target(target, capture=capture, **LOADING)
+    capture = read_draft(head, read_config(target)).spec.captured_layers
+    model = load_target(target, captured_layers=capture, **LOADING)
     draft = load_draft(head, model, **LOADING)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 16, (1, WIDTH), generator=generator)
@@ -118,7 +118,7 @@ def test_both_names_of_its_layer(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target)
     file = head / "model.safetensors"
     save_file({name.replace("midlayer.", "layers.0."): value for name, value in load_file(file).items()}, file)
-    model = load_target(target, capture=read_draft(head, read_config(target)).spec.capture, **LOADING)
+    model = load_target(target, captured_layers=read_draft(head, read_config(target)).spec.captured_layers, **LOADING)
     load_draft(head, model, **LOADING)
 
 
@@ -137,7 +137,7 @@ def test_captured_layers_of_deepseek_are_named_by_their_input(
     """Unless the first is 1: that is the output of layer 1."""
     path = make_target(tmp_path / "target", family, layers=6)
     head = make_eagle3(tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-    assert read_draft(head, read_config(path)).spec.capture == layers
+    assert read_draft(head, read_config(path)).spec.captured_layers == layers
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,18 @@ def test_heads_that_are_refused(fields: dict[str, Any], says: str, target: Path,
     head = make_head(tmp_path / "head", target)
     raw = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps({**raw, **fields}))
-    model = load_target(target, capture=(2, 3), **LOADING)
+    model = load_target(target, captured_layers=(2, 3), **LOADING)
     with pytest.raises(EspalierError, match=says):
-        load_draft(head, load_target(target, capture=read_draft(head, model.config).spec.capture, **LOADING), **LOADING)
+        load_draft(
+            head,
+            load_target(target, captured_layers=read_draft(head, model.config).spec.captured_layers, **LOADING),
+            **LOADING,
+        )
 
 
 def test_a_head_with_too_wide_a_latent_runs_on_another_backend_or_is_refused(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target, kv_lora_rank=1024)
-    specs = read_draft(head, read_config(target)).spec.layers
+    specs = read_draft(head, read_config(target)).spec.layer_specs
     assert default_backend("cuda", torch.bfloat16, specs[0].cache_spec) == "reference"
     with pytest.raises(EspalierError, match="attention=triton does not support heads of size 1030; it supports sizes"):
         BACKENDS["triton"].support.require("cuda", torch.bfloat16, 16, specs)

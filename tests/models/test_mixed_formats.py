@@ -43,7 +43,7 @@ BLOCKS_OF_32 = [name for name, kind in BLOCK_TYPES.items() if kind.block_values 
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """How a target or a draft is stored.
 
     kind: of KINDS, "dense", or "gguf" for a target.  left_out: a number for each matrix, which is dense if it is below
@@ -63,9 +63,9 @@ class Part:
         return bool(torch.rand(1, generator=generator) < self.share)
 
 
-def parts(kinds: tuple[str, ...]) -> st.SearchStrategy[Part]:
+def parts(kinds: tuple[str, ...]) -> st.SearchStrategy[RankPart]:
     shares = st.sampled_from((0.0, 0.3, 0.7))
-    return st.builds(Part, st.sampled_from(kinds), st.integers(0, 99), shares, st.booleans(), st.booleans())
+    return st.builds(RankPart, st.sampled_from(kinds), st.integers(0, 99), shares, st.booleans(), st.booleans())
 
 
 @cache
@@ -81,7 +81,7 @@ def directories(drafted: str) -> tuple[Path, Path]:
     return target, make_eagle3(root / "draft", target, own_head=True)
 
 
-def store(path: Path, part: Part) -> Path:
+def store(path: Path, part: RankPart) -> Path:
     """Rewrite a directory as `part` says; returns a copy of it with what it means, dense."""
     meant = shutil.copytree(path, path.with_name(f"{path.name}-meant"))
     if part.kind == DENSE:
@@ -113,7 +113,7 @@ def quantisation_of(config: Mapping[str, Any], skipped: list[str], has_head: boo
     return {**config, "ignored_layers": [], field: names, "lm_head": has_head}
 
 
-def store_gguf(path: Path, part: Part) -> Path:
+def store_gguf(path: Path, part: RankPart) -> Path:
     """As `store`, a GGUF file in the directory's place, with a block format for each matrix."""
 
     def type_of(name: str) -> str:
@@ -130,7 +130,9 @@ def store_gguf(path: Path, part: Part) -> Path:
 
 def load(target_path: Path, draft_path: Path) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": 64}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 
@@ -142,7 +144,7 @@ def outputs(target: Any, draft: Any) -> tuple[Tensor, Tensor]:
     return target.logits(out.hidden), module.logits(module(p, read))
 
 
-def mixture(drafted: str, of_target: Part, of_draft: Part) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
+def mixture(drafted: str, of_target: RankPart, of_draft: RankPart) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
     """(target, draft) as they are stored, and as they are meant."""
     root, (target, draft) = new_folder("mixture-"), directories(drafted)
     own = shutil.copytree(target, root / "target")
@@ -163,10 +165,10 @@ def mixture(drafted: str, of_target: Part, of_draft: Part) -> tuple[tuple[Path, 
     st.integers(0, 10**6),
 )
 def test_a_mixture_computes_what_its_dequantised_weights_compute(
-    drafted: str, of_target: Part, of_draft: Part, chosen: int
+    drafted: str, of_target: RankPart, of_draft: RankPart, chosen: int
 ) -> None:
     if drafted == "own mtp" and of_target.kind == GGUF:
-        of_target = Part(DENSE, 0, 0.0, True, False)
+        of_target = RankPart(DENSE, 0, 0.0, True, False)
     stored, meant = mixture(drafted, of_target, of_draft)
     for found, expected in zip(outputs(*load(*stored)), outputs(*load(*meant)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

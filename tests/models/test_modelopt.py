@@ -67,7 +67,7 @@ def test_weights_scales_and_cache_are_read(tmp_path, monkeypatch, where):
             assert torch.equal(matrix, dense)
             continue
         assert torch.equal(dequantise(matrix, torch.float64), dense)
-        assert matrix.inputs.static_scale.tolist() == INPUT.tolist()
+        assert matrix.input_scales.static_scale.tolist() == INPUT.tolist()
     target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)
     assert [(float(s.k[0]), float(s.v[0])) for s in target.kv_scales] == [(0.5, 2.0)] * 3
     assert config.declared_kv_dtype == FP8_KV

@@ -34,15 +34,15 @@ def require_same(some: Tensor, whole: Tensor) -> None:
 def test_a_target(family: str, model_impl: str, captures_last: bool) -> None:
     path, _ = directories(family)
     capture = 1, read_config(path).num_layers if captures_last else 2
-    target = load_target(path, capture=capture, model_impl=model_impl, **LOADING)
+    target = load_target(path, captured_layers=capture, model_impl=model_impl, **LOADING)
     tokens, positions = rows_of_input()
     whole_pass = DensePass(tokens, target.layer_specs, positions)
     pass_of_some = DensePass(tokens, target.layer_specs, positions, needed=NEEDED)
     whole, some = target(whole_pass), target(pass_of_some)
     require_same(some.hidden, whole.hidden)
-    assert torch.equal(some.inputs[0], whole.inputs[0])
+    assert torch.equal(some.captured_inputs[0], whole.captured_inputs[0])
     # The input of the final norm has the rows of the output.
-    (require_same if captures_last else torch.testing.assert_close)(some.inputs[1], whole.inputs[1])
+    (require_same if captures_last else torch.testing.assert_close)(some.captured_inputs[1], whole.captured_inputs[1])
     for kept, expected in zip(pass_of_some.planes.values(), whole_pass.planes.values(), strict=True):
         assert all(torch.equal(plane, other) for plane, other in zip(kept, expected, strict=True))
 

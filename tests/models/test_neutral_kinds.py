@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.models.config import NEUTRAL_VALUES, Family, parse
+from espalier.models.config import NEUTRAL_VALUES, Family, parse_config
 from espalier.models.loading import FAMILIES
 
 SIZES = {
@@ -61,11 +61,11 @@ WRONG: tuple[Any, ...] = ("x", [1], True, {"a": 1}, 10**400, -1, float("inf"), f
 def test_a_value_of_a_wrong_kind_is_refused_by_name(family: Family) -> None:
     right = SIZES | {name: value for name, value in HONOURED.items() if name in family.supported_fields}
     right |= NEEDED.get(family.model_type, {})
-    parse(right, family, Path("config.json"))
+    parse_config(right, family, Path("config.json"))
     for name in NEUTRAL_VALUES:
         for value in WRONG:
             if (family.model_type, name, value) in RIGHT:
                 continue
             with pytest.raises(EspalierError, match=name) as caught:
-                parse({**right, name: value}, family, Path("config.json"))
+                parse_config({**right, name: value}, family, Path("config.json"))
             assert "\n" not in str(caught.value) and len(str(caught.value)) < 400, (name, value)

@@ -24,8 +24,8 @@ TOLERANCE = 1e-4
 
 
 def load(path: Path) -> tuple[Any, PEagleDraft]:
-    capture = read_draft(path, read_config(FIXTURES / "target")).spec.capture
-    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    capture = read_draft(path, read_config(FIXTURES / "target")).spec.captured_layers
+    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
     draft = load_draft(path, target, **LOADING)
     assert isinstance(draft, PEagleDraft)
     return target, draft
@@ -45,7 +45,7 @@ def two_rounds(draft: PEagleDraft, expected: dict[str, Tensor]) -> dict[str, Ten
             for i, before in enumerate(past or [[plane[0, :0] for plane in decided.planes[i]] for i in decided.layers])
         ]
         done = root
-        mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token)
+        mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token_id)
         masks = draft.run_mask_rows(
             DensePass(mask_tokens, specs, root + torch.arange(mask_tokens.shape[1])[None], past=past)
         )
@@ -65,7 +65,7 @@ def test_every_case_agrees(record_property: Any) -> None:
     for name in ORIGIN["cases"]:
         target, draft = load(FIXTURES / name)
         expected = load_file(FIXTURES / name / "expected.safetensors")
-        assert list(draft.spec.capture) == expected["ids"].tolist()
+        assert list(draft.spec.captured_layers) == expected["ids"].tolist()
         assert draft.spec.max_steps == len(expected["logits.0"])
         positions = torch.arange(expected["tokens"].shape[1])[None]
         captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured

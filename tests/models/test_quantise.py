@@ -45,7 +45,7 @@ def test_a_copy_is_read_back_near_the_original(tmp_path, to, is_sharded):
     files = []
     written = quantise(path, tmp_path / "out", to, CPU, lambda: files.append(1))
     assert len(files) == len(list((tmp_path / "out").glob("*.safetensors"))) == 1 + is_sharded
-    assert written.num_matrices == 3 * 7 and not written.dense
+    assert written.num_matrices == 3 * 7 and not written.dense_names
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)
     copy = Weights(tmp_path / "out", torch.float64, "cpu", read_config(tmp_path / "out").formats)
@@ -88,7 +88,7 @@ def test_experts_and_latent_layers(tmp_path, family, to):
     assert "model.layers.2.mlp.gate.weight" in names and not any("gate.weight_scale" in name for name in names)
     assert any("experts.0.up_proj.weight_scale" in name for name in names)
     # The latents of the tiny DeepSeek have 12 and 14 values.
-    assert bool(written.dense) == (family == "deepseek_v3" and to == "int4")
+    assert bool(written.dense_names) == (family == "deepseek_v3" and to == "int4")
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)
 
 
@@ -100,7 +100,7 @@ def test_int4_takes_the_largest_group_that_divides(tmp_path, hidden, inner, grou
     path = make_target(tmp_path / "target", hidden=hidden, intermediate_size=inner, head_dim=32, heads=4)
     original = load_file(path / "model.safetensors")
     written = quantise(path, tmp_path / "out", "int4", CPU, lambda: None)
-    assert (written.num_matrices, written.dense, written.num_small_groups) == (21, [], groups)
+    assert (written.num_matrices, written.dense_names, written.num_small_groups) == (21, [], groups)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert all(len(group["targets"]) <= 7 for group in stored.values()), "a pattern for all layers"
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)

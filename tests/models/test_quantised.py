@@ -264,7 +264,7 @@ def test_one_scale_has_one_of_three_names(tmp_path, scale, of_inputs):
     save_file(stored, path / "model.safetensors")
     found = load_target(path, **LOADING).layers[1].mlp.down.weight.matrix
     assert torch.equal(found.scales, expected.scales) and torch.equal(
-        found.inputs.static_scale, expected.inputs.static_scale
+        found.input_scales.static_scale, expected.input_scales.static_scale
     )
 
 

@@ -38,7 +38,9 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 def load(target_path: Path, draft_path: Path, dtype: torch.dtype = DTYPE) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "position_rows": 64}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 
@@ -174,7 +176,9 @@ def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
     """Speculators' form has quantization_config beside the layers' config."""
     path, target = BUNDLED_DRAFTS[algorithm], BUNDLED_FILES / "target"
     written = quantise(path, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
-    assert written.num_matrices == {"eagle3": 9, "mtp": 3 * 8, "block": 1 + 3 * 7}[algorithm] and not written.dense
+    assert (
+        written.num_matrices == {"eagle3": 9, "mtp": 3 * 8, "block": 1 + 3 * 7}[algorithm] and not written.dense_names
+    )
     original, copy = (load(target, each, torch.float32) for each in (path, tmp_path / "copy"))
     if algorithm == "eagle3":
         one, other = logits(*original), logits(*copy)

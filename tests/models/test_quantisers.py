@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.kernels.layers.quantised import E2M1_VALUES, FP8, QuantisedMatrix, dequantise, nibble_matrix
+from espalier.kernels.layers.quantised import E2M1_VALUES, FP8, QuantisedMatrix, dequantise, make_nibble_matrix
 from espalier.models.quantisers import QUANTISERS, to_fp8_block, to_mxfp4
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_mxfp4_holds_its_own_values_exactly():
     powers = torch.tensor([[-10.0, 3.0], [0.0, 100.0]]).exp2()[:, :, None]
     experts = (values.view(2, 2, 32) * powers).contiguous()
     made = to_mxfp4(experts, CPU)
-    matrix = nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
+    matrix = make_nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
     assert all(torch.equal(dequantise(matrix[i], torch.float32), experts[i]) for i in range(2))
 
 
@@ -52,7 +52,7 @@ def test_nvfp4_holds_its_own_values_exactly():
 def test_mxfp4_takes_the_nearest_value():
     experts = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(2))
     made = to_mxfp4(experts, CPU)
-    matrix = nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
+    matrix = make_nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
     for i in range(2):
         scale = (made["_scales"][i].float() - 127).exp2().repeat_interleave(32, 1)
         choices = scale[..., None] * torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])

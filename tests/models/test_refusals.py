@@ -51,8 +51,8 @@ def draft(tmp_path: Path, target: Path) -> Path:
 
 
 def load_both(draft: Path, target: Path) -> object:
-    capture = read_draft(draft, read_config(target)).spec.capture
-    return load_draft(draft, load_target(target, capture=capture, **LOADING), **LOADING)
+    capture = read_draft(draft, read_config(target)).spec.captured_layers
+    return load_draft(draft, load_target(target, captured_layers=capture, **LOADING), **LOADING)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_tied_head_that_differs(target: Path) -> None:
 
 
 def test_a_capture_beyond_the_target(target: Path) -> None:
-    refused(lambda: load_target(target, capture=(5,), **LOADING), "layer 5", "4 layers")
+    refused(lambda: load_target(target, captured_layers=(5,), **LOADING), "layer 5", "4 layers")
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_draft_weights_that_do_not_belong(draft: Path, target: Path) -> None:
 
 
 def test_a_target_loaded_for_another_draft(draft: Path, target: Path) -> None:
-    wrong = load_target(target, capture=(0, 1, 2), **LOADING)
-    refused(lambda: load_draft(draft, wrong, **LOADING), r"capture=\(2, 2, 1\)")
+    wrong = load_target(target, captured_layers=(0, 1, 2), **LOADING)
+    refused(lambda: load_draft(draft, wrong, **LOADING), r"captured_layers=\(2, 2, 1\)")
 
 
 def test_a_broken_bin(draft: Path, target: Path) -> None:

@@ -55,6 +55,6 @@ def test_attention(kernel_device):
 
     x, rounded = inputs(attention.qkv, kernel_device)
     for given in (x, rounded):
-        attention.write(0, given, Written())
+        attention.write_kv(0, given, Written())
     torch.testing.assert_close(seen[1], seen[0], rtol=4e-3, atol=4e-3)
     close(attention.qkv(rounded), attention.qkv(x))

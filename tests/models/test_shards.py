@@ -21,19 +21,19 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
 from espalier.kernels.ops.drafts import DraftHidden
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.llm import prepare
+from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, sum_over_ranks
 from espalier.models.weights import Weights
-from espalier.shards import Part, Shards
-from espalier.shards.base import gather_columns_by_all_gather
+from espalier.shards import RankPart, Shards
+from espalier.shards.base import Collectives
 from tests.builders import make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS, ORDERED
@@ -42,7 +42,7 @@ ROWS, COLUMNS = 64, 96
 ROTATION = torch.zeros(1, 2, dtype=torch.float64)
 
 
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     """Joins ranks that are threads."""
 
     def __init__(self, barrier: Barrier, given: list[Any], rank: int) -> None:
@@ -56,13 +56,7 @@ class ThreadCollectives:
         return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return sum_parts.reference(self.all_gather(x), x.dtype)
-
-    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        return None
-
-    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
+        return add_partial_sums.reference(self.all_gather(x), x.dtype)
 
     def abort(self) -> None:
         pass
@@ -101,7 +95,7 @@ def test_the_parts_of_a_matrix_are_the_matrix(kind, count, tmp_path):
     """Along rows and along columns.  A part that cannot be cut out is refused; no other is."""
     weights, meant = stored(kind, tmp_path)
     for dim, size in enumerate((ROWS, COLUMNS)):
-        parts = [Part(size * rank // count, size * (rank + 1) // count, size) for rank in range(count)]
+        parts = [RankPart(size * rank // count, size * (rank + 1) // count, size) for rank in range(count)]
         sizes = [(part, COLUMNS) if dim == 0 else (ROWS, part) for part in parts]
         unit = unit_of(kind, dim)
         if unit is None or any(part.begin % unit for part in parts):
@@ -121,13 +115,13 @@ def test_the_parts_of_blocks_are_the_matrix(type, tmp_path):
     formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}})
     weights, x = Weights(tmp_path, torch.float64, "cpu", formats), torch.eye(columns, dtype=torch.float64)
     meant = dequantise_blocks(BlockMatrix(kind, blocks)).double()
-    of_rows = [weights.weight(["a"], [Part(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]
-    own = [Part(i * kind.block_values, (i + 1) * kind.block_values, columns) for i in range(3)]
+    of_rows = [weights.weight(["a"], [RankPart(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]
+    own = [RankPart(i * kind.block_values, (i + 1) * kind.block_values, columns) for i in range(3)]
     unit = torch.eye(kind.block_values, dtype=torch.float64)
     of_columns = [weights.weight(["a"], [rows], part).apply(unit, None).T for part in own]
     assert torch.equal(torch.cat(of_rows), meant) and torch.equal(torch.cat(of_columns, 1), meant)
     with pytest.raises(EspalierError, match=r"'a' in .*cannot be cut out"):
-        weights.weight(["a"], [rows], Part(0, 16, columns))
+        weights.weight(["a"], [rows], RankPart(0, 16, columns))
 
 
 def unit_of(kind: str, dim: int) -> int | None:
@@ -146,17 +140,17 @@ def test_only_the_part_of_a_file_is_copied(tmp_path, monkeypatch):
     copied = []
     right = Tensor.copy_
     monkeypatch.setattr(Tensor, "copy_", lambda self, other: copied.append(other.shape) or right(self, other))
-    weights.weight(["a"], [Part(0, 16, ROWS)], COLUMNS)
+    weights.weight(["a"], [RankPart(0, 16, ROWS)], COLUMNS)
     assert copied == [(16, COLUMNS)]
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 5))
 def test_the_parts_of_a_vocabulary_are_the_vocabulary(count, vocab, unit):
-    parts = [Shards(rank, count).tokens(vocab) for rank in range(count)]
+    parts = [Shards(rank, count).vocab_part(vocab) for rank in range(count)]
     assert [token for part in parts for token in range(vocab)[part.slice]] == list(range(vocab))
     assert all(len(part) <= Shards(0, count).max_tokens_per_rank(vocab) for part in parts)
     times = [part.scaled(unit) for part in parts]
-    assert [part.in_units(unit) for part in times] == parts
+    assert [part.in_blocks_of(unit) for part in times] == parts
 
 
 @pytest.mark.parametrize(("heads", "count"), [(1, 3), (2, 4), (3, 3), (6, 2), (4, 1)])
@@ -166,29 +160,31 @@ def test_kv_heads_are_divided_or_held_by_several(heads, count):
     for rank in range(count):
         shards = Shards(rank, count)
         own = range(queries)[shards.part(queries, "heads").slice]
-        assert {query * heads // queries for query in own} == set(range(heads)[shards.kv_heads(heads).slice])
+        assert {query * heads // queries for query in own} == set(range(heads)[shards.kv_heads_part(heads).slice])
 
 
 FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
-    "in_parts": lambda layer, x: sum_parts.reference(layer.partial_sums(x), x.dtype),
-    "residual_delta": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
+    "in_parts": lambda layer, x: add_partial_sums.reference(layer.partial_sums(x), x.dtype),
+    "residual_delta": lambda layer, x: add_partial_sums.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
-    "write_parts": lambda layer, x: written(layer, x),
+    "write_partial_sums": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.partial_sums(rounded(x)),
-    "rounded-stream": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype),
+    "rounded-stream": lambda layer, x: add_partial_sums.reference(
+        sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype
+    ),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)
 
 
 def written(layer: Linear, x: Tensor) -> Tensor:
-    out = x.new_empty(layer.weight.num_parts(len(x)), len(x), layer.shape[0])
-    layer.write_parts(x, out)
-    return sum_parts.reference(out, x.dtype)
+    out = x.new_empty(layer.weight.num_partial_sums(len(x)), len(x), layer.shape[0])
+    layer.write_partial_sums(x, out)
+    return add_partial_sums.reference(out, x.dtype)
 
 
 def rounded(x: Tensor) -> RoundedRows:
@@ -208,7 +204,7 @@ def test_a_product_of_parts_is_the_product_in_each_of_its_forms(form, count):
             return dense_weight(tensor)
         scales = torch.ones(len(tensor), 1, dtype=torch.float64)
         codes = tensor.to(torch.float8_e4m3fn)
-        return QuantisedWeight(QuantisedMatrix("fp8", codes, scales, tensor.shape[1], inputs=INPUTS), "fp8")
+        return QuantisedWeight(QuantisedMatrix("fp8", codes, scales, tensor.shape[1], input_scales=INPUTS), "fp8")
 
     def summed(shards: Shards) -> Tensor:
         part = shards.part(24, "columns").slice
@@ -216,7 +212,7 @@ def test_a_product_of_parts_is_the_product_in_each_of_its_forms(form, count):
         return FORMS[form](Linear(own, bias), x[:, part].contiguous())
 
     def joined(shards: Shards) -> Tensor:
-        own = made(weight[shards.tokens(10).slice].contiguous())
+        own = made(weight[shards.vocab_part(10).slice].contiguous())
         return FORMS[form](Linear(GatheredWeight(own, shards, 10), bias), x)
 
     expected = FORMS[form](Linear(made(weight), bias), x)
@@ -240,7 +236,7 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
         return stream.x if stream.first_input is None else stream.first_input, stream.live
 
     def rows(shards: Shards) -> Any:
-        embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)
+        embed = Embedding(weight[shards.vocab_part(vocab).slice], 1.0, None, vocab, shards)
         divided = of(embed)
         embed.gather_all_rows()
         return divided, of(embed), embed.weight, embed.shape

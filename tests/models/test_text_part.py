@@ -107,7 +107,7 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
 def test_formats_are_asked_with_the_names_in_the_file(stored: str) -> None:
     """quantization_config names modules as the checkpoint does."""
     asked = []
-    formats = TEXT_PART_NAMES.formats(
+    formats = TEXT_PART_NAMES.formats_by_own_name(
         lambda name: asked.append(name) or all_dense(name), [f"{stored}.weight", "vision.x"]
     )
     own = TEXT_PART_NAMES.own_name(f"{stored}.weight")

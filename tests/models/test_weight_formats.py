@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
-from espalier.models.weight_files import WeightCount, count_weights_in
+from espalier.models.weight_files import WeightSize, count_weights_in
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
@@ -106,8 +106,8 @@ def both(tmp_path):
 
 def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
     how = {"dtype": DTYPE, "device": "cpu", "position_rows": 128}
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    target = load_target(target_path, capture=capture, **how)
+    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
+    target = load_target(target_path, captured_layers=capture, **how)
     draft = load_draft(draft_path, target, **how)
     layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
     config = config_without_files(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
@@ -159,7 +159,7 @@ def test_memory_counts_a_draft_in_pytorchs_format(tmp_path):
     count = count_weights_in(path, all_dense)
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()
-    assert count_weights_in(path, all_dense) == count != WeightCount()
+    assert count_weights_in(path, all_dense) == count != WeightSize()
 
 
 def edit(path: Path, **tensors: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState, RotatedHeads
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat, Rotation
-from espalier.kernels.ops.selection import IndexRows
+from espalier.kernels.ops.selection import IndexerInputs
 from espalier.kernels.ops.states import GateInputs
 from tests.oracles.fp8_cache import LayerScales
 
@@ -51,12 +51,12 @@ class DensePass(Pass):
         self.values: dict[int, Tensor | None] = {}
         self._position_lookups = {}
 
-    def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
+    def write(self, layer: int, *values: Any, index: IndexerInputs | None = None) -> Tensor:
         spec = self.specs[layer]
         if isinstance(spec.cache_spec, RecurrentState):
             inputs, gates, conv, *columns = values
             inputs = columns[0].in_channel_order(inputs) if columns else inputs
-            gates = gates.compute(inputs.dtype) if isinstance(gates, GateInputs) else gates
+            gates = gates.compute_gates(inputs.dtype) if isinstance(gates, GateInputs) else gates
             shape = self.tokens.shape
             of_rows = None if gates is None else gates.unflatten(0, shape)
             out, self.values[layer], self.planes[layer] = states_of(
@@ -81,7 +81,7 @@ class DensePass(Pass):
             self._choose(layer, index)
         return self._computed(layer, q)
 
-    def _choose(self, layer: int, index: IndexRows) -> None:
+    def _choose(self, layer: int, index: IndexerInputs) -> None:
         """Keep the index keys, and the rows that each row attends to: in order of (score, position), the last topk."""
         q, k, weights = (
             values.unflatten(0, self.tokens.shape) for values in (index.q, index.k[:, None], index.weights)

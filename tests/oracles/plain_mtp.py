@@ -21,15 +21,15 @@ from tests.mtp import LAYERS, NAMED, NEXTN_LAYERS, SHARED
 class PlainModule:
     """Equations 21 to 23: h' = M · cat(norm(embedding), norm(hidden)), a decoder layer, a norm, the target's head.
 
-    What the next rows read is the normed output.  hidden_first: the other order in the columns of M.  norm_offset: what
-    norms are stored without."""
+    What the next rows read is the normed output.  hidden_before_embedding: the other order in the columns of M.
+    norm_offset: what norms are stored without."""
 
     module: MTPModule
     embedding: Tensor
     head: Tensor
     weights: dict[str, Tensor]
     eps: float
-    hidden_first: bool
+    hidden_before_embedding: bool
     norm_offset: float
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -38,7 +38,7 @@ class PlainModule:
     def joined(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """[B, Q, H]: what the decoder layer gets (equation 21)."""
         halves = [self.norm(self.embedding[tokens], "embed_norm"), self.norm(hidden, "hidden_norm")]
-        if self.hidden_first:
+        if self.hidden_before_embedding:
             halves.reverse()
         return torch.cat(halves, -1) @ self.weights["project"].T
 

@@ -139,7 +139,7 @@ class Reference:
     def fed(self, scratch: Scratch, module: int, token: int) -> Tensor:
         """[H]: the hidden state that a module reads at a decided token, or at the one after the last."""
         assert self.draft is not None
-        if self.draft.spec.form == "target":
+        if self.draft.spec.hidden_source == "target":
             return scratch.out(0, token - module)
         return scratch.out(module - 1, token - 1)
 
@@ -262,7 +262,7 @@ class Path:
         above = path[: depth - 1]
         if module == len(self.reference.modules) and depth >= module:
             return self.outs(module, [above])[0][-1] if above else self.scratch.out(module, self.n)
-        if depth == 1 or self.reference.draft.spec.form == "target":
+        if depth == 1 or self.reference.draft.spec.hidden_source == "target":
             return self.reference.fed(self.scratch, module, self.n + depth)
         return self.outs(module - 1, [above])[0][-1]
 

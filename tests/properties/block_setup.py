@@ -21,7 +21,7 @@ class BlockSetup(Setup):
     spare: int = 1
 
     @property
-    def reentry(self) -> int:
+    def num_recomputed_tokens(self) -> int:
         return 0
 
     @property
@@ -41,7 +41,9 @@ class BlockSetup(Setup):
 def block_models(family: str, form: str, block_size: int, position_rows: int) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = block_directories(family, form, block_size)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 

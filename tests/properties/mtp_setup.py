@@ -18,8 +18,8 @@ class MTPSetup(Setup):
     form: tuple[int, str] = (1, "chain")
 
     @property
-    def reentry(self) -> int:
-        return self.form[0] if self.algorithm == "mtp" else super().reentry
+    def num_recomputed_tokens(self) -> int:
+        return self.form[0] if self.algorithm == "mtp" else super().num_recomputed_tokens
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         target, draft = mtp_models(self.family, *self.form, self.window, position_rows)
@@ -32,7 +32,9 @@ def mtp_models(
 ) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = mtp_directories(family, modules, form, window)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 

@@ -37,7 +37,9 @@ class PEagleSetup(Setup):
 def peagle_models(family: str, position_rows: int) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = peagle_directories(family)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 
@@ -55,7 +57,7 @@ class PEagleReference(Reference):
         # The root's row is at position root - 1.
         positions = root + torch.arange(max(steps - 1, 1))[None]
         past = [[plane[:root] for plane in layer] for layer in scratch.draft[0]] if root else None
-        mask_tokens = torch.full_like(positions, self.draft.spec.mask_token)
+        mask_tokens = torch.full_like(positions, self.draft.spec.mask_token_id)
         masks = self.draft.run_mask_rows(DensePass(mask_tokens, self.draft.layer_specs, positions, past=past))
         normed = torch.cat((out.normed, masks.normed), 1)
         logits = self.draft.logits(DraftOutput(normed, normed))[0]

@@ -140,7 +140,12 @@ def test_from_config_to_text(form):
     steps = 5 if form in KINDS else 4
     algorithm = "dflash2" if form == "dflash2" else "block"
     layout = resolved.layout
-    assert (resolved.algorithm, layout.reentry, layout.block_rows, layout.steps) == (algorithm, 0, 5, steps)
+    assert (resolved.algorithm, layout.num_recomputed_tokens, layout.block_rows, layout.steps) == (
+        algorithm,
+        0,
+        5,
+        steps,
+    )
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

@@ -162,7 +162,7 @@ def test_a_target_brings_its_own_layers(family):
     config = EngineConfig(model=target, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
+    assert (resolved.algorithm, resolved.layout.num_recomputed_tokens, len(found.spec.layer_specs)) == ("mtp", 3, 3)
     # Its layers are counted once, and only as the draft.
     assert load.count_weights(found) == count_weights_in(found.target_path, found.target.formats)
     assert (

@@ -95,7 +95,7 @@ def test_from_config_to_text():
     found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     layout = resolved.layout
-    assert (resolved.algorithm, layout.reentry, layout.block_rows, layout.steps) == ("peagle", 1, 15, 15)
+    assert (resolved.algorithm, layout.num_recomputed_tokens, layout.block_rows, layout.steps) == ("peagle", 1, 15, 15)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

@@ -65,7 +65,9 @@ def quantised_directories(kind: str, family: str, is_dense: bool) -> tuple[Path,
 def quantised_models(kind: str, family: str, is_dense: bool) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = quantised_directories(kind, family, is_dense)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 

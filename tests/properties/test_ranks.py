@@ -19,10 +19,10 @@ from espalier.engine.ranks import RankFailed
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.models.config import ModelConfig
+from espalier.models.declared_weights import require_shards
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
-from espalier.shards import WHOLE
+from espalier.shards import SINGLE_RANK
 from espalier.startup import ranks
 from espalier.startup.build import assemble_engine
 from lab.faults.of_ranks import FAULTS_OF_RANKS
@@ -241,7 +241,7 @@ def groups() -> Iterator[dict[int, Group]]:
 def alone(case: Case) -> tuple[list[Request], list[torch.Tensor]]:
     """What one process gives, and the pages that it leaves."""
     setup = case.made()
-    engine = assemble_engine(models_of(*case.files, setup.config(), WHOLE))
+    engine = assemble_engine(models_of(*case.files, setup.config(), SINGLE_RANK))
     requests, planes = run_open(engine, case.traffic()), planes_of(engine)
     assert setup.num_pages is None or engine.scheduler.num_preempted
     engine.close()

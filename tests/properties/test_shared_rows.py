@@ -46,19 +46,19 @@ def test_the_best_nodes_of_the_batch_with_all_their_ancestors(batch, topk, steps
         row, node = divmod(place, nodes)
         if place not in places:
             assert int(only.tokens[row, node]) == VOID and float(only.scores[row, node]) == -torch.inf
-            assert only.mask()[row, node].nonzero().flatten().tolist() == [node]
-            assert only.mask()[row, :, node].nonzero().flatten().tolist() == [node], "nobody's ancestor"
+            assert only.ancestor_mask()[row, node].nonzero().flatten().tolist() == [node]
+            assert only.ancestor_mask()[row, :, node].nonzero().flatten().tolist() == [node], "nobody's ancestor"
         else:
-            above = tree.mask()[row, node]
+            above = tree.ancestor_mask()[row, node]
             assert all(row * nodes + int(at) in places for at in above.nonzero().flatten())
-            assert torch.equal(only.mask()[row, node], above)
+            assert torch.equal(only.ancestor_mask()[row, node], above)
 
 
 def at_random(tree: Tree, rows: int) -> torch.Tensor:
     """Any nodes, their ancestors among them: as if scores said something else each round."""
     generator = torch.Generator().manual_seed(int(tree.tokens.sum()))
     drawn = torch.rand(tree.scores.shape, generator=generator)
-    lineage = tree.mask()
+    lineage = tree.ancestor_mask()
     # The least of what was drawn along the path, a little less for each step down.
     least = torch.where(lineage, drawn[:, None], torch.inf).amin(-1) - tree.depths * 1e-3
     return BEST(tree._replace(scores=torch.where(tree.tokens == VOID, -torch.inf, least.float())), rows)

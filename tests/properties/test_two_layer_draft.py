@@ -20,7 +20,7 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
-from espalier.models.config import Json, parse
+from espalier.models.config import Json, parse_config
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Linear
@@ -53,15 +53,15 @@ class ToyConfig:
 
 
 def read(path: Path, raw: Json, target: ModelConfig) -> ToyConfig:
-    layer = parse(raw, FAMILIES["LlamaForCausalLM"], path)
+    layer = parse_config(raw, FAMILIES["LlamaForCausalLM"], path)
     first, second = layer_specs_of(layer)
     captures = {"captured": (0, 2), "before_norm": (target.num_layers,), "after_norm": ()}
     spec = DraftSpec(
         algorithm=NAME,
-        layers=(first, replace(second, window=raw["second_window"])),
+        layer_specs=(first, replace(second, window=raw["second_window"])),
         target_output="hidden" if raw["reads"] == "after_norm" else "captured",
-        capture=captures[raw["reads"]],
-        modules=1,
+        captured_layers=captures[raw["reads"]],
+        num_modules=1,
         hidden_size=layer.hidden_size,
         vocab_size=raw["draft_vocab_size"],
     )
@@ -74,8 +74,8 @@ class ToyDraft:
     has_experts = False
 
     def __init__(self, weights: Weights, config: ToyConfig, target: CausalLM, position_rows: int) -> None:
-        layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layers
-        size, fed = layer.hidden_size, max(len(self.spec.capture), 1) * target.config.hidden_size
+        layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layer_specs
+        size, fed = layer.hidden_size, max(len(self.spec.captured_layers), 1) * target.config.hidden_size
         self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
         self.join = weights.linear("", ("join",), (size,), 2 * size, False)
         self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
@@ -182,7 +182,9 @@ def toy_models(
 ) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = paths(family, window, draft_vocab, reads)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 
@@ -267,7 +269,7 @@ def test_a_user_names_the_directory_alone():
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == (NAME, 1, 2)
+    assert (resolved.algorithm, resolved.layout.num_recomputed_tokens, len(found.spec.layer_specs)) == (NAME, 1, 2)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0
@@ -283,7 +285,7 @@ def test_what_it_is_not_is_refused():
         load.find_checkpoint(EngineConfig(model=target, draft=target))
 
 
-@pytest.mark.parametrize("change", [{"modules": 0}, {"modules": 3}, {"layers": ()}], ids=str)
+@pytest.mark.parametrize("change", [{"num_modules": 0}, {"num_modules": 3}, {"layer_specs": ()}], ids=str)
 def test_layers_that_no_module_holds_are_refused(change):
     _, draft = SMALL.models(SMALL.layout.position_rows)
     with pytest.raises(EspalierError, match="use 1 to 16 modules with equally many layers"):

@@ -358,7 +358,7 @@ class Watch:
         modules = len(self.reference.modules)
         if launch_input.is_prefill:
             reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.target_output == "hidden"
-            if last in due and not reads_all and last + 1 not in target.capture:
+            if last in due and not reads_all and last + 1 not in target.captured_layers:
                 due[last] = len(launch_input.pieces or launch_input.lengths)
             extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended
         assert of_target == [*due.values()], f"{of_target} rows were routed to experts, {due} are due by layer"

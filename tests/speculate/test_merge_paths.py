@@ -88,7 +88,7 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
             ]
             assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0] + ALONE_OFFSET)
         assert list(got.items()) == list(expected(tree, paths, table, row).items())
-        lineage = made.mask()[row]
+        lineage = made.ancestor_mask()[row]
         for node, (at, parent) in enumerate(zip(lineage.tolist(), made.parents[row].tolist(), strict=True)):
             is_void = node > 0 and int(made.tokens[row, node]) == VOID
             above = torch.zeros(len(at), dtype=torch.bool) if is_void or not node else lineage[parent].clone()

@@ -68,7 +68,7 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
     # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always merge.
     monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
-    monkeypatch.setattr(drafts, "longest_history", lambda root: engine.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: engine.layout.history_width)
     for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))
     for i, prompt in enumerate(prompts(0, (5, 9))):

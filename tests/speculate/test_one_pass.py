@@ -42,8 +42,8 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     target_path, draft_path = block_directories("llama", form, BLOCK)
     layout = RoundLayout(len(SLOTS), STEPS, 3, 14, 16, 64, 0, 256, block_rows=BLOCK)
     how = {"dtype": torch.float32, "device": device, "position_rows": layout.position_rows}
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    draft = load_draft(draft_path, load_target(target_path, capture=capture, **how), **how)
+    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
+    draft = load_draft(draft_path, load_target(target_path, captured_layers=capture, **how), **how)
     specs = draft.layer_specs
     backend = grouped_backend(
         "triton" if device.type == "cuda" else "sdpa", device.type, torch.float32, 16, specs, [0, 1]

@@ -11,7 +11,7 @@ from espalier.engine.results import ResultsRing, read_results
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.state import gather_slots
-from espalier.kernels.ops.tree import Path
+from espalier.kernels.ops.tree import AcceptedPath
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
@@ -80,7 +80,7 @@ def test_an_empty_batch_plans_and_commits():
     slots = gather_slots(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
     r.target(r.cache.begin_pass(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
-    commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
+    commit(r, slots, AcceptedPath(none, NONE, none, NONE), count_tokens=True)
 
 
 @algorithms
@@ -118,9 +118,9 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     at each request's last token is computed alone."""
     rows_to_experts: list[torch.Tensor] = []
 
-    def recorded(*experts, live, **how):
-        rows_to_experts.append(live)
-        return grouped_experts(*experts, live=live, **how)
+    def recorded(*experts, live_rows, **how):
+        rows_to_experts.append(live_rows)
+        return grouped_experts(*experts, live_rows=live_rows, **how)
 
     monkeypatch.setattr("espalier.models.layers.mlp.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()

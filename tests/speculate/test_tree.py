@@ -123,7 +123,7 @@ def test_selection_is_what_sorting_finds(drawn):
 
 def check_invariants(tree):
     """A parent comes before its node and is one of its ancestors; siblings differ; a void node is related to nobody."""
-    mask = tree.mask()
+    mask = tree.ancestor_mask()
     for b in range(tree.tokens.shape[0]):
         children = set()
         for node in range(1, tree.tokens.shape[1]):
@@ -154,7 +154,7 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
             pool.set_beams(torch.tensor([[0]]))
         pool.add_level(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
     tree = pool.select(torch.tensor([0]), nodes)
-    assert torch.equal(tree.mask()[0], torch.ones(nodes, nodes).tril().bool())
+    assert torch.equal(tree.ancestor_mask()[0], torch.ones(nodes, nodes).tril().bool())
     for broken in (0, 63, nodes - 1):
         holds = torch.ones(1, nodes, dtype=torch.bool)
         holds[0, broken] = False

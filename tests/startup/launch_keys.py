@@ -45,7 +45,7 @@ from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import LoadedModels, config_without_files, make_runner
-from espalier.startup.measure_memory import dummy_pass, fullest_pass, smaller_passes
+from espalier.startup.measure_memory import dummy_prefill_pass, largest_prefill_pass, smaller_prefill_passes
 
 META_DEVICE = torch.device("meta")
 CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}
@@ -163,9 +163,9 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
     shape = replace(shape, fields=fields)
     target, draft = shape.target, None
     spec = shape.draft_config.spec if layout.steps else None
-    model = make_target(MetaWeights(stored=stored), target, spec.capture if spec else (), layout.position_rows)
+    model = make_target(MetaWeights(stored=stored), target, spec.captured_layers if spec else (), layout.position_rows)
     if spec is not None:
-        weights = MetaWeights((target.hidden_size, len(spec.capture) * target.hidden_size))
+        weights = MetaWeights((target.hidden_size, len(spec.captured_layers) * target.hidden_size))
         draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
     algorithm = spec.algorithm if spec else "none"
     sizes = {"num_pages": 64, "overlap": True}
@@ -217,13 +217,13 @@ class Simulation:
             return keys.found
 
         rounds = [dummy_launch(batch) for batch in layout.batch_buckets(layout.max_batch)]
-        largest_rounds = (fullest_pass(layout, width) for width in layout.chunk_widths)
+        largest_rounds = (largest_prefill_pass(layout, width) for width in layout.chunk_widths)
         before = keys_of((*rounds, *largest_rounds))
         staged = keys_of(replace(each, is_staged=True) for each in rounds) - before
-        smaller = keys_of(smaller_passes(layout, vocab_size))
+        smaller = keys_of(smaller_prefill_passes(layout, vocab_size))
         random = Random(7)
         served = keys_of(random_pass(layout, vocab_size, random) for _ in range(self.passes))
-        served |= keys_of(dummy_pass(width, 1, 1, 0) for width in layout.chunk_widths)
+        served |= keys_of(dummy_prefill_pass(width, 1, 1, 0) for width in layout.chunk_widths)
         return {
             "specialised": specialised(arguments),
             "staged": names(staged),

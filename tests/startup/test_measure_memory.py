@@ -9,7 +9,7 @@ from espalier.attention import GroupedBackend
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape
-from espalier.startup.measure_memory import measure_needs
+from espalier.startup.measure_memory import measure_launch_memory
 from tests.engine.fake_cuda import fake_cuda
 from tests.harness import Setup
 
@@ -38,7 +38,7 @@ def dataset_of_flags(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[
     monkeypatch.setattr(CudaExecutor, "compile", lambda executor, launches: compiled.extend(launches))
     monkeypatch.setattr(CudaExecutor, "run_dummy_launch", running)
     executor = CudaExecutor(SETUP.engine().executor.runner, graph_batch=0, capture_stages=True)
-    needs = measure_needs(executor, SETUP.layout, torch.device("cpu"), graph_batch)
+    needs = measure_launch_memory(executor, SETUP.layout, torch.device("cpu"), graph_batch)
     assert (needs.eager_bytes, needs.graph_bytes, needs.free_bytes, needs.total_bytes) == (300, 300, FREE, TOTAL)
     found = {}
     for name, launches in (("compiled", compiled), ("ran", ran)):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from espalier.bench.shapes import find_shape
+from espalier.bench.linears import model_sizes
+from espalier.bench.shapes import SHAPES, find_shape
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
@@ -36,20 +37,25 @@ QWEN = find_shape("qwen3-30b-a3b")
 WEIGHTS = pass_weights(QWEN.target, QWEN.draft_config)
 
 
-@pytest.mark.parametrize("shape", [QWEN, *map(mixture, WITH_EXPERTS), mixture("gemma4")], ids=lambda shape: shape.name)
-def test_weights_are_those_of_the_checkpoint(shape):
-    """Routers, norms, scales, biases and the gates of shared experts aside."""
+COUNTED = [*map(find_shape, SHAPES), *map(mixture, WITH_EXPERTS), mixture("gemma4")]
+
+
+@pytest.mark.parametrize("shape", COUNTED, ids=lambda shape: shape.name)
+def test_weights_are_those_of_the_checkpoint_and_of_the_benches(shape):
+    """Routers, norms, scales, biases and convolutions aside."""
     found = pass_weights(shape.target, None)
-    left_out = ("norm.weight", "bias", "sinks", "mlp.gate.weight", "router.weight", "expert_gate.weight")
-    left_out += ("norm_1.weight", "norm_2.weight", "router.proj.weight", "scale", "layer_scalar")
+    left_out = ("norm.weight", "norm_f.weight", "bias", "sinks", "mlp.gate.weight", "mixer.gate.weight")
+    left_out += ("norm_1.weight", "norm_2.weight", "router.weight", "router.proj.weight", "scale", "layer_scalar")
+    left_out += ("conv1d.weight", "A_log", "mixer.D", "embed_tokens.weight", "embeddings.weight")
     numbers = {
         name: torch.Size(size).numel()
         for name, size in Recipe(shape).tensors(torch.bfloat16, "meta")[0].shapes.items()
-        if not name.endswith(left_out) and name != "model.embed_tokens.weight"
+        if not name.endswith(left_out)
     }
     routed = sum(count for name, count in numbers.items() if ".experts." in name)
     assert found.expert * found.num_experts == routed
     assert found.dense == sum(numbers.values()) - routed
+    assert found.dense == sum(run.flops for run in model_sizes(shape.target).target_pass(1) if run.experts is None) // 2
 
 
 # ms of a round of Llama-3.1-8B with an EAGLE-3 head on an H100, contexts of 1,024 (docs/log.md, 2026-11-27).

@@ -127,9 +127,9 @@ def test_a_trained_draft_predicts_a_ring_at_every_depth(ring_target, trained):
 
 def engines_draft(directory: Path, target_dir: Path) -> DraftModel:
     """The draft as the engine reads it."""
-    capture = read_draft(directory, read_config(target_dir)).spec.capture
+    capture = read_draft(directory, read_config(target_dir)).spec.captured_layers
     loading = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
-    return load_draft(directory, load_target(target_dir, capture=capture, **loading), **loading)
+    return load_draft(directory, load_target(target_dir, captured_layers=capture, **loading), **loading)
 
 
 def test_the_module_computes_what_the_engine_computes(ring_target, trained):
@@ -169,7 +169,7 @@ def test_edges_in_a_text_are_the_engines_edges_of_its_path(kind, ring_target, tm
     with torch.no_grad():
         factors = markov.factors(paths, hidden[:, None].expand(-1, 5, -1, -1))
         wanted = logits[:, None] + markov(factors)
-        for edges in (draft.edges.block_edges(logits, hidden), markov.edges(logits, hidden)):
+        for edges in (draft.edge_scorer.score_edges(logits, hidden), markov.edges(logits, hidden)):
             assert edges.is_recurrent == (kind == "rnn")
             states, parents, order = None, None, torch.arange(5)
             for depth in range(3):

@@ -345,7 +345,7 @@ def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
 
     name: the kernel's name in the error text.  Raises EspalierError.
     """
-    q, (k, v), scales, prefix, nodes = inputs.q, inputs.pages, inputs.scales, inputs.prefix, inputs.nodes
+    q, (k, v), scales, prefix, nodes = inputs.q, inputs.pages, inputs.kv_scales, inputs.prefix, inputs.nodes
     (batch, queries, _, k_size), v_size = q.shape, inputs.v_size
     require_kv_rows(f"{name}'s k pages", k, (-1, kv_heads, k_size), scales, q)
     require_kv_rows(f"{name}'s v pages", v, (k.shape[0], kv_heads, v_size), scales, q)

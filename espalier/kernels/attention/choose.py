@@ -13,12 +13,12 @@ from espalier.kernels.hopper.config import (
     WARPGROUP_QUERIES,
     HopperConfig,
     HopperLatentConfig,
-    HopperLatentFewConfig,
-    block_rows,
+    HopperLatentFewQueriesConfig,
     choose_hopper_config,
     choose_hopper_latent_config,
-    choose_hopper_latent_few_config,
+    choose_hopper_latent_few_queries_config,
     hopper_latent_supports,
+    kv_block_rows,
     needs_block_counts,
     uses_tma,
 )
@@ -27,12 +27,12 @@ from espalier.kernels.ops.selection import TARGET_PROGRAMS
 from espalier.kernels.runtime.launch import chip, is_aligned_for_copies, next_power_of_2
 from espalier.layout import next_bucket
 
-LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
+LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig
 
 
 def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
     """Return the launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
-    q, splits, fp8 = inputs.q, inputs.splits, inputs.scales is not None
+    q, splits, fp8 = inputs.q, inputs.splits, inputs.kv_scales is not None
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, inputs.pages[1].shape[1:]
     packed_queries = queries * heads // kv_heads
     if hopper_supports(inputs):
@@ -51,7 +51,7 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
 
     It has no soft-cap, and no FP8 rows if the queries are not in registers: they must be converted to float16.
     """
-    if inputs.softcap is not None or (inputs.scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
+    if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
     q, staged = inputs.q, inputs.staged
     sizes = (q.shape[3], inputs.v_size)
@@ -66,15 +66,15 @@ def counted_block_rows(inputs: AttentionInputs) -> int | None:
     if not needs_block_counts(inputs.page_size, inputs.window or 0, size):
         return None
     config = choose_config(inputs)
-    return block_rows(size) if isinstance(config, HopperConfig) and uses_tma(config) else None
+    return kv_block_rows(size) if isinstance(config, HopperConfig) and uses_tma(config) else None
 
 
 def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     """Return the launch configuration of latent attention, which does not depend on the batch."""
-    q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
+    q, staged, fp8 = inputs.q, inputs.staged, inputs.kv_scales is not None
     queries, heads, size = q.shape[1:]
     if _hopper_supports_latent(inputs):
-        few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
+        few = None if fp8 else choose_hopper_latent_few_queries_config(chip(q), queries, heads)
         config = few or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
@@ -83,10 +83,10 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     return choose_triton_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
-def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, inputs: AttentionInputs) -> bool:
+def latent_config_fits(config: HopperLatentConfig | HopperLatentFewQueriesConfig, inputs: AttentionInputs) -> bool:
     """Returns whether the Hopper kernel of this configuration takes these tensors."""
-    fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
-    if isinstance(config, HopperLatentFewConfig):
+    fp8, (queries, heads) = inputs.kv_scales is not None, inputs.q.shape[1:3]
+    if isinstance(config, HopperLatentFewQueriesConfig):
         return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
     return _hopper_supports_latent(inputs) and fp8 == (config.raw_stages > 0)
 

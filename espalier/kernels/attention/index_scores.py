@@ -22,7 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
 from espalier.kernels.ops.attention import KERNEL_DTYPES
-from espalier.kernels.ops.selection import GROUP_ROWS, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
+from espalier.kernels.ops.selection import MAX_INDEX_SIZE, SCORE_GROUP_SIZE, IndexerKeys, IndexerQueries, IndexerScores
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -66,7 +66,7 @@ def _score_block(keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_H: tl
 @kernel
 def _store_block(
     score, out_ptr, highest_ptr, block, end, column, group, query, query_exists, out_stride_q, highest_stride_q,
-    GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
 
@@ -76,9 +76,9 @@ def _store_block(
     QUERIES: tl.constexpr = score.shape[1]
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     tl.store(out_ptr + query * out_stride_q + (column + row), score, mask=(row < end) & query_exists)
-    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_ROWS, GROUP_ROWS, QUERIES]), 1)
-    at = block * (BLOCK_N // GROUP_ROWS) + tl.arange(0, BLOCK_N // GROUP_ROWS)[:, None]
-    tl.store(highest_ptr + query * highest_stride_q + (group + at), top, mask=(at * GROUP_ROWS < end) & query_exists)
+    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_SIZE, GROUP_SIZE, QUERIES]), 1)
+    at = block * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
+    tl.store(highest_ptr + query * highest_stride_q + (group + at), top, mask=(at * GROUP_SIZE < end) & query_exists)
 
 
 @kernel
@@ -89,7 +89,7 @@ def _index_scores_kernel(
     table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, highest_stride_b,
     highest_stride_q,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So programs with the same keys run
@@ -125,7 +125,7 @@ def _index_scores_kernel(
         )  # fmt: skip
         score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_H, PRECISION)
         _store_block(
-            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, highest_stride_q, GROUP_ROWS
+            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, highest_stride_q, GROUP_SIZE
         )
     # The last program takes the first staged block, because it may have had one committed block less.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
@@ -141,10 +141,10 @@ def _index_scores_kernel(
         )  # fmt: skip
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
         score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_H, PRECISION)
-        group = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
+        group = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
         _store_block(
             score, out, highest, block, rows, capacity, group, query, query_exists, out_stride_q, highest_stride_q,
-            GROUP_ROWS,
+            GROUP_SIZE,
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize
     return SharedMemoryPlan(held, block_h, min(max(blocks, 1), STAGES))
 
 
-def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
+def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
     """See ops/selection.py.  Raises EspalierError for sizes that do not agree, other dtypes, and wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
@@ -178,8 +178,8 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     require_ancestor_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
     if q.stride()[2:] != (size, 1) or weights.stride(2) != 1:
         q, weights = q.contiguous(), weights.contiguous()
-    scores = IndexScores.empty(batch, num_queries, capacity, rows, q.device)
-    if not scores.rows.numel():
+    scores = IndexerScores.empty(batch, num_queries, capacity, rows, q.device)
+    if not scores.row_scores.numel():
         return scores
     held = _plan_shared_memory(chip(q), num_queries, heads, size, q.itemsize)
     blocks = -(-num_queries // held.queries)
@@ -191,9 +191,9 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
         *(num_queries, rows, capacity, keys.first_position),
         *(*q.stride()[:2], *weights.stride()[:2], keys.committed.stride(0), *keys.staged.stride()[:2]),
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
-        *(*scores.rows.stride()[:2], *scores.groups.stride()[:2]),
+        *(*scores.row_scores.stride()[:2], *scores.group_scores.stride()[:2]),
         HEADS=heads, HEAD_SIZE=size, PAGE_SIZE=keys.page_size, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        GROUP_ROWS=GROUP_ROWS, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_H=held.block_h,
+        GROUP_SIZE=SCORE_GROUP_SIZE, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_H=held.block_h,
         BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=held.stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.work_items import committed_blocks, load_split
-from espalier.kernels.ops.selection import SPLIT_COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.selection import SPLIT_ALIGNMENT, SPLIT_COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -114,7 +114,7 @@ def kv_splits(
         _kv_splits_kernel[(1,)](
             *(length, length if positions is None else positions, table, starts, batch, queries, first_position),
             *(policy.num_splits, policy.max_splits, length.stride(0), position_stride_b, position_stride_q),
-            WINDOW=window, STEP=SPLIT_STEP, MIN_ROWS=policy.min_split_rows, MAX_ROWS=policy.max_split_rows,
+            WINDOW=window, STEP=SPLIT_ALIGNMENT, MIN_ROWS=policy.min_split_rows, MAX_ROWS=policy.max_split_rows,
             BLOCK_B=next_power_of_2(batch), BLOCK_Q=QUERIES_AT_ONCE, num_warps=4 if batch <= 256 else 8,
         )  # fmt: skip
     return KVSplits(table, starts, policy)

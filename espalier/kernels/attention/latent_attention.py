@@ -39,7 +39,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.config import HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.hopper.config import HopperLatentConfig, HopperLatentFewQueriesConfig
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
 from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
 from espalier.kernels.ops.attention import (
@@ -127,7 +127,7 @@ def _latent_attention_kernel(
 
 def latent_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
+    partial_results: PartialResults | None = None,
     config: LatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = _check_inputs(inputs)
@@ -136,9 +136,9 @@ def latent_attention(
     if not out.numel():
         return out, lse
     is_split = splits.policy.max_splits > 1
-    if partials is None:
+    if partial_results is None:
         # Without splits no buffer is needed; a buffer would take 256 KB per query with 128 heads.
-        partials = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
+        partial_results = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)
     elif not (isinstance(config, TritonConfig) or latent_config_fits(config, inputs)):
@@ -147,9 +147,9 @@ def latent_attention(
             "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
             "16 heads: use config=None"
         )
-    _launch_kernel(inputs, partials, config, out, lse)
+    _launch_kernel(inputs, partial_results, config, out, lse)
     if is_split:
-        merge_splits.triton(partials, splits, out, lse)
+        merge_splits.triton(partial_results, splits, out, lse)
     return out, lse
 
 
@@ -160,7 +160,7 @@ def _launch_kernel(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.scales, inputs.page_size
+    q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.kv_scales, inputs.page_size
     (_, queries, heads, size), v_size = q.shape, inputs.v_size
     # Without staged rows the kernel gets another pointer, which it does not read.
     staged = q if inputs.staged is None else inputs.staged[0]
@@ -168,7 +168,7 @@ def _launch_kernel(
     if isinstance(config, HopperLatentConfig):
         attention_kernel = hopper_latent_kernel
         constants = hopper_latent_arguments(config, rows, page_size)
-    elif isinstance(config, HopperLatentFewConfig):
+    elif isinstance(config, HopperLatentFewQueriesConfig):
         attention_kernel = hopper_latent_few_kernel
         constants = hopper_latent_few_arguments(config, rows, page_size)
     else:

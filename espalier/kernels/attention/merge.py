@@ -163,20 +163,20 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
-    require("merge_splits' partial out", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
-    require("merge_splits' partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
+    require("merge_splits' partial out", partial_results.out, (capacity, queries, heads, v_size), torch.float32, out)
+    require("merge_splits' partial lse", partial_results.lse, (capacity, queries, heads), torch.float32, out)
     require("merge_splits' lse", lse, (batch, queries, heads), torch.float32, out)
     if sink is not None:
         require("merge_splits' sink", sink, (heads,), None, out)
     pairs_per_request = queries * heads
-    if partials.out.numel() >= 2**31:
+    if partial_results.out.numel() >= 2**31:
         raise EspalierError(
-            f"merge_splits: partial results of {list(partials.out.shape)} need 64-bit offsets; use fewer splits (the "
-            "policies of kv_splits.py do)"
+            f"merge_splits: partial results of {list(partial_results.out.shape)} need 64-bit offsets; use fewer splits "
+            "(the policies of kv_splits.py do)"
         )
     if not out.numel():
         return
@@ -192,7 +192,8 @@ def merge_splits(
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
     # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
     _merge_splits_kernel[(num_programs, num_parts)](
-        *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
+        *(partial_results.out, partial_results.lse, splits.starts, out if sink is None else sink),
+        *(out, lse, batch, pairs_per_request),
         HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, FEW_SPLITS=few,
         BLOCK_SPLITS=block_splits, num_warps=1, enable_fp_fusion=False, **pdl_arguments(chip(out)),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.selection import GROUP_ROWS, MAX_TOPK, IndexScores, SelectedRows
+from espalier.kernels.ops.selection import MAX_TOPK, SCORE_GROUP_SIZE, IndexerScores, SelectedRows
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -165,17 +165,17 @@ def _list_groups(
 @kernel
 def _list_rows(
     scores, group_list, row_list, num_groups, lowest_pattern, length, capacity, rows,
-    GROUP_ROWS: tl.constexpr, CHUNK_SCORES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, CHUNK_SCORES: tl.constexpr,
 ):  # fmt: skip
     """List the columns of the rows of the listed groups from `lowest_pattern` up.  Returns their number."""
-    GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_ROWS
-    of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
+    GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_SIZE
+    of_capacity = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
     count = 0
     for chunk in range((num_groups + GROUPS - 1) // GROUPS):
         i = chunk * GROUPS + tl.arange(0, GROUPS)
         group = tl.load(group_list + i, mask=i < num_groups, other=0)
         is_staged = group >= of_capacity
-        at = ((group - tl.where(is_staged, of_capacity, 0)) * GROUP_ROWS)[:, None] + tl.arange(0, GROUP_ROWS)[None, :]
+        at = ((group - tl.where(is_staged, of_capacity, 0)) * GROUP_SIZE)[:, None] + tl.arange(0, GROUP_SIZE)[None, :]
         exists = at < tl.where(i < num_groups, tl.where(is_staged, rows, length), 0)[:, None]
         column = at + tl.where(is_staged, capacity, 0)[:, None]
         kept = exists & (_score_pattern(tl.load(scores + column, mask=exists, other=float("-inf"))) >= lowest_pattern)
@@ -229,7 +229,7 @@ def _select_rows_kernel(
     score_ptr, group_ptr, length_ptr, table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
     queries, capacity, rows, topk, num_spare, width, score_stride_b, score_stride_q, group_stride_b, group_stride_q,
     length_stride_b, table_stride_b, group_list_stride_q, row_list_stride_q,
-    GROUP_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B · Q).  Each program has its own part of the list buffers."""
@@ -245,16 +245,16 @@ def _select_rows_kernel(
     if length + rows > topk:
         groups = group_ptr + request * group_stride_b + query % queries * group_stride_q
         group_list, row_list = group_list_ptr + query * group_list_stride_q, row_list_ptr + query * row_list_stride_q
-        split = (length + GROUP_ROWS - 1) // GROUP_ROWS
-        skipped = (capacity + GROUP_ROWS - 1) // GROUP_ROWS - split
+        split = (length + GROUP_SIZE - 1) // GROUP_SIZE
+        skipped = (capacity + GROUP_SIZE - 1) // GROUP_SIZE - split
         listed, least, highest = _list_groups(
-            groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_spare,
+            groups, group_list, split + (rows + GROUP_SIZE - 1) // GROUP_SIZE, split, skipped, topk, num_spare,
             CHUNK_SCORES, NUM_BINS,
         )  # fmt: skip
         # Other threads read the list than wrote it.
         tl.debug_barrier()
         count = _list_rows(
-            scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, CHUNK_SCORES
+            scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_SIZE, CHUNK_SCORES
         )
         tl.debug_barrier()
         high, span, left_out = _find_threshold(
@@ -271,11 +271,11 @@ def _select_rows_kernel(
     _write_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD_BITS)
 
 
-def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
     (of_rows, of_groups), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = of_rows.shape, of_rows.device
-    rows, groups = columns - capacity, -(-capacity // GROUP_ROWS) + -(-(columns - capacity) // GROUP_ROWS)
+    rows, groups = columns - capacity, -(-capacity // SCORE_GROUP_SIZE) + -(-(columns - capacity) // SCORE_GROUP_SIZE)
     require("selected rows: scores", of_rows, (batch, queries, columns), torch.float32, of_rows)
     require("selected rows: groups of scores", of_groups, (batch, queries, groups), torch.float32, of_rows)
     require("selected rows: length", length, (batch,), torch.int64, of_rows)
@@ -294,13 +294,13 @@ def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_si
     spare = topk // SPARE_DIVISOR
     group_list, row_list = (
         torch.empty(batch * queries, most, dtype=torch.int32, device=device)
-        for most in (min(topk + spare, groups), min((topk + spare) * GROUP_ROWS, columns))
+        for most in (min(topk + spare, groups), min((topk + spare) * SCORE_GROUP_SIZE, columns))
     )
     _select_rows_kernel[(batch * queries,)](
         *(of_rows, of_groups, length, page_table, chosen, count, bits, group_list, row_list),
         *(queries, capacity, rows, topk, spare, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
         *(length.stride(0), page_table.stride(0), group_list.stride(0), row_list.stride(0)),
-        GROUP_ROWS=GROUP_ROWS, PAGE_SIZE=page_size, WORDS=next_power_of_2(num_words), WORD_BITS=ANCESTOR_BITS,
+        GROUP_SIZE=SCORE_GROUP_SIZE, PAGE_SIZE=page_size, WORDS=next_power_of_2(num_words), WORD_BITS=ANCESTOR_BITS,
         CHUNK_SCORES=CHUNK_SCORES, NUM_BINS=NUM_BINS, num_warps=NUM_WARPS, **pdl_arguments(chip(of_rows)),
     )  # fmt: skip
     return SelectedRows(chosen, count, bits)

@@ -37,14 +37,14 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants, tma_arguments
+from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel, tma_arguments
 from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
 from espalier.kernels.ops.attention import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
     AttentionInputs,
     PartialResults,
-    is_wide_latent,
+    is_too_wide_latent,
     latent_attention,
     merge_splits,
 )
@@ -142,33 +142,33 @@ def _tree_attention_kernel(
 
 def tree_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
+    partial_results: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
-    contiguous: Tensor | None = None,
+    num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = _check_inputs(inputs)
     q, splits, sink = inputs.q, inputs.splits, inputs.sink
-    if contiguous is not None:
-        require("tree attention's contiguous blocks", contiguous, (splits.table.shape[0],), torch.int32, q)
+    if num_contiguous_blocks is not None:
+        require("tree attention's contiguous blocks", num_contiguous_blocks, (splits.table.shape[0],), torch.int32, q)
     out, lse = inputs.output_buffers()
     if not out.numel():
         return out, lse
     if sink is not None:
         require("tree attention's sink", sink, (q.shape[2],), None, q)
-    if partials is None:
-        partials = PartialResults.allocate(splits, *out.shape[1:])
+    if partial_results is None:
+        partial_results = PartialResults.allocate(splits, *out.shape[1:])
     if config is None:
         config = choose_config(inputs)
     elif isinstance(config, HopperConfig) and not (
-        hopper_supports(inputs) and (inputs.scales is not None) == (config.raw_stages > 0)
+        hopper_supports(inputs) and (inputs.kv_scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
             "16, staged rows if `staged` is given, no soft-cap, and raw_stages for FP8 rows: use config=None"
         )
-    _launch_kernel(inputs, partials, config, contiguous, out, lse)
+    _launch_kernel(inputs, partial_results, config, num_contiguous_blocks, out, lse)
     if splits.policy.max_splits > 1:
-        merge_splits.triton(partials, splits, out, lse, sink)
+        merge_splits.triton(partial_results, splits, out, lse, sink)
     return out, lse
 
 
@@ -180,7 +180,7 @@ def _launch_kernel(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, (k, v), scales, nodes, sink = inputs.q, inputs.pages, inputs.scales, inputs.nodes, inputs.sink
+    q, (k, v), scales, nodes, sink = inputs.q, inputs.pages, inputs.kv_scales, inputs.nodes, inputs.sink
     window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
@@ -189,7 +189,7 @@ def _launch_kernel(
     attention_kernel: Any
     if isinstance(config, HopperConfig):
         attention_kernel = hopper_attention_kernel
-        constants = hopper_constants(config, k_size, same_strides=k.stride(0) == v.stride(0))
+        constants = hopper_attention_arguments(config, k_size, same_strides=k.stride(0) == v.stride(0))
         constants |= tma_arguments(config, k, v, inputs.page_size, window, contiguous)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constexpr_arguments(config, k_size, v_size, q.dtype)
@@ -238,4 +238,4 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     k, v = inputs.staged
     # The pages are not read.  A staged row is their placeholder, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
-    return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)
+    return (latent_attention.triton if is_too_wide_latent(k, v) else tree_attention)(inputs)

@@ -5,20 +5,24 @@ While the tensor cores multiply one block's weights with its values, the warps c
 other, so the exponentials of one can overlap with the products of another.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
-from espalier.kernels.attention.work_items import block_index, load_work_item, trigger_merge, work_item_of
+from espalier.kernels.attention.work_items import load_work_item, trigger_merge, work_item_of
 from espalier.kernels.hopper.config import MAX_REGISTER_HEAD_SIZE
-from espalier.kernels.hopper.work import stage_of, wait_until_empty, wait_until_full, work_item_extent
+from espalier.kernels.hopper.work import (
+    position_of_block,
+    stage_of,
+    wait_until_empty,
+    wait_until_full,
+    work_item_blocks,
+)
 from espalier.kernels.runtime.jit import gluon_kernel
 
-# In the form that kernels can read.
+# MAX_REGISTER_HEAD_SIZE in a form that kernels can read.
 REGISTER_HEAD_SIZE = gl.constexpr(MAX_REGISTER_HEAD_SIZE)
 
 
@@ -44,43 +48,44 @@ class Queries(NamedTuple):
 
 # fmt: off
 @gluon_kernel
-def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
+def packed_queries(plan, work_item, first_packed, positions, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
     """Returns (query, exists, position) of the packed queries first_packed .. first_packed + 64."""
     query = (first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))) // CONSTANTS.GROUP_SIZE
     exists = query < plan.queries
     position = query
     if CONSTANTS.WINDOW > 0:
-        at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
+        of_request = positions.pointer + work_item.request * positions.request_stride
+        at = of_request + query.to(gl.int64) * positions.row_stride
         position = gl.load(at, mask=exists, other=0x7FFFFFFF).to(gl.int32)
     return query, exists, position
 
 
 @gluon_kernel
-def make_queries(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
+def make_queries(plan, work_item, blocks, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
     """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
     query, exists, position = packed
-    first_masked_staged = extent.num_committed
+    first_masked_staged = blocks.num_committed
     if CONSTANTS.STAGED == 1 and CONSTANTS.WINDOW == 0:
         # In a chain, blocks before the tile's first query need no mask either.
-        num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - extent.begin_staged, 0)
-        first_masked_staged = extent.num_committed + num_seen // CONSTANTS.BLOCK_N
+        num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - blocks.begin_staged, 0)
+        first_masked_staged = blocks.num_committed + num_seen // CONSTANTS.BLOCK_N
     return Queries(
         query, exists, position,
-        row_positions.pointer + item.request * row_positions.request_stride, row_positions.row_stride,
-        ancestor_bits.pointer + item.request * ancestor_bits.request_stride, ancestor_bits.row_stride,
+        row_positions.pointer + work_item.request * row_positions.request_stride, row_positions.row_stride,
+        ancestor_bits.pointer + work_item.request * ancestor_bits.request_stride, ancestor_bits.row_stride,
         plan.first_position, first_masked_staged,
     )
 
 
 @gluon_kernel
 def _mask_committed(
-    scores, first_position, position, end, prefix_begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    scores, first_position, query_position, end_position, prefix_begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORE_LAYOUT: gl.constexpr,
 ):
     key_position = first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT))
-    seen = gl.expand_dims((key_position >= prefix_begin) & (key_position < end), 0)
+    seen = gl.expand_dims((key_position >= prefix_begin) & (key_position < end_position), 0)
     if WINDOW > 0:
-        seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
+        seen = seen & (gl.expand_dims(query_position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
     return gl.where(seen, scores, float("-inf"))
 
 
@@ -112,23 +117,23 @@ def _mask_tree(
 
 
 @gluon_kernel
-def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
-    """Returns the scores of block number `step`, -inf where a query does not see a row."""
+def _mask_block(scores, block_number, queries, blocks, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
+    """Returns the scores of block number `block_number`, -inf where a query does not see a row."""
     WINDOW: gl.constexpr = CONSTANTS.WINDOW
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    if step < extent.num_committed:
-        if step >= extent.num_unmasked:
-            at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            begin, end = queries.prefix_begin, extent.end
+    if block_number < blocks.num_committed:
+        if block_number >= blocks.num_unmasked:
+            at = position_of_block(blocks, block_number, BLOCK_N)
+            begin, end = queries.prefix_begin, blocks.end_committed
             scores = _mask_committed(scores, at, queries.position, end, begin, WINDOW, BLOCK_N, SCORE_LAYOUT)
-    elif step >= queries.first_masked_staged:
-        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
+    elif block_number >= queries.first_masked_staged:
+        node = blocks.begin_staged + (block_number - blocks.num_committed) * BLOCK_N
         if CONSTANTS.STAGED == 0:
             scores = gl.full_like(scores, float("-inf"))
         if CONSTANTS.STAGED == 1:
-            scores = _mask_chain(scores, node, queries.query, extent.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
+            scores = _mask_chain(scores, node, queries.query, blocks.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
         if CONSTANTS.STAGED == 2:
-            scores = _mask_tree(scores, node, queries, extent.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
+            scores = _mask_tree(scores, node, queries, blocks.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
     return scores
 
 
@@ -136,8 +141,7 @@ def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORE_LA
 def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
-    Returns (weights, sums, max_score, decay).  sums: the sums of the weights, [64, 4] by thread; decay: the factor for
-    earlier results.
+    Returns (weights, sums of weights [64, 4] by thread, max_score, decay).  decay: the factor for earlier results.
     """
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -152,7 +156,7 @@ def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
 
 @gluon_kernel
 def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
-    """sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
+    """Returns sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
     return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORE_LAYOUT)))
 
 
@@ -160,8 +164,7 @@ def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
 def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
-    NEEDS_FENCE: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor
-    cores.  Rows that TMA has copied need no fence.
+    NEEDS_FENCE: threads may have written rows or queries without a fence.  TMA's rows need no fence.
     """
     if NEEDS_FENCE:
         hopper.fence_async_shared()
@@ -187,7 +190,7 @@ def _send_weights(exchange, blocks_sent, weights, decay):
 @gluon_kernel
 def _attend_blocks(
     first_block, end_block, num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
-    q, stages, values, exchange, scale, queries, extent,
+    q, stages, values, exchange, scale, queries, blocks,
     MASKED: gl.constexpr, NEEDS_FENCE: gl.constexpr, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):
@@ -202,7 +205,7 @@ def _attend_blocks(
         pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, blocks_done)), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
-            scores = _mask_block(scores, t, queries, extent, CONSTANTS, SCORE_LAYOUT)
+            scores = _mask_block(scores, t, queries, blocks, CONSTANTS, SCORE_LAYOUT)
         weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
@@ -228,14 +231,13 @@ def _attend_blocks(
 
 @gluon_kernel
 def attend_work_item(
-    q, stages, values, exchange, blocks_done, blocks_sent, scale, queries, extent,
+    q, stages, values, exchange, blocks_done, blocks_sent, scale, queries, blocks,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
     The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
-    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: blocks that the program has
-    finished and sent before.
+    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: of earlier items.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
@@ -245,7 +247,7 @@ def attend_work_item(
     wait_until_full(stages, blocks_done, True)
     scores = _start_scores(q, stages, stage_of(stages, blocks_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-    scores = _mask_block(scores, 0, queries, extent, CONSTANTS, SCORE_LAYOUT)
+    scores = _mask_block(scores, 0, queries, blocks, CONSTANTS, SCORE_LAYOUT)
     weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
@@ -253,19 +255,19 @@ def attend_work_item(
         blocks_sent += 1
     weights = gl.convert_layout(rounded, WEIGHTS)
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT)
-    wait_until_full(stages, blocks_done + 1, extent.num_blocks > 1)
-    masked = gl.maximum(extent.num_unmasked, 1)
+    wait_until_full(stages, blocks_done + 1, blocks.num_blocks > 1)
+    masked = gl.maximum(blocks.num_unmasked, 1)
     # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
     BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
-            1, masked, extent.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
-            q, stages, values, exchange, scale, queries, extent, False, BY_THREADS, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
+            1, masked, blocks.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
+            q, stages, values, exchange, scale, queries, blocks, False, BY_THREADS, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
         )
     blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
-        masked, extent.num_blocks, extent.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
-        q, stages, values, exchange, scale, queries, extent, True, True, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
+        masked, blocks.num_blocks, blocks.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
+        q, stages, values, exchange, scale, queries, blocks, True, True, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
     )
     pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, blocks_done)), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
@@ -275,15 +277,15 @@ def attend_work_item(
 
 @gluon_kernel
 def _write_results(
-    out_ptr, lse_ptr, base, queries, out, lse, first_packed, head,
+    out_ptr, lse_ptr, result_index, queries, out, lse, first_packed, head,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):
     """Write the results of 64 packed queries to out [.., queries, heads, HEAD_SIZE] and lse [.., queries, heads].
 
-    base: index of the request in `out`, or of the split in the partial results.
+    result_index: index of the request in `out`, or of the split in the partial results.
     """
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
-    row = (base * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
+    row = (result_index * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
     size = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     query_exists = at // GROUP_SIZE < queries
     to = out_ptr + (gl.expand_dims(row, 1) * HEAD_SIZE + size)
@@ -293,7 +295,7 @@ def _write_results(
 
 @gluon_kernel
 def _write_work_item(
-    results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
+    results, v_scale_ptr, scale, out, max_score, sum_weights, plan, work_item, first_packed,
     dtype: gl.constexpr, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):
@@ -302,15 +304,15 @@ def _write_work_item(
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
-    queries, head = plan.queries, item.head
+    queries, head = plan.queries, work_item.head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
     lse = lse_of(max_score, sum_weights, scale, dtype)
-    if item.request_splits == 1:
-        at = item.request
+    if work_item.request_splits == 1:
+        at = work_item.request
         if HAS_SINK:
             packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
             share = sink_share(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
@@ -320,7 +322,7 @@ def _write_work_item(
             out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, HEAD_SIZE, OUT_LAYOUT,
         )
     else:
-        at = item.split.to(gl.int64)
+        at = work_item.split.to(gl.int64)
         _write_results(
             partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, HEAD_SIZE,
             OUT_LAYOUT,
@@ -329,18 +331,18 @@ def _write_work_item(
 
 @gluon_kernel
 def _copy_queries(
-    q_shared, q_rows, plan, work_item, WARPGROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
+    q_shared, q_rows, plan, work_item_index, WARPGROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
     """Start the copy of a work item's queries, if the work item exists."""
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
-    if work_item < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
-        item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-        first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+    if work_item_index < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
+        work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+        first_packed = work_item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
         at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
         query = at // GROUP_SIZE
-        row = item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
-        row += (item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
+        row = work_item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
+        row += (work_item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
         offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
         exists = gl.expand_dims(query < plan.queries, 1)
         hopper.async_copy.async_copy_global_to_shared(q_shared, q_rows.pointer + offsets, mask=exists)
@@ -369,13 +371,13 @@ def attend_work_items(
     if AHEAD:
         _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < num_work_items:
-            item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+        if work_item_index < num_work_items:
+            work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+            first_packed = work_item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
             if not AHEAD:
-                _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
+                _copy_queries(q_tile, q_rows, plan, work_item_index, WARPGROUP, HEAD_SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
             q = q_tile
             if HEAD_SIZE <= REGISTER_HEAD_SIZE:
@@ -385,24 +387,26 @@ def attend_work_items(
                 # Queries too large for float16 become NaN, as in kernels/attention/tree_attention.py:_load_queries.
                 values = q.to(gl.float32)
                 q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
-            packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORE_LAYOUT)
-            extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
-            queries = make_queries(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
+            packed = packed_queries(plan, work_item, first_packed, positions, CONSTANTS, SCORE_LAYOUT)
+            blocks = work_item_blocks(plan, work_item, positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            queries = make_queries(
+                plan, work_item, blocks, first_packed, packed, row_positions, ancestor_bits, CONSTANTS,
+            )
             score_scale = scale
             if CONSTANTS.RAW_STAGES > 0:
-                score_scale = scale * gl.load(k_scale_ptr + item.head)
+                score_scale = scale * gl.load(k_scale_ptr + work_item.head)
             out, max_score, sum_weights = attend_work_item(
-                (q,), stages, stages.tiles[1], None, blocks_done, 0, score_scale, queries, extent,
+                (q,), stages, stages.tiles[1], None, blocks_done, 0, score_scale, queries, blocks,
                 CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
             )
-            blocks_done += extent.num_blocks
+            blocks_done += blocks.num_blocks
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
-                next_item = work_item_of(base + gl.num_programs(0), backwards)
-                _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
+                next_work_item = work_item_of(base + gl.num_programs(0), backwards)
+                _copy_queries(q_tile, q_rows, plan, next_work_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
             _write_work_item(
-                results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,
+                results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, work_item, first_packed,
                 stages.tiles[1].dtype, HAS_SINK, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
             )
 # fmt: on

@@ -5,8 +5,6 @@ same bits.  It takes two-byte types and head sizes 64, 128 and 256, if the packe
 fourth of a 64-row tensor core tile.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from triton.experimental.gluon import language as gl
 
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
-from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
+from espalier.kernels.hopper.config import HopperConfig, kv_block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
-from espalier.kernels.hopper.work import HopperConstants, RowPtrs, make_stages
+from espalier.kernels.hopper.work import HopperConstexprs, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
@@ -44,7 +42,7 @@ def hopper_attention_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
-    CONSTANTS: gl.constexpr = HopperConstants(
+    CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
         WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
         BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,
@@ -71,7 +69,7 @@ def hopper_attention_kernel(
     ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # With one warpgroup the first function is left out; with two-byte rows the last.
+    # With one warpgroup, the list starts at the second function.  With two-byte rows, it ends before the last.
     gl.warp_specialize(
         [
             (attend_work_items, (
@@ -103,7 +101,7 @@ def tma_arguments(
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
         not_all = UNKNOWN if contiguous is None else COUNTED
         kind = not_all if needs_block_counts(page_size, window, size) else ALL_CONTIGUOUS
-    block = block_rows(size), size
+    block = kv_block_rows(size), size
     descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
@@ -113,16 +111,16 @@ def tma_arguments(
     }
 
 
-def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
+def hopper_attention_arguments(config: HopperConfig, head_size: int, same_strides: bool) -> dict[str, Any]:
     """Constexpr arguments and options of a launch.  same_strides: whether rows of K and V have the same stride."""
-    at_launch, attend_registers = config.registers(size)
-    load_warps, load_registers = config.load_warps(size)
+    at_launch, attend_registers = config.registers(head_size)
+    load_warps, load_registers = config.load_warps(head_size)
     convert_warps, convert_registers = config.convert_warps
     return {
-        "HEAD_SIZE": size,
+        "HEAD_SIZE": head_size,
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
-        "BLOCK_N": block_rows(size),
+        "BLOCK_N": kv_block_rows(head_size),
         "STAGES": config.stages,
         "ATTEND_REGISTERS": attend_registers,
         "LOAD_REGISTERS": load_registers,

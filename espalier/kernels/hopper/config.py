@@ -1,7 +1,5 @@
 """The launch configurations of Hopper's attention kernels, over K and V heads and over latent rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
@@ -42,16 +40,15 @@ WEIGHT_SLOTS = 2
 # Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of stored rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
-FEW_MAX_QUERIES = 16
-# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory; one is attended to
-# while the other is loaded.
-FEW_BLOCK_N = 64
-FEW_STAGES = 2
+LATENT_FEW_MAX_QUERIES = 16
+# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory.
+LATENT_FEW_BLOCK_N = 64
+LATENT_FEW_STAGES = 2
 
 
-def block_rows(size: int) -> int:
-    """Return the rows of K and V per block, for heads of `size`.  Shared memory holds at least MIN_STAGES blocks."""
-    return 64 if size <= MAX_REGISTER_HEAD_SIZE else 32
+def kv_block_rows(head_size: int) -> int:
+    """Returns the rows of K and V per block, so that shared memory holds at least MIN_STAGES blocks."""
+    return 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 32
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class HopperConfig:
     """Launch configuration.
 
     warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
-    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows in shared
-    memory, 0 for two-byte rows.
+    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows.
     """
 
     warpgroups: int
@@ -68,21 +64,21 @@ class HopperConfig:
     programs_per_processor: int
     raw_stages: int = 0
 
-    def shared_bytes(self, size: int) -> int:
-        """Shared memory of a program, in bytes, for heads of `size`."""
-        two_byte_rows = self.block_m + 2 * self.stages * block_rows(size)
-        return size * (2 * two_byte_rows + 2 * self.raw_stages * block_rows(size)) + RESERVED_SHARED_MEMORY
+    def shared_bytes(self, head_size: int) -> int:
+        """Shared memory of a program, in bytes, for heads of `head_size`."""
+        two_byte_rows = self.block_m + 2 * self.stages * kv_block_rows(head_size)
+        return head_size * (2 * two_byte_rows + 2 * self.raw_stages * kv_block_rows(head_size)) + RESERVED_SHARED_MEMORY
 
     @property
     def block_m(self) -> int:
         """Packed queries of a tile."""
         return self.warpgroups * WARPGROUP_QUERIES
 
-    def load_warps(self, size: int) -> tuple[int, int]:
-        """(number of loading warps, registers per thread in these warps), for heads of `size`."""
+    def load_warps(self, head_size: int) -> tuple[int, int]:
+        """(number of loading warps, registers per thread in these warps), for heads of `head_size`."""
         if self.raw_stages:
             return 4, 56
-        return (8, 40) if self.programs_per_processor == 1 and size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
+        return (8, 40) if self.programs_per_processor == 1 and head_size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
 
     @property
     def convert_warps(self) -> tuple[int, int]:
@@ -91,57 +87,57 @@ class HopperConfig:
             return 0, 0
         return (8, 64) if self.warpgroups == 1 else (4, 80)
 
-    def registers(self, size: int) -> tuple[int, int]:
+    def registers(self, head_size: int) -> tuple[int, int]:
         """Registers per thread: (at launch, in attending warps after the other warps have released registers).
 
         At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
-        attend_warps, others = 4 * self.warpgroups, (self.load_warps(size), self.convert_warps)
+        attend_warps, others = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
         warps = attend_warps + sum(count for count, _ in others)
         of_others = sum(count * registers for count, registers in others)
         launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
-        if size > MAX_REGISTER_HEAD_SIZE:
+        if head_size > MAX_REGISTER_HEAD_SIZE:
             launch_limit = max(launch_limit, WIDE_PRODUCT_REGISTERS)
         at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
         return at_launch, min((at_launch * warps - of_others) // attend_warps // 8 * 8, MAX_REGISTERS)
 
 
 def choose_hopper_config(
-    gpu: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
+    gpu: Chip, packed_queries: int, num_work_items: int, head_size: int, page_size: int, is_fp8: bool = False
 ) -> HopperConfig | None:
     """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
     packed_queries: queries times heads of one KV head; num_work_items: number of work items if a tile has 128 packed
-    queries; fp8: whether rows are FP8.
+    queries; is_fp8: whether rows are FP8.
     Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program has one warpgroup.  With
     enough such programs, each multiprocessor runs two, so that one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+    if gpu.capability != HOPPER or head_size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
-    smallest_page = 64 if size <= MAX_REGISTER_HEAD_SIZE else 16
+    smallest_page = 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 16
     if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < smallest_page:
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
-    if fp8:
+    if is_fp8:
         # The stages of both dtypes fill a multiprocessor's shared memory.
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
-        return config if config.shared_bytes(size) <= gpu.shared_memory else None
+        return config if config.shared_bytes(head_size) <= gpu.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
     wants_two = warpgroups == 1 and num_programs > gpu.processors
     for programs, stages in product((2, 1) if wants_two else (1,), range(MAX_STAGES, MIN_STAGES - 1, -1)):
         config = HopperConfig(warpgroups, stages, programs)
-        if config.shared_bytes(size) * programs <= gpu.shared_memory:
+        if config.shared_bytes(head_size) * programs <= gpu.shared_memory:
             return config
     return None
 
 
-def needs_block_counts(page_size: int, window: int, size: int) -> bool:
+def needs_block_counts(page_size: int, window: int, head_size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
     If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
     """
-    return not window and page_size % block_rows(size) > 0
+    return not window and page_size % kv_block_rows(head_size) > 0
 
 
 def uses_tma(config: HopperConfig) -> bool:
@@ -155,8 +151,7 @@ def uses_tma(config: HopperConfig) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows in shared memory; raw_stages: blocks of FP8 rows before conversion,
-    0 for two-byte rows."""
+    """Launch configuration.  stages, raw_stages: blocks of rows, and of unconverted FP8 rows, in shared memory."""
 
     stages: int
     raw_stages: int = 0
@@ -172,9 +167,10 @@ class HopperLatentConfig:
         return rows + 2 * WEIGHT_SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * WEIGHT_SLOTS * BLOCK_M + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_config(gpu: Chip, fp8: bool = False) -> HopperLatentConfig | None:
-    """Return the launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
-    config = HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if fp8 else HopperLatentConfig(LATENT_STAGES)
+def choose_hopper_latent_config(gpu: Chip, is_fp8: bool = False) -> HopperLatentConfig | None:
+    """Returns the launch configuration, or None if this chip cannot run the kernel.  is_fp8: whether rows are FP8."""
+    stages = (LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if is_fp8 else (LATENT_STAGES,)
+    config = HopperLatentConfig(*stages)
     return config if gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory else None
 
 
@@ -190,23 +186,26 @@ def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class HopperLatentFewConfig:
+class HopperLatentFewQueriesConfig:
     """Launch configuration.  stages: blocks of rows in shared memory."""
 
     stages: int
 
     programs_per_processor: ClassVar[int] = 1
-    block_m: ClassVar[int] = FEW_MAX_QUERIES
+    block_m: ClassVar[int] = LATENT_FEW_MAX_QUERIES
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        rows = 2 * (FEW_MAX_QUERIES + self.stages * FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * FEW_MAX_QUERIES * FEW_BLOCK_N + RESERVED_SHARED_MEMORY
+        rows = 2 * (LATENT_FEW_MAX_QUERIES + self.stages * LATENT_FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * LATENT_FEW_MAX_QUERIES * LATENT_FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_few_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
-    """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config, is_few = HopperLatentFewConfig(FEW_STAGES), queries == 1 and heads <= FEW_MAX_QUERIES
+def choose_hopper_latent_few_queries_config(
+    gpu: Chip, num_queries: int, num_heads: int
+) -> HopperLatentFewQueriesConfig | None:
+    """Returns the launch configuration, or None if the kernel does not support this chip or number of queries."""
+    config = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES)
+    is_few = num_queries == 1 and num_heads <= LATENT_FEW_MAX_QUERIES
     fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
     return config if fits and is_few else None

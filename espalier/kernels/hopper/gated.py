@@ -5,11 +5,8 @@ With the library, gate and up would be written, and read by another launch: 4% o
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
 tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  The kernel adds the
-columns of each result in the same order for any number of rows, so a row's bits do not depend on the number of rows.
-Tolerance: as in linear.py.
+columns of each result in the same order for any number of rows, so its bits never change.  Tolerance: see linear.py.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -20,12 +17,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.work import make_barriers
-from espalier.kernels.layers.activation import silu_times
+from espalier.kernels.layers.activation import silu_and_multiply
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest fill of the waves.  Below, the library is faster: its tiles are smaller.
+# The fewest rows, and the smallest fill of the waves.  Otherwise the library is faster, because its tiles are smaller.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
@@ -44,22 +41,22 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
     return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight))
 
 
-def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
-    """Whether the last wave of tiles leaves little of the chip idle, so that the kernel is faster than the library."""
-    tiles = num_tiles(rows, num_out)
+def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
+    """Returns whether the last wave of tiles leaves little of the chip idle.  If not, the library is faster."""
+    tiles = num_tiles(num_rows, num_out)
     return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
 
-def num_tiles(rows: int, num_out: int) -> int:
-    return -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
+def num_tiles(num_rows: int, num_out: int) -> int:
+    return -(-num_rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 
 class ProductSizes(NamedTuple):
-    """The sizes of x [rows, columns] and of the result [rows, out]."""
+    """The sizes of x [num_rows, num_in] and of the result [num_rows, num_out]."""
 
-    rows: Any
-    out: Any
-    columns: Any
+    num_rows: Any
+    num_out: Any
+    num_in: Any
 
 
 class BlockSizes(NamedTuple):
@@ -86,17 +83,17 @@ class Stages(NamedTuple):
 
 # fmt: off
 @gluon_kernel
-def _num_tiles(sizes, BLOCKS: gl.constexpr):
-    return gl.cdiv(sizes.rows, BLOCKS.ROWS) * gl.cdiv(sizes.out, BLOCKS.OUT)
+def _num_tiles(product_sizes, BLOCKS: gl.constexpr):
+    return gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS) * gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
 
 
 @gluon_kernel
-def _tile_origin(index, sizes, BLOCKS: gl.constexpr):
+def _tile_origin(tile_index, product_sizes, BLOCKS: gl.constexpr):
     """Returns (first row, first output) of a tile."""
-    row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
-    first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
+    row_blocks, out_blocks = gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS), gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
+    first = tile_index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
     together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)
-    inside = index % (BLOCKS.ROW_BLOCKS * out_blocks)
+    inside = tile_index % (BLOCKS.ROW_BLOCKS * out_blocks)
     return (first + inside % together) * BLOCKS.ROWS, inside // together * BLOCKS.OUT
 
 
@@ -110,14 +107,14 @@ def _round_to_bfloat16(values):
 
 
 @gluon_kernel
-def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
+def _load_tiles(stages, x_descriptor, weight_descriptor, product_sizes, BLOCKS: gl.constexpr):
     """Copy the blocks of all tiles of a program into the stages."""
     STAGES: gl.constexpr = stages.full.shape[0]
     BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
     blocks_done = 0
-    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile_origin(index, sizes, BLOCKS)
-        for column in range(0, sizes.columns, BLOCKS.IN):
+    for index in range(gl.program_id(0), _num_tiles(product_sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile_origin(index, product_sizes, BLOCKS)
+        for column in range(0, product_sizes.num_in, BLOCKS.IN):
             stage = blocks_done % STAGES
             hopper.mbarrier.wait(stages.empty.index(stage), blocks_done // STAGES % 2 ^ 1)
             full, weights = stages.full.index(stage), stages.weights.index(stage)
@@ -125,22 +122,22 @@ def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.const
             hopper.tma.async_copy_global_to_shared(x_descriptor, [row, column], full, stages.x.index(stage))
             gate, up = weights.slice(0, BLOCKS.OUT), weights.slice(BLOCKS.OUT, BLOCKS.OUT)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [out, column], full, gate)
-            hopper.tma.async_copy_global_to_shared(weight_descriptor, [sizes.out + out, column], full, up)
+            hopper.tma.async_copy_global_to_shared(weight_descriptor, [product_sizes.num_out + out, column], full, up)
             blocks_done += 1
 
 
 @gluon_kernel
-def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
+def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, product_sizes, BLOCKS: gl.constexpr):
     """Compute half of the rows of all tiles of a program."""
     STAGES: gl.constexpr = stages.full.shape[0]
     ROWS: gl.constexpr = BLOCKS.ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
     result = results.index(WARPGROUP)
     blocks_done = 0
-    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile_origin(index, sizes, BLOCKS)
+    for index in range(gl.program_id(0), _num_tiles(product_sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile_origin(index, product_sizes, BLOCKS)
         sums = gl.full([ROWS, 2 * BLOCKS.OUT], 0.0, gl.float32, layout=SUMS)
-        for column in range(0, sizes.columns, BLOCKS.IN):
+        for column in range(0, product_sizes.num_in, BLOCKS.IN):
             stage = blocks_done % STAGES
             hopper.mbarrier.wait(stages.full.index(stage), blocks_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
@@ -153,7 +150,7 @@ def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, si
         hopper.mbarrier.arrive(stages.empty.index((blocks_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
         # Gate and up are rounded before the activation, as the output of a linear layer is.
-        activation = silu_times(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
+        activation = silu_and_multiply(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
         # Wait until the previous tile's results have left shared memory.
         hopper.tma.store_wait(0)
         result.store(activation)
@@ -192,8 +189,7 @@ def _hopper_gated_kernel(
 
 
 def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) in `out` or in a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate
-    over up.
+    """Returns silu(x · gateᵀ) · (x · upᵀ) in `out`, or in a new tensor [rows, out].  weight: [2·out, in], gate over up.
 
     bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is linear_gated.reference.
     Raises EspalierError for other shapes, dtypes and layouts.

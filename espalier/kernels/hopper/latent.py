@@ -4,8 +4,6 @@ Work items, splits and masks are the same as in kernels/attention/latent_attenti
 block of rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +24,7 @@ from espalier.kernels.hopper.attend import attend_work_item, make_queries, packe
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, V_SIZE, WEIGHT_SLOTS, HopperLatentConfig
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import (
-    HopperConstants,
+    HopperConstexprs,
     RowPtrs,
     Stages,
     make_barriers,
@@ -34,10 +32,19 @@ from espalier.kernels.hopper.work import (
     stage_of,
     wait_until_empty,
     wait_until_full,
-    work_item_extent,
+    work_item_blocks,
 )
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
+
+# Loading warps.
+LOAD_WARPS = 4
+# Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
+# warpgroup gets the remaining registers: 232 per thread.
+REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
+# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
+# are no more warps than with two-byte rows.
+FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
 # fmt: off
@@ -61,20 +68,20 @@ def copy_queries(
 
 
 @gluon_kernel
-def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT_LAYOUT: gl.constexpr):
+def _write_half(results, plan, work_item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT_LAYOUT: gl.constexpr):
     """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
     result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
-    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    at = gl.expand_dims(work_item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
     column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     rows = plan.queries * HEADS
-    if item.request_splits == 1:
-        row = item.request * rows + at
+    if work_item.request_splits == 1:
+        row = work_item.request * rows + at
         gl.store(out_ptr + (row * (2 * HALF) + column), result.to(out_ptr.dtype.element_ty), mask=at < rows)
     else:
-        row = item.split.to(gl.int64) * rows + at
+        row = work_item.split.to(gl.int64) * rows + at
         gl.store(partial_ptr + (row * (2 * HALF) + column), result, mask=at < rows)
 
 
@@ -96,21 +103,23 @@ def score_and_sum_left_half(
     blocks_done = 0
     blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < num_work_items:
-            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            first_packed = item.tile * 64
-            copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
-            packed = packed_queries(plan, item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)
-            queries = make_queries(plan, item, extent, first_packed, packed, unused_positions, ancestor_bits, CONSTANTS)
+        if work_item_index < num_work_items:
+            work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
+            first_packed = work_item.tile * 64
+            copy_queries(q_shared, q_rows, work_item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
+            blocks = work_item_blocks(plan, work_item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            packed = packed_queries(plan, work_item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)
+            queries = make_queries(
+                plan, work_item, blocks, first_packed, packed, unused_positions, ancestor_bits, CONSTANTS,
+            )
             out, max_score, sum_weights = attend_work_item(
-                q_shared, stages, stages.tiles[0], exchange, blocks_done, blocks_sent, scale, queries, extent,
+                q_shared, stages, stages.tiles[0], exchange, blocks_done, blocks_sent, scale, queries, blocks,
                 CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
             )
-            blocks_done += extent.num_blocks
-            blocks_sent += extent.num_blocks
+            blocks_done += blocks.num_blocks
+            blocks_sent += blocks.num_blocks
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             # One division per query is faster than one per value.  row_scale: the scale of FP8 rows, else 1.
@@ -122,13 +131,13 @@ def score_and_sum_left_half(
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
             blocks_sent += 1
             lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
-            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT_LAYOUT)
+            _write_half(results, plan, work_item, out, factor, 0, CONSTANTS, OUT_LAYOUT)
             index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
             rows = plan.queries * HEADS
-            if item.request_splits == 1:
-                gl.store(lse_ptr + (item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
+            if work_item.request_splits == 1:
+                gl.store(lse_ptr + (work_item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
             else:
-                gl.store(partial_lse_ptr + (item.split.to(gl.int64) * rows + index), lse, mask=index < rows)
+                gl.store(partial_lse_ptr + (work_item.split.to(gl.int64) * rows + index), lse, mask=index < rows)
 
 
 @gluon_kernel
@@ -142,20 +151,20 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
     blocks_done = 0
     blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < num_work_items:
-            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, OUT_LAYOUT), CONSTANTS)
+        if work_item_index < num_work_items:
+            work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
+            blocks = work_item_blocks(plan, work_item, unused_positions, gl.SliceLayout(1, OUT_LAYOUT), CONSTANTS)
             out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT_LAYOUT)
-            for t in range(extent.num_blocks):
+            for t in range(blocks.num_blocks):
                 slot, stage = stage_of(exchange, blocks_sent), stage_of(stages, blocks_done)
                 wait_until_full(stages, blocks_done, True)
                 wait_until_full(exchange, blocks_sent, True)
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
                 # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
-                if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
+                if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= blocks.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
                 pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
@@ -169,21 +178,9 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
             factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
             blocks_sent += 1
-            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT_LAYOUT)
-# fmt: on
+            _write_half(results, plan, work_item, out, factor, HALF, CONSTANTS, OUT_LAYOUT)
 
 
-# Loading warps.
-LOAD_WARPS = 4
-# Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
-# warpgroup gets the remaining registers: 232 per thread.
-REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
-# are no more warps than with two-byte rows.
-FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
-
-
-# fmt: off
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
@@ -200,7 +197,7 @@ def hopper_latent_kernel(
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
-    CONSTANTS: gl.constexpr = HopperConstants(
+    CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,

@@ -7,8 +7,6 @@ warpgroup is as fast as memory.  Work items, splits, loading warps and stages ar
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -18,22 +16,22 @@ from triton.experimental.gluon.language.nvidia import hopper
 from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent
 from espalier.kernels.attention.work_items import (
     WorkPlan,
-    block_index,
     load_work_item,
     trigger_merge,
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.config import FEW_BLOCK_N, FEW_MAX_QUERIES, HopperLatentFewConfig
+from espalier.kernels.hopper.config import LATENT_FEW_BLOCK_N, LATENT_FEW_MAX_QUERIES, HopperLatentFewQueriesConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
 from espalier.kernels.hopper.work import (
-    HopperConstants,
+    HopperConstexprs,
     RowPtrs,
     make_stages,
+    position_of_block,
     stage_of,
     wait_until_full,
-    work_item_extent,
+    work_item_blocks,
 )
 from espalier.kernels.runtime.jit import gluon_kernel
 
@@ -44,16 +42,16 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _is_visible(step, plan, extent, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
+def _is_visible(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Returns [BLOCK_N] bool: the rows of a block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
-    if step < extent.num_committed:
-        at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N + offset
-        seen = (at >= plan.first_position) & (at < extent.end)
+    if block_number < blocks.num_committed:
+        at = position_of_block(blocks, block_number, BLOCK_N) + offset
+        seen = (at >= plan.first_position) & (at < blocks.end_committed)
     else:
-        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N + offset
-        seen = node < extent.end_staged
+        node = blocks.begin_staged + (block_number - blocks.num_committed) * BLOCK_N + offset
+        seen = node < blocks.end_staged
         if CONSTANTS.STAGED == 1:
             seen = seen & (node <= 0)
         if CONSTANTS.STAGED == 2:
@@ -64,7 +62,7 @@ def _is_visible(step, plan, extent, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANT
 
 @gluon_kernel
 def _attend_work_item(
-    q_shared, weight_shared, stages, blocks_done, plan, extent, bits_ptr, scale,
+    q_shared, weight_shared, stages, blocks_done, plan, blocks, bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (halves of out, each [OUT_SIZE, 16], max_score, sum_weights)."""
@@ -77,7 +75,7 @@ def _attend_work_item(
     max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     # Each thread adds its own weights.  The sum over rows comes at the end.
     sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
-    for t in range(extent.num_blocks):
+    for t in range(blocks.num_blocks):
         stage = stage_of(stages, blocks_done)
         wait_until_full(stages, blocks_done, True)
         # Threads may have written rows or queries; the fence makes them visible to the tensor cores.
@@ -90,8 +88,8 @@ def _attend_work_item(
                 stages.tiles[i].index(stage), q_shared[i].permute((1, 0)), scores, is_async=True
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-        if t >= extent.num_unmasked:
-            seen = _is_visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+        if t >= blocks.num_unmasked:
+            seen = _is_visible(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -127,17 +125,18 @@ def _attend_work_items(
     backwards = 0
     blocks_done = 0
     for base in range(0, plan.num_splits, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < plan.num_splits:
-            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            copy_queries(q_shared, q_rows, item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORE_LAYOUT), CONSTANTS)
+        if work_item_index < plan.num_splits:
+            work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
+            copy_queries(q_shared, q_rows, work_item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
+            blocks = work_item_blocks(plan, work_item, ancestor_bits, gl.SliceLayout(0, SCORE_LAYOUT), CONSTANTS)
             left, right, max_score, sum_weights = _attend_work_item(
-                q_shared, weight_shared, stages, blocks_done, plan, extent,
-                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORE_LAYOUT,
+                q_shared, weight_shared, stages, blocks_done, plan, blocks,
+                ancestor_bits.pointer + work_item.request * ancestor_bits.request_stride, scale, CONSTANTS,
+                SCORE_LAYOUT,
             )
-            blocks_done += extent.num_blocks
+            blocks_done += blocks.num_blocks
             trigger_merge(base, plan.num_splits, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
@@ -145,14 +144,14 @@ def _attend_work_items(
             head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
             column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORE_LAYOUT)), 1)
             exists = gl.expand_dims(head < HEADS, 0)
-            if item.request_splits == 1:
-                row = item.request * HEADS + head
+            if work_item.request_splits == 1:
+                row = work_item.request * HEADS + head
                 at = gl.expand_dims(row, 0) * (2 * HALF) + column
                 gl.store(out_ptr + at, (left * factor).to(out_ptr.dtype.element_ty), mask=exists)
                 gl.store(out_ptr + HALF + at, (right * factor).to(out_ptr.dtype.element_ty), mask=exists)
                 gl.store(lse_ptr + row, lse * 0.6931471805599453, mask=head < HEADS)
             else:
-                row = item.split.to(gl.int64) * HEADS + head
+                row = work_item.split.to(gl.int64) * HEADS + head
                 at = gl.expand_dims(row, 0) * (2 * HALF) + column
                 gl.store(partial_ptr + at, left * factor, mask=exists)
                 gl.store(partial_ptr + HALF + at, right * factor, mask=exists)
@@ -172,7 +171,7 @@ def hopper_latent_few_kernel(
 ):
     """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CONSTANTS: gl.constexpr = HopperConstants(
+    CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
@@ -211,11 +210,11 @@ def hopper_latent_few_kernel(
 # fmt: on
 
 
-def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
+def hopper_latent_few_arguments(config: HopperLatentFewQueriesConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
-    return block_arguments(pages, page_size, FEW_BLOCK_N) | {
+    return block_arguments(pages, page_size, LATENT_FEW_BLOCK_N) | {
         "STAGES": config.stages,
-        "COLUMNS": FEW_MAX_QUERIES,
+        "COLUMNS": LATENT_FEW_MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": LOAD_WARPS,
         "num_warps": 4,

@@ -13,31 +13,35 @@ read from shared memory.  So the loading warps copy FP8 rows to separate stages 
 these, and write two-byte rows to the stages of the attending warps.
 """
 
-from __future__ import annotations
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
-from espalier.kernels.hopper.work import RowPtrs, stage_of, wait_until_empty, wait_until_full, work_item_extent
+from espalier.kernels.attention.work_items import load_work_item, work_item_of
+from espalier.kernels.hopper.work import (
+    RowPtrs,
+    position_of_block,
+    stage_of,
+    wait_until_empty,
+    wait_until_full,
+    work_item_blocks,
+)
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
 def _load_page_ids(
-    table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
+    page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
     """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = gl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
+        page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
         offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
+        exists = first_position + offset < end_position
         if BLOCK_N % PAGE_SIZE == 0:
-            page = gl.load(
-                table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
-            )
+            page = gl.load(page_table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=exists, other=0)
         else:
-            page = gl.load(table + (first_position + offset) // PAGE_SIZE, mask=first_position + offset < end, other=0)
+            page = gl.load(page_table + (first_position + offset) // PAGE_SIZE, mask=exists, other=0)
     # The launcher checks that the pool has fewer than 2^31 rows.
     return page.to(gl.int32)
 
@@ -70,7 +74,7 @@ def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD
 
 @gluon_kernel
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
-    """row_offset times the stride of a row.
+    """Returns row_offset times the stride of a row.
 
     FITS_32_BITS: the product fits in 32 bits.  Else 32 x 32 to 64 bits is one instruction; 64 x 64 would be three.
     """
@@ -97,20 +101,20 @@ def _copy_rows(
 
 @gluon_kernel
 def _load_block(
-    stages, stage, step, begin, page, committed, staged, extent, prefix_begin, LOAD_LAYOUT: gl.constexpr,
-    CONSTANTS: gl.constexpr,
+    stages, stage, block_number, first_position, page, committed, staged, blocks, prefix_begin,
+    LOAD_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Start the copies of the t-th block: committed rows from position `begin` on `page`, or staged rows.
+    """Start the copies of a block: committed rows from position `first_position` on `page`, or staged rows.
 
-    Rows past the extent's end or the staged rows, or below `prefix_begin`, are not read: they may be NaN.
+    Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN.
     """
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     FITS_32_BITS: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
     offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
-    if step < extent.num_committed:
-        row, row_offset = _pool_rows(page, begin, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-        if (begin >= prefix_begin) & (begin + BLOCK_N <= extent.end):
+    if block_number < blocks.num_committed:
+        row, row_offset = _pool_rows(page, first_position, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+        if (first_position >= prefix_begin) & (first_position + BLOCK_N <= blocks.end_committed):
             _copy_rows(
                 stages, stage, committed, row, row_offset, 0,
                 False, FITS_32_BITS, CONSTANTS.SAME_STRIDES, LOAD_LAYOUT, CONSTANTS.COLUMNS,
@@ -118,28 +122,30 @@ def _load_block(
         else:
             _copy_rows(
                 stages, stage, committed, row, row_offset,
-                (begin + offset >= prefix_begin) & (begin + offset < extent.end), True, FITS_32_BITS,
-                CONSTANTS.SAME_STRIDES, LOAD_LAYOUT, CONSTANTS.COLUMNS,
+                (first_position + offset >= prefix_begin) & (first_position + offset < blocks.end_committed), True,
+                FITS_32_BITS, CONSTANTS.SAME_STRIDES, LOAD_LAYOUT, CONSTANTS.COLUMNS,
             )
     else:
-        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
+        node = blocks.begin_staged + (block_number - blocks.num_committed) * BLOCK_N
         _copy_rows(
-            stages, stage, staged, node.to(gl.int64), offset, node + offset < extent.end_staged,
+            stages, stage, staged, node.to(gl.int64), offset, node + offset < blocks.end_staged,
             True, True, False, LOAD_LAYOUT, CONSTANTS.COLUMNS,
         )
 
 
 @gluon_kernel
-def _load_contiguous(stages, blocks_done, count, position, end, descriptors, head, table, CONSTANTS: gl.constexpr):
-    """Copy `count` contiguous blocks from `position` on by TMA.  Returns blocks_done + count."""
+def _load_contiguous(
+    stages, blocks_done, num_blocks, position, end_position, descriptors, kv_head, page_table, CONSTANTS: gl.constexpr,
+):
+    """Copy `num_blocks` contiguous blocks from `position` on by TMA.  Returns blocks_done + num_blocks."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
     # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
-    page = gl.load(table + position // PAGE_SIZE, mask=count > 0, other=0)
-    for _ in range(count):
+    page = gl.load(page_table + position // PAGE_SIZE, mask=num_blocks > 0, other=0)
+    for _ in range(num_blocks):
         row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE
         position += CONSTANTS.BLOCK_N
-        page = gl.load(table + gl.minimum(position, end - 1) // PAGE_SIZE)
+        page = gl.load(page_table + gl.minimum(position, end_position - 1) // PAGE_SIZE)
         wait_until_empty(stages, blocks_done)
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
@@ -149,17 +155,17 @@ def _load_contiguous(stages, blocks_done, count, position, end, descriptors, hea
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
-            column = head * CONSTANTS.WIDTHS[i] + CONSTANTS.COLUMNS[i]
+            column = kv_head * CONSTANTS.WIDTHS[i] + CONSTANTS.COLUMNS[i]
             hopper.tma.async_copy_global_to_shared(descriptors[i], [row, column], full, stages.tiles[i].index(stage))
         blocks_done += 1
     return blocks_done
 
 
 @gluon_kernel
-def _rows_of_request(sources, request, head):
+def _rows_of_request(sources, request, kv_head):
     """Returns the sources with pointers to the first row of a request and KV head."""
     return [
-        RowPtrs(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
+        RowPtrs(rows.pointer + request * rows.request_stride + kv_head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
     ]
 
@@ -184,39 +190,39 @@ def load_work_items(
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < num_work_items:
-            item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, positions, ROW_LAYOUT, CONSTANTS)
-            table = table_ptr + item.request * table_stride_b
-            staged_here = _rows_of_request(staged, item.request, item.head)
+        if work_item_index < num_work_items:
+            work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+            blocks = work_item_blocks(plan, work_item, positions, ROW_LAYOUT, CONSTANTS)
+            table, end = table_ptr + work_item.request * table_stride_b, blocks.end_committed
+            staged_here = _rows_of_request(staged, work_item.request, work_item.head)
             num_contiguous = 0
             if CONSTANTS.CONTIGUOUS != 0:
-                num_contiguous = extent.num_unmasked
+                num_contiguous = blocks.num_unmasked
                 if CONSTANTS.CONTIGUOUS == 2:
-                    num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
+                    num_contiguous = gl.minimum(gl.load(contiguous_ptr + work_item.split), blocks.num_unmasked)
                 blocks_done = _load_contiguous(
-                    stages, blocks_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
-                    descriptors, item.head, table, CONSTANTS,
+                    stages, blocks_done, num_contiguous, blocks.begin_committed + blocks.num_lower * BLOCK_N,
+                    end, descriptors, work_item.head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
-            at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-            for t in range(num_contiguous, extent.num_blocks):
+            at = position_of_block(blocks, num_contiguous, BLOCK_N)
+            next_at = position_of_block(blocks, num_contiguous + 1, BLOCK_N)
+            page = _load_page_ids(table, at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            for t in range(num_contiguous, blocks.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
-                committed_here = _rows_of_request(committed, 0, item.head)
+                committed_here = _rows_of_request(committed, 0, work_item.head)
                 _load_block(
-                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first_position,
+                    stages, stage, t, at, page, committed_here, staged_here, blocks, plan.first_position,
                     LOAD_LAYOUT, CONSTANTS,
                 )
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
-                next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
-                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+                next_at = position_of_block(blocks, t + 2, BLOCK_N)
+                next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
                 blocks_done += 1
 # fmt: on
 
@@ -232,12 +238,12 @@ def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.conste
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item_index = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if work_item < num_work_items:
-            item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
-            for _ in range(extent.num_blocks):
+        if work_item_index < num_work_items:
+            work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+            blocks = work_item_blocks(plan, work_item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
+            for _ in range(blocks.num_blocks):
                 wait_until_full(raw_stages, blocks_done, True)
                 wait_until_empty(stages, blocks_done)
                 raw_stage, stage = stage_of(raw_stages, blocks_done), stage_of(stages, blocks_done)

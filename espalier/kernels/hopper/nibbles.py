@@ -6,8 +6,6 @@ warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers
 compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton import constexpr_function
@@ -42,14 +40,14 @@ def _scale_words(code: str) -> int:
 
 # fmt: off
 @gluon_kernel
-def weight_rows_of_block(block, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns [64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if IS_GATED:
-        found = gl.minimum(block * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
+        found = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
         # Rows past the end become the last row; their results are not stored.
-        found = gl.minimum(block * 64 + row, num_out - 1)
+        found = gl.minimum(block_index * 64 + row, num_out - 1)
     return found
 
 
@@ -123,7 +121,7 @@ def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr
 
 @gluon_kernel
 def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
-    """Each byte of the result is a byte of the words, or 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
+    """Returns words made of bytes of the words; a byte is 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, " + BYTE_SELECTOR + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
     )
@@ -134,7 +132,7 @@ def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
     """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
     MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
-    high halves for the second.  NVFP4's are for one: a half for each 16 of 32 columns.
+    high halves for the second.  NVFP4's 4 scales are for one piece: a half of a factor is for 16 columns.
     """
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -151,45 +149,47 @@ def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
 
 
 @gluon_kernel
-def _block_offsets(block, num_out, row_size, COLUMNS: gl.constexpr, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
-    rows = weight_rows_of_block(block, num_out, IS_GATED, gl.SliceLayout(1, LAYOUT)) * row_size
+def _block_offsets(block_index, num_out, row_size, COLUMNS: gl.constexpr, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns [64, COLUMNS]: the offsets of the first columns of a block's rows.  row_size: values per matrix row."""
+    rows = weight_rows_of_block(block_index, num_out, IS_GATED, gl.SliceLayout(1, LAYOUT)) * row_size
     return gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon_kernel
-def _copy_codes(shared, stage, matrix, places, k, row_words, CODE: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words, and of E2M1's scales, of columns k .. k + 255.
+def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: gl.constexpr, EVEN_IN: gl.constexpr):
+    """Start the copies of the words, and of E2M1's scales, of columns first_column .. first_column + 255.
 
-    places: (offsets of words, offsets of scales) for columns 0 .. 255.
+    offsets: (offsets of words, offsets of scales) for columns 0 .. 255.
     """
-    words, scales = places
+    words, scales = offsets
     if EVEN_IN:
-        hopper.async_copy.async_copy_global_to_shared(shared.words.index(stage), matrix.words + k // 8 + words)
+        source = matrix.words + first_column // 8 + words
+        hopper.async_copy.async_copy_global_to_shared(buffers.words.index(stage), source)
     else:
-        column = gl.expand_dims(k // 8 + gl.arange(0, 32, layout=gl.SliceLayout(0, words.type.layout)), 0)
+        column = gl.expand_dims(first_column // 8 + gl.arange(0, 32, layout=gl.SliceLayout(0, words.type.layout)), 0)
         hopper.async_copy.async_copy_global_to_shared(
-            shared.words.index(stage), matrix.words + k // 8 + words, mask=column < row_words,
+            buffers.words.index(stage), matrix.words + first_column // 8 + words, mask=column < row_words,
         )
     if CODE != "int4":
         hopper.async_copy.async_copy_global_to_shared(
-            shared.scales.index(stage), matrix.scales + k // 256 * _scale_words(CODE) + scales,
+            buffers.scales.index(stage), matrix.scales + first_column // 256 * _scale_words(CODE) + scales,
         )
 
 
 @gluon_kernel
-def _copy_inputs(shared, stage, x_ptr, places, row_exists, k, num_in, EVEN_IN: gl.constexpr):
+def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
     if not EVEN_IN:
-        column = gl.expand_dims(k + gl.arange(0, 256, layout=gl.SliceLayout(0, places.type.layout)), 0)
+        column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)
-    hopper.async_copy.async_copy_global_to_shared(shared.x.index(stage), x_ptr + k + places, mask=row_exists)
+    source = x_ptr + first_column + offsets
+    hopper.async_copy.async_copy_global_to_shared(buffers.x.index(stage), source, mask=row_exists)
 
 
 @gluon_kernel
-def _load_two_groups(pointers, k, num_groups):
-    """Load the values at `pointers` for the two int4 groups from column k on; past the end, those of the last group."""
-    first = gl.load(pointers + gl.minimum(k // 128, num_groups - 1))
-    return first, gl.load(pointers + gl.minimum(k // 128 + 1, num_groups - 1))
+def _load_two_groups(pointers, first_column, num_groups):
+    """Load the values of the two int4 groups from first_column on.  Past the end, the last group's are loaded."""
+    first = gl.load(pointers + gl.minimum(first_column // 128, num_groups - 1))
+    return first, gl.load(pointers + gl.minimum(first_column // 128 + 1, num_groups - 1))
 
 
 @gluon_kernel
@@ -200,23 +200,23 @@ def _zero_point_offset(zeros):
 
 
 @gluon_kernel
-def _load_word_pieces(shared, stage):
+def _load_word_pieces(buffers, stage):
     """Load a step's words as 4 times [64, 8]: each thread decodes its own rows and columns of A_LAYOUT."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
-    left, right = _split_columns(shared.words.index(stage).load(WORDS))
+    left, right = _split_columns(buffers.words.index(stage).load(WORDS))
     return _split_columns(left) + _split_columns(right)
 
 
 @gluon_kernel
-def _multiply_piece(a, x, piece: gl.constexpr, part):
-    B: gl.constexpr = gl.DotOperandLayout(1, part.type.layout, 2)
-    return hopper.mma_v2(a, x.slice(64 * piece, 64, 0).load(B), part)
+def _multiply_piece(weights, x, piece: gl.constexpr, partial_sum):
+    B: gl.constexpr = gl.DotOperandLayout(1, partial_sum.type.layout, 2)
+    return hopper.mma_v2(weights, x.slice(64 * piece, 64, 0).load(B), partial_sum)
 
 
 @gluon_kernel
-def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
+def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
     """Add the products of one step to acc."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
@@ -226,12 +226,12 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
     OF_FOUR: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4],
     )
-    pieces = _load_word_pieces(shared, stage)
+    pieces = _load_word_pieces(buffers, stage)
     PIECE_LAYOUT: gl.constexpr = pieces[0].type.layout
-    x = shared.x.index(stage).permute((1, 0))
+    x = buffers.x.index(stage).permute((1, 0))
     part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
     if CODE == "mxfp4":
-        scales = _split_columns(shared.scales.index(stage).load(OF_TWO))
+        scales = _split_columns(buffers.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
             factors = _scale_factors(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
             if p % 2 == 0:
@@ -239,7 +239,7 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
             else:
                 part = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A_LAYOUT), x, p, part)
     else:
-        left, right = _split_columns(shared.scales.index(stage).load(OF_FOUR))
+        left, right = _split_columns(buffers.scales.index(stage).load(OF_FOUR))
         scales = _split_columns(left) + _split_columns(right)
         for p in gl.static_range(4):
             factors = _scale_factors(scales[p].reshape(64), CODE, PIECE_LAYOUT)
@@ -250,15 +250,15 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
 
 
 @gluon_kernel
-def _multiply_int4_step(acc, shared, stage, scales, zeros, k, num_groups):
+def _multiply_int4_step(acc, buffers, stage, scales, zeros, first_column, num_groups):
     """Add the products of one step to acc.  scales: of its two groups; zeros: pointers to zero points, or None."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
-    pieces = _load_word_pieces(shared, stage)
-    x = shared.x.index(stage).permute((1, 0))
+    pieces = _load_word_pieces(buffers, stage)
+    x = buffers.x.index(stage).permute((1, 0))
     ROW: gl.constexpr = gl.SliceLayout(1, pieces[0].type.layout)
     if zeros is not None:
-        points = _load_two_groups(zeros, k, num_groups)
+        points = _load_two_groups(zeros, first_column, num_groups)
     for group in gl.static_range(2):
         # -8 · 2^-6 in both halves.
         offset = pieces[0] & 0 | 0xBE00BE00
@@ -274,15 +274,15 @@ def _multiply_int4_step(acc, shared, stage, scales, zeros, k, num_groups):
 
 @gluon_kernel
 def nibble_product(
-    matrix, block, x_ptr, x_places, row_exists, num_out, num_in, k_begin, k_end,
+    matrix, block_index, x_ptr, x_places, row_exists, num_out, num_in, k_begin, k_end,
     CODE: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr, EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
 ):
     """Returns [64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see
     quantised_nibbles.py:nibble_dot.
 
-    block, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x;
-    inside: [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block_index, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], the offsets of the first columns in x.
+    row_exists: [ROWS, 1].  k_begin: a multiple of 256.  int4 has groups of 128 columns.
 
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
@@ -300,8 +300,8 @@ def nibble_product(
     row_words = num_in // 32 * 4
     row_scales = num_row_scales(num_in, CODE)
     places = (
-        _block_offsets(block, num_out, row_words, 32, IS_GATED, COPIED),
-        _block_offsets(block, num_out, row_scales, SCALE_WORDS, IS_GATED, COPIED_SCALES),
+        _block_offsets(block_index, num_out, row_words, 32, IS_GATED, COPIED),
+        _block_offsets(block_index, num_out, row_scales, SCALE_WORDS, IS_GATED, COPIED_SCALES),
     )
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
@@ -312,7 +312,7 @@ def nibble_product(
             _copy_inputs(shared, s, x_ptr, x_places, row_exists, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
     acc = gl.zeros([64, ROWS], gl.float32, layout=ACC_LAYOUT)
-    own_rows = weight_rows_of_block(block, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
+    own_rows = weight_rows_of_block(block_index, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
     own_groups = own_rows * row_scales
     if CODE == "int4":
         zeros = None if matrix.zeros is None else matrix.zeros + own_groups
@@ -339,6 +339,3 @@ def nibble_product(
     if CODE == "nvfp4":
         acc *= gl.expand_dims(row_factors, 1)
     return acc
-
-
-# fmt: on

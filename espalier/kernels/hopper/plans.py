@@ -1,7 +1,5 @@
 """Decides which products of few rows with 4-bit weights run on the Hopper kernels, and how the kernels divide them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.runtime.launch import HOPPER, Chip
 
 # A program's tile of the weight, its warps, and the columns that share a scale of int4.
-BLOCK_OUT, BLOCK_IN, WARPS, GROUP = 64, 256, 4, 128
+BLOCK_OUT, BLOCK_IN, WARPS, INT4_GROUP_SIZE = 64, 256, 4, 128
 # Rows of inputs per tile.
 FEW_ROWS, MAX_ROWS = 8, 16
 # (block_out, block_in, warps) of the plans that the kernels take.
@@ -19,33 +17,34 @@ MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
 MAX_PROGRAMS_PER_PROCESSOR = 4
 
 
-def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
-    """Whether the kernels can multiply the weight with `rows` rows, or with tiles of `rows` rows, of this dtype."""
-    is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
-    is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
+def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, num_rows: int, gpu: Chip) -> bool:
+    """Returns whether the kernels multiply the weight with `num_rows` rows, or tiles of as many rows."""
+    is_int4 = weight.code == "int4" and weight.group_size == INT4_GROUP_SIZE < weight.shape[-1]
+    is_few = gpu.capability == HOPPER and num_rows <= MAX_ROWS
     return is_few and dtype == torch.bfloat16 and (weight.code in E2M1_CODES or is_int4)
 
 
-def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
+def supports_hopper_product(
+    x: Tensor, weight: QuantisedMatrix, tile_rows: int, tile_shape: tuple[int, int, int], gpu: Chip
+) -> bool:
     """Returns whether these kernels, or those of hopper/nibbles.py, take a product.
 
-    x: all inputs; rows: rows per tile; tile: (block_out, block_in, warps) of the plan.  The kernels choose the number
-    of stages themselves.
+    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps).  Kernels choose the stages.
     """
     # Copies have 16 bytes, and offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    return supports_format(weight, x.dtype, rows, gpu) and tile == TILE_SHAPE and is_aligned
+    return supports_format(weight, x.dtype, tile_rows, gpu) and tile_shape == TILE_SHAPE and is_aligned
 
 
 def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
-    """The number of splits of a layer that is split: all programs run at once, with at least MIN_STEPS steps each."""
+    """Returns the splits of a layer with split-K: all programs run at once, with at least MIN_STEPS steps each."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(MAX_PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
 
-def max_stages(tile: int, code: str, programs: int, gpu: Chip) -> int:
-    """The most stages that fit if `programs` programs share the multiprocessors.  tile: rows of inputs per tile."""
+def max_stages(tile_rows: int, code: str, num_programs: int, gpu: Chip) -> int:
+    """Returns the most stages that fit for this number of programs.  tile_rows: rows of inputs per tile."""
     values = BLOCK_OUT * BLOCK_IN
-    stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile * BLOCK_IN * 2
-    sharing = min(-(-programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)
+    stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile_rows * BLOCK_IN * 2
+    sharing = min(-(-num_programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)
     return max(min(gpu.shared_memory_per_program(sharing) // stage, MAX_STAGES), 2)

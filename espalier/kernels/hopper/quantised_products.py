@@ -1,6 +1,4 @@
-"""Launches Hopper's kernels for quantised products: linear layers, and the two products with experts."""
-
-from __future__ import annotations
+"""Hopper's kernels for quantised products: linear layers, and the two products with experts."""
 
 from typing import Any
 
@@ -9,43 +7,25 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from espalier.kernels.hopper.nibbles import NibblePointers, nibble_product, num_row_scales, weight_rows_of_block
-from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, max_stages
-from espalier.kernels.layers.activation import apply_activation, silu_times
-from espalier.kernels.layers.experts_plan import ProductPlan
-from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, max_stages
+from espalier.kernels.layers.activation import apply_activation, silu_and_multiply
+from espalier.kernels.layers.experts_tiles import tile_and_expert
 from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
-from espalier.kernels.ops.activation import Activation
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
-def launch_linear(
-    x: Tensor,
-    weight: QuantisedMatrix,
-    bias: Tensor | None,
-    out: Tensor,
-    grid: tuple[int, int],
-    is_gated: bool,
-    gpu: Chip,
-) -> None:
-    """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
-    hopper_linear_kernel[grid](
-        *(x, *weight_pointers(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
-        IS_GATED=is_gated,
-        **nibble_launch_options(weight, len(x), grid, gpu),
-    )
-
-
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(words of codes, scales (for E2M1 words of four), zero points, for NVFP4 the rows' factors, or None)."""
+    """Returns (words of codes, scales, zero points or None).  E2M1: words of four scales.
+    NVFP4: factors of rows last."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
-def nibble_launch_options(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """Returns the constexpr arguments and launch options.  rows: rows of inputs per tile."""
-    tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
+def nibble_launch_options(weight: QuantisedMatrix, tile_rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
+    """Returns the constexpr arguments and launch options.  tile_rows: rows of inputs per tile."""
+    tile = FEW_ROWS if tile_rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
         "ROWS": tile,
@@ -93,7 +73,7 @@ def hopper_linear_kernel(
     WRITTEN: gl.constexpr = 32 if IS_GATED else 64
     if IS_GATED:
         gate, up = split_gate_and_up(result)
-        result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
+        result = silu_and_multiply(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
     OUT: gl.constexpr = result.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
     column = gl.expand_dims(block * WRITTEN + gl.arange(0, WRITTEN, layout=gl.SliceLayout(1, OUT)), 1)
@@ -101,76 +81,26 @@ def hopper_linear_kernel(
     gl.store(out_ptr + places, result, mask=(row < num_rows) & (column < num_out))
 
 
-# fmt: on
-
-
-def is_hopper_experts(
-    x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, num_matrices: int, gpu: Chip
-) -> bool:
-    """Returns whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
-    return is_hopper_product(x, weight, tiles.rows, plan.tile(num_matrices), gpu)
-
-
-def launch_gated(
-    x: Tensor,
-    gate_up: QuantisedMatrix,
-    bias: Tensor | None,
-    tiles: ExpertTiles,
-    out: Tensor,
-    top_k: int,
-    activation: Activation,
-    grid: tuple[int, int],
-    gpu: Chip,
-) -> None:
-    """Write the activations of all pairs to out, see experts.py:_gated_kernel.  grid: (blocks of rows, tiles)."""
-    num_experts, _, hidden = gate_up.shape
-    _gated_kernel[grid](
-        *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
-        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(gate_up, tiles.rows, grid, gpu),
-    )  # fmt: skip
-
-
-def launch_down(
-    x: Tensor,
-    down: QuantisedMatrix,
-    bias: Tensor | None,
-    weights: Tensor,
-    tiles: ExpertTiles,
-    parts: Tensor,
-    grid: tuple[int, int],
-    gpu: Chip,
-) -> None:
-    """Write the weighted results of all pairs to parts, see experts.py:_down_kernel.  grid: as for launch_gated."""
-    (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
-    _down_kernel[grid](
-        *(x, *weight_pointers(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k),
-        num_experts, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(down, tiles.rows, grid, gpu),
-    )  # fmt: skip
-
-
-# fmt: off
 @gluon_kernel
 def _pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert,
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert,
     IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Returns the pairs of a tile, see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if IS_SORTED:
-        place += gl.load(begins_ptr + tile)
+        place += gl.load(begins_ptr + tile_index)
         inside = place < gl.load(ends_ptr + expert)
         pair = gl.load(order_ptr + place, mask=inside, other=0)
     else:
-        place += tile
-        inside = place == tile
+        place += tile_index
+        inside = place == tile_index
         pair = gl.where(inside, place, 0)
     return place, inside, pair
 
 
 @gluon_kernel
-def _gated_kernel(
+def hopper_gate_up_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
@@ -178,10 +108,10 @@ def _gated_kernel(
     LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """The activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
+    """Computes the activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
+    # The trigger comes after the routing is complete, because hopper_down_kernel reads the experts before it waits.
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, IS_SORTED, HAS_LIVE)
@@ -219,14 +149,14 @@ def _gated_kernel(
 
 
 @gluon_kernel
-def _down_kernel(
+def hopper_down_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
     CODE: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
+    """Computes the weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     pdl_trigger(USE_PDL)
@@ -244,7 +174,7 @@ def _down_kernel(
     if bias_ptr is not None:
         bias_rows = weight_rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC_LAYOUT))
         bias = gl.load(bias_ptr + own * num_out + bias_rows)
-    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
+    # Rows without an expert take no steps, because hopper_gate_up_kernel writes nothing to their x.
     first, row_words, row_scales = own * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
@@ -265,6 +195,3 @@ def _down_kernel(
     column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT)), 1)
     places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column
     gl.store(out_ptr + places, acc, mask=gl.expand_dims(inside, 0) & (column < num_out))
-
-
-# fmt: on

@@ -5,22 +5,19 @@ number, which determines the block's stage and the phase of the stage's barriers
 
 No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
 complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, a group releases a
-block before it waits.
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two, it first releases a block.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import committed_blocks, visible_staged_range
+from espalier.kernels.attention.work_items import block_index, committed_blocks, visible_staged_range
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
-class HopperConstants(NamedTuple):
+class HopperConstexprs(NamedTuple):
     """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
@@ -71,15 +68,15 @@ class Stages(NamedTuple):
     empty: Any
 
 
-class WorkItemExtent(NamedTuple):
+class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
     The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
     staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
     """
 
-    begin: Any
-    end: Any
+    begin_committed: Any
+    end_committed: Any
     num_committed: Any
     num_lower: Any
     num_unmasked: Any
@@ -118,52 +115,59 @@ def make_barriers(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIV
 
 
 @gluon_kernel
-def stage_of(stages, block):
-    """Returns the stage of the program's block number `block`."""
-    return block % stages.full.shape[0]
+def stage_of(stages, block_index):
+    """Returns the stage of the program's block number `block_index`."""
+    return block_index % stages.full.shape[0]
 
 
 @gluon_kernel
-def wait_until_full(stages, block, pred):
-    """If `pred`: wait until the program's block number `block` is in its stage."""
+def wait_until_full(stages, block_index, condition):
+    """If `condition`: wait until the program's block number `block_index` is in its stage."""
     STAGES: gl.constexpr = stages.full.shape[0]
-    hopper.mbarrier.wait(stages.full.index(block % STAGES), block // STAGES % 2, pred=pred)
+    hopper.mbarrier.wait(stages.full.index(block_index % STAGES), block_index // STAGES % 2, pred=condition)
 
 
 @gluon_kernel
-def wait_until_empty(stages, block):
-    """Wait until the stage of the program's block number `block` may be written."""
+def wait_until_empty(stages, block_index):
+    """Wait until the stage of the program's block number `block_index` may be written."""
     STAGES: gl.constexpr = stages.full.shape[0]
-    hopper.mbarrier.wait(stages.empty.index(block % STAGES), block // STAGES % 2 ^ 1)
+    hopper.mbarrier.wait(stages.empty.index(block_index % STAGES), block_index // STAGES % 2 ^ 1)
 
 
 @gluon_kernel
-def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+def work_item_blocks(plan, work_item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """Returns the blocks of a work item.  positions: of queries, read only with a window; ROW_LAYOUT: their layout."""
-    begin = item.begin
+    begin = work_item.begin
     if CONSTANTS.WINDOW > 0:
-        position = _min_position(plan, item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
+        position = _min_position(plan, work_item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
     num_committed, num_lower, num_unmasked = committed_blocks(
-        begin, item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
+        begin, work_item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )
     low = 0
     high = 0
     if CONSTANTS.STAGED > 0:
         low, high = visible_staged_range(
-            item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
+            work_item.tile, gl.where(work_item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
             CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
     num_blocks = gl.maximum(num_committed + num_staged, 1)
-    return WorkItemExtent(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
+    return WorkItemBlocks(begin, work_item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
 
 
 @gluon_kernel
-def _min_position(plan, item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
+def position_of_block(blocks, block_number, BLOCK_N: gl.constexpr):
+    """Returns the position of the first row of a block of committed rows.  blocks: WorkItemBlocks."""
+    return blocks.begin_committed + block_index(block_number, blocks.num_lower, blocks.num_unmasked) * BLOCK_N
+
+
+@gluon_kernel
+def _min_position(
+    plan, work_item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+):
     """Returns the lowest position of a tile's queries."""
-    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
-    at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
+    query = (work_item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
+    at = positions.pointer + work_item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)
-# fmt: on

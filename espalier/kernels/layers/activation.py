@@ -1,17 +1,14 @@
 """The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
 
-Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  The kernel computes in float32 (float64
-for float64).
+Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  It computes in float32 or float64.
 """
-
-from __future__ import annotations
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded_row, store_rounded_row_arguments
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
 from espalier.kernels.ops.linear import can_round_activation
@@ -20,12 +17,12 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
-# Values for each warp of a program that rounds a row, and the most warps.
+# In a program that rounds a row: the values per warp, and the most warps.
 VALUES_PER_WARP, MAX_WARPS = 128, 16
 
 
 @kernel
-def silu_times(gate, up):
+def silu_and_multiply(gate, up):
     """Returns silu(gate) · up, in the dtype of the arguments.  kernels/layers/linear.py uses it as epilogue."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
@@ -36,8 +33,7 @@ def apply_activation(
 ):  # fmt: skip
     """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN, whereas tl.minimum and
-    tl.maximum would return the limit.
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN (tl.minimum would drop it).
     """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -73,12 +69,12 @@ def _activation_kernel(
     if NUM_MATRICES == 2:
         up = load_sum(place + ROW_SIZE, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     if SILU:
-        result = silu_times(gate, up)
+        result = silu_and_multiply(gate, up)
     else:
         result = apply_activation(gate, up, ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT)
     if rounded_values_ptr is not None:
         of_type = tl.where(mask, result.to(DTYPE).to(tl.float32), 0.0)
-        store_rounded(
+        store_rounded_row(
             of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
             FP8_MAX,
         )  # fmt: skip
@@ -89,9 +85,8 @@ def _activation_kernel(
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp of the
-    dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
-    2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
+    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp, or 2 at a
+    tie.  GELU: 1 ulp plus 2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)
@@ -100,24 +95,24 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 
 def activate_partial_sums(
-    parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
+    partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
     """See ops/linear.py.  The rounded result equals the unrounded result after quantise_rows."""
-    parts = parts if parts.ndim == 3 else parts[None]
-    require("activate_partial_sums: parts", parts, (-1, -1, -1), None, parts)
-    rows, size = parts.shape[1], num_up_columns(parts.shape[2], activation)
+    partial_sums = partial_sums if partial_sums.ndim == 3 else partial_sums[None]
+    require("activate_partial_sums: parts", partial_sums, (-1, -1, -1), None, partial_sums)
+    rows, size = partial_sums.shape[1], num_up_columns(partial_sums.shape[2], activation)
     if rounding is not None and not can_round_activation(size, rounding):
-        raise EspalierError(f"an activation of {size} columns is not rounded in groups of {rounding.group}")
-    parts = parts if parts.stride(2) == 1 else parts.contiguous()
-    out = torch.empty(rows, size, dtype=dtype, device=parts.device)
+        raise EspalierError(f"an activation of {size} columns is not rounded in groups of {rounding.group_size}")
+    partial_sums = partial_sums if partial_sums.stride(2) == 1 else partial_sums.contiguous()
+    out = torch.empty(rows, size, dtype=dtype, device=partial_sums.device)
     rounded = None if rounding is None else allocate_rounded_rows(out, rounding)
     block = BLOCK if rounding is None else next_power_of_2(size)
     if rows:
         _activation_kernel[rows, -(-size // block)](
-            parts, out, x_row_stride=parts.stride(1), split_stride=parts.stride(0), **activation.constexpr_arguments,
-            SILU=activation.is_silu, NUM_MATRICES=activation.num_matrices, SPLITS=parts.shape[0], ROW_SIZE=size,
-            ACC_DTYPE=acc_dtype(dtype), BLOCK=block,
+            *(partial_sums, out), x_row_stride=partial_sums.stride(1), split_stride=partial_sums.stride(0),
+            **activation.constexpr_arguments, SILU=activation.is_silu, NUM_MATRICES=activation.num_matrices,
+            SPLITS=partial_sums.shape[0], ROW_SIZE=size, ACC_DTYPE=acc_dtype(dtype), BLOCK=block,
             num_warps=4 if rounded is None else min(max(block // VALUES_PER_WARP, 1), MAX_WARPS),
-            **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(parts)),
+            **store_rounded_row_arguments(rounded, rounding, block), **pdl_arguments(chip(partial_sums)),
         )  # fmt: skip
     return out if rounded is None else rounded

@@ -5,8 +5,6 @@ and rounds where separate launches would round, so 16-bit rows get the bits of s
 float32 and float64 the bits may differ, because the compiler may fuse a product and a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import NORM_WARP_VALUES
+from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP, norm_row, num_partial_sums
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
@@ -83,30 +81,24 @@ def _add_normed_kernel(
         )
 
 
-@kernel
-def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    return x * scale * weight.to(ACC_DTYPE)
-
-
 def add_normed(
-    outputs: tuple[tuple[Tensor, NormWeight], ...],
-    norm: NormWeight | None,
+    block_outputs: tuple[tuple[Tensor, NormWeight], ...],
+    output_norm: NormWeight | None,
     residual: Tensor,
-    scale: float,
-    norms: tuple[NormWeight, ...],
+    residual_scale: float,
+    next_norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
-    _check_arguments(outputs, norm, residual, norms)
-    total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
+    _check_arguments(block_outputs, output_norm, residual, next_norms)
+    total, *out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in (None, *next_norms))
     if not len(residual):
         return total, tuple(out)
     size = residual.shape[1]
     block = next_power_of_2(size)
-    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
+    outputs, own_norms = zip(*block_outputs, strict=True)
+    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *outputs))
     first, second = _pad_with_none(given, MAX_OUTPUTS)
-    used = (*_pad_with_none([own for _, own in outputs], MAX_OUTPUTS), norm, *_pad_with_none(norms, MAX_NORMS))
+    used = (*_pad_with_none(own_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
     # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
@@ -114,42 +106,38 @@ def add_normed(
         *_pad_with_none(out, MAX_NORMS),
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
         *(0.0 if each is None else each.eps for each in used),
-        *(_num_partial_sums(first), _num_partial_sums(second)),
-        SCALE=scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
-        num_warps=warps_for(block, NORM_WARP_VALUES), **pdl_arguments(chip(residual)),
+        *(num_partial_sums(first), num_partial_sums(second)),
+        SCALE=residual_scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
+        num_warps=warps_for(block, VALUES_PER_NORM_WARP), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, tuple(out)
 
 
 def _check_arguments(
-    outputs: tuple[tuple[Tensor, NormWeight], ...],
-    norm: NormWeight | None,
+    block_outputs: tuple[tuple[Tensor, NormWeight], ...],
+    output_norm: NormWeight | None,
     residual: Tensor,
-    norms: tuple[NormWeight, ...],
+    next_norms: tuple[NormWeight, ...],
 ) -> None:
-    if not 1 <= len(outputs) <= MAX_OUTPUTS or len(norms) > MAX_NORMS:
+    if not 1 <= len(block_outputs) <= MAX_OUTPUTS or len(next_norms) > MAX_NORMS:
         raise EspalierError(
             f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
-            f"{len(outputs)} and {len(norms)}: use the reference"
+            f"{len(block_outputs)} and {len(next_norms)}: use the reference"
         )
     exact = torch.promote_types(residual.dtype, torch.float32)
-    for output, _ in outputs:
+    for output, _ in block_outputs:
         shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
-    for each in (*(own for _, own in outputs), norm, *norms):
+    for each in (*(own for _, own in block_outputs), output_norm, *next_norms):
         if each is not None:
             require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 
 
-def _pad_with_none(items: Sequence[Any], size: int) -> list[Any]:
-    """Returns the items of `items`, filled up with None to `size` items."""
-    return [*items, *[None] * (size - len(items))]
+def _pad_with_none(items: Sequence[Any], length: int) -> list[Any]:
+    """Returns the items of `items`, filled up with None to `length` items."""
+    return [*items, *[None] * (length - len(items))]
 
 
 def _row_and_split_strides(output: Tensor | None) -> tuple[int, int]:
     """Returns the strides of a row and of a partial sum; zeros without an output."""
     return (0, 0) if output is None else (output.stride(-2), output.stride(0))
-
-
-def _num_partial_sums(output: Tensor | None) -> int:
-    return 0 if output is None else output.shape[0] if output.ndim == 3 else 1

@@ -2,14 +2,12 @@
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels, and
-is the product of row i of the sublayer's input with a matrix.  One half of the product is for the input's convolution,
-the other half for the output's.
+is the product of row i of the sublayer's input with a matrix.  Its halves are for the input's and the output's.
 
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
-Tolerance: the product has the tolerance of kernels/layers/linear.py and is rounded.  The convolution is computed in
-float32 and rounded once.
+Tolerance: the product has the tolerance of linear.py and is rounded.  The float32 convolution is rounded once.
 
 Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
 which holds the whole row in registers and reads the output's rows of all taps.
@@ -18,13 +16,12 @@ Tolerance: the sublayer's output is summed from its parts and rounded, convolved
 rounded before the addition.  The addition and the norm are computed as in kernels/layers/norm.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.ops.drafts import block_conv as contract
 from espalier.kernels.ops.drafts import check_block_conv
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -35,17 +32,17 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
-def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         # Triton has no float64 product.
-        return contract.reference(x, weight, base_taps, width)
-    taps, groups = check_block_conv(x, weight, base_taps, width)
+        return contract.reference(x, weight, base_taps, block_width)
+    taps, groups = check_block_conv(x, weight, base_taps, block_width)
     x = x.contiguous()
     (rows, size), group = x.shape, x.shape[1] // groups
     out, coefficients = torch.empty_like(x), x.new_empty(rows, taps, groups)
     if rows:
         _block_conv_kernel[(-(-rows // ROWS), -(-groups // GROUPS))](
-            *(x, weight.contiguous(), base_taps.contiguous(), out, coefficients, rows, groups, width),
+            *(x, weight.contiguous(), base_taps.contiguous(), out, coefficients, rows, groups, block_width),
             ROW_SIZE=size, GROUP_CHANNELS=group, TAPS=taps, BLOCK_TAPS=next_power_of_2(2 * taps), ROWS=ROWS,
             GROUPS=GROUPS, CHANNELS=next_power_of_2(group), COLUMNS=COLUMNS, num_warps=4, num_stages=4,
             **pdl_arguments(chip(x)),
@@ -55,7 +52,7 @@ def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tupl
 
 @kernel
 def _block_conv_kernel(
-    x_ptr, weight_ptr, base_ptr, out_ptr, coefficients_ptr, num_rows, num_groups, width,
+    x_ptr, weight_ptr, base_ptr, out_ptr, coefficients_ptr, num_rows, num_groups, block_width,
     ROW_SIZE: tl.constexpr, GROUP_CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +87,7 @@ def _block_conv_kernel(
     for tap in tl.static_range(TAPS):
         of_tap = tl.sum(tl.where(which == tap, delta, 0.0), 1)
         base = tl.load(base_ptr + tap * ROW_SIZE + channel, mask=held, other=0.0).to(tl.float32)
-        behind = written & tl.reshape(row % width >= tap, [ROWS, 1, 1])
+        behind = written & tl.reshape(row % block_width >= tap, [ROWS, 1, 1])
         x = tl.load(x_ptr + at - tap * ROW_SIZE, mask=behind, other=0.0).to(tl.float32)
         total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(of_tap, [ROWS, GROUPS, 1]))
         of_output = tl.sum(tl.where(which == TAPS + tap, delta, 0.0), 1)
@@ -102,7 +99,13 @@ def _block_conv_kernel(
 
 
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor,
+    coefficients: Tensor,
+    base_taps: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    block_width: int,
 ) -> tuple[Tensor, Tensor]:
     rows, size = residual.shape
     _, taps, groups = coefficients.shape
@@ -111,10 +114,10 @@ def block_conv_norm(
     require("block_conv_norm: delta", parts, (-1, rows, size), dtype, residual)
     require("block_conv_norm: coefficients", coefficients, (rows, taps, groups), residual.dtype, residual)
     require("block_conv_norm: base", base_taps, (taps, size), residual.dtype, residual)
-    require("block_conv_norm: weight", weight, (size,), residual.dtype, residual)
-    if rows % width or size % groups:
+    require("block_conv_norm: weight", norm_weight, (size,), residual.dtype, residual)
+    if rows % block_width or size % groups:
         raise EspalierError(
-            f"block_conv_norm: {rows} rows in blocks of {width}, and {size} channels in {groups} groups, do not "
+            f"block_conv_norm: {rows} rows in blocks of {block_width}, and {size} channels in {groups} groups, do not "
             "divide: allocate and launch from the same layout"
         )
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -122,7 +125,7 @@ def block_conv_norm(
         block = next_power_of_2(size)
         _block_conv_norm_kernel[(rows,)](
             *(parts.contiguous(), coefficients.contiguous(), base_taps.contiguous(), residual.contiguous()),
-            *(weight.contiguous(), total, out, rows * size, width),
+            *(norm_weight.contiguous(), total, out, rows * size, block_width),
             EPS=eps, ROW_SIZE=size, GROUPS=groups, TAPS=taps, SPLITS=parts.shape[0],
             ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block, num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),
@@ -132,7 +135,7 @@ def block_conv_norm(
 
 @kernel
 def _block_conv_norm_kernel(
-    delta_ptr, coefficients_ptr, base_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, split_stride, width,
+    delta_ptr, coefficients_ptr, base_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, split_stride, block_width,
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +150,7 @@ def _block_conv_norm_kernel(
     for tap in tl.static_range(TAPS):
         base = tl.load(base_ptr + tap * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
         own = tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(ACC_DTYPE)
-        behind = mask & (row % width >= tap)
+        behind = mask & (row % block_width >= tap)
         delta = delta_ptr + (row - tap) * ROW_SIZE + column
         added += load_sum(delta, split_stride, behind, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * (base + own)
     # Each of the three results is rounded as a separate launch would round it.
@@ -155,5 +158,5 @@ def _block_conv_norm_kernel(
     x = x.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
     x = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    tl.store(out_ptr + row * ROW_SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
+    tl.store(out_ptr + row * ROW_SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)

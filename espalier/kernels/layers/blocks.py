@@ -1,8 +1,7 @@
 """Matrices in the block formats of GGUF files (llama.cpp), stored byte for byte as in the file.
 
 A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits and one or two float16 scales.  A block of
-256 values also has a small scale for each group.  A value is scale · integer - minimum.  linear_blocks.py has the
-product.
+256 values also has a small scale for each group.  A value is scale · integer - minimum.  See linear_blocks.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# The decoded parts of blocks: integers [blocks, groups, group]; scales and minima [blocks, groups, 1], float32.  Minima
-# are None for a format without minima.
+# The decoded parts of blocks: integers [blocks, groups, group]; scales, minima or None [blocks, groups, 1], float32.
 DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
 # Bytes of the scales in a block of Q4_K or Q5_K.  The scales begin after two float16 numbers.
-K_SCALE_BYTES = 12
+K_QUANT_SCALE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class BlockType:
     group_values: int
     decode: Callable[[Tensor], DecodedBlocks]
 
-    def row_bytes(self, columns: int) -> int:
-        """Returns bytes of a row of `columns` values, a multiple of `values`."""
-        return columns // self.block_values * self.block_bytes
+    def row_bytes(self, num_columns: int) -> int:
+        """Returns bytes of a row of `num_columns` values, a multiple of `values`."""
+        return num_columns // self.block_values * self.block_bytes
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,14 @@ class BlockMatrix:
     def device(self) -> torch.device:
         return self.blocks.device
 
-    def rows_from(self, first: int) -> "BlockMatrix":
-        """Return rows first .. out-1 as a view."""
-        return replace(self, blocks=self.blocks[first:])
+    def rows_from(self, first_row: int) -> "BlockMatrix":
+        """Returns rows first_row .. out-1 as a view."""
+        return replace(self, blocks=self.blocks[first_row:])
 
 
-def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = None) -> Tensor:
-    """Return rows begin .. end-1 as float32 [rows, in].  The bits equal those of the package `gguf`."""
-    rows = matrix.blocks[begin:end]
+def dequantise_blocks(matrix: BlockMatrix, first_row: int = 0, end_row: int | None = None) -> Tensor:
+    """Returns rows first_row .. end_row-1 as float32 [rows, in].  The bits equal those of the package `gguf`."""
+    rows = matrix.blocks[first_row:end_row]
     integers, scales, minima = matrix.block_type.decode(rows.reshape(-1, matrix.block_type.block_bytes))
     values = integers * scales
     if minima is not None:
@@ -86,7 +84,7 @@ def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
     return (spread & (1 << bits) - 1).flatten(1)
 
 
-def _decode_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
+def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum, fifth bits of all values, their lower four bits."""
     at = 4 if has_minimum else 2
     middle = 16 if has_fifth_bit else 8
@@ -117,10 +115,10 @@ def _unpack_k_scales(block_bytes: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([high & 63, more >> 4 | high >> 2 & 48], 1)
 
 
-def _decode_256(block_bytes: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
+def _decode_blocks_of_256(block_bytes: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
-    scales, minima = _unpack_k_scales(block_bytes[:, 4 : 4 + K_SCALE_BYTES])
-    at = 4 + K_SCALE_BYTES
+    scales, minima = _unpack_k_scales(block_bytes[:, 4 : 4 + K_QUANT_SCALE_BYTES])
+    at = 4 + K_QUANT_SCALE_BYTES
     integers = _unpack_integers(block_bytes[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
     if has_fifth_bit:
         integers = integers | _unpack_integers(block_bytes[:, at : at + 32], 1, 32) << 4
@@ -138,13 +136,13 @@ def _decode_q6_k(block_bytes: Tensor) -> DecodedBlocks:
 BLOCK_TYPES: Mapping[str, BlockType] = {
     type.name: type
     for type in (
-        BlockType("Q4_0", 2, 32, 18, 32, partial(_decode_32, has_minimum=False, has_fifth_bit=False)),
-        BlockType("Q4_1", 3, 32, 20, 32, partial(_decode_32, has_minimum=True, has_fifth_bit=False)),
-        BlockType("Q5_0", 6, 32, 22, 32, partial(_decode_32, has_minimum=False, has_fifth_bit=True)),
-        BlockType("Q5_1", 7, 32, 24, 32, partial(_decode_32, has_minimum=True, has_fifth_bit=True)),
+        BlockType("Q4_0", 2, 32, 18, 32, partial(_decode_blocks_of_32, has_minimum=False, has_fifth_bit=False)),
+        BlockType("Q4_1", 3, 32, 20, 32, partial(_decode_blocks_of_32, has_minimum=True, has_fifth_bit=False)),
+        BlockType("Q5_0", 6, 32, 22, 32, partial(_decode_blocks_of_32, has_minimum=False, has_fifth_bit=True)),
+        BlockType("Q5_1", 7, 32, 24, 32, partial(_decode_blocks_of_32, has_minimum=True, has_fifth_bit=True)),
         BlockType("Q8_0", 8, 32, 34, 32, _decode_q8_0),
-        BlockType("Q4_K", 12, 256, 144, 32, partial(_decode_256, has_fifth_bit=False)),
-        BlockType("Q5_K", 13, 256, 176, 32, partial(_decode_256, has_fifth_bit=True)),
+        BlockType("Q4_K", 12, 256, 144, 32, partial(_decode_blocks_of_256, has_fifth_bit=False)),
+        BlockType("Q5_K", 13, 256, 176, 32, partial(_decode_blocks_of_256, has_fifth_bit=True)),
         BlockType("Q6_K", 14, 256, 210, 16, _decode_q6_k),
     )
 }

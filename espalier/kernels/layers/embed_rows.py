@@ -1,17 +1,15 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
 For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up its embedding, cos and sin.  For a draft model, the second program norms the hidden
-state.
+first program of a row looks up its embedding, cos and sin.  For a draft, the second norms the hidden state.
 """
-
-from __future__ import annotations
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
@@ -69,13 +67,6 @@ def _check_arguments(tokens: Tensor, positions: Tensor, tables: EmbeddingTables,
 
 
 @kernel
-def _norm_row(x, weight_ptr, column, mask, EPS: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    exact = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / HIDDEN_SIZE + EPS)
-    return (exact * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)).to(x.dtype)
-
-
-@kernel
 def _embed_rows_kernel(
     tokens_ptr, positions_ptr, embed_ptr, cos_ptr, sin_ptr,
     x_ptr, residual_ptr, out_cos_ptr, out_sin_ptr, live_ptr,
@@ -99,7 +90,8 @@ def _embed_rows_kernel(
         token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_stride_b), 0), token)
         x = tl.load(embed_ptr + token * HIDDEN_SIZE + column, mask=mask, other=0.0)
         if HAS_DRAFT:
-            x = _norm_row(x, embed_norm_ptr, column, mask, EMBED_EPS, HIDDEN_SIZE, ACC_DTYPE)
+            weight = tl.load(embed_norm_ptr + column, mask=mask, other=0.0)
+            x = norm_row(x.to(ACC_DTYPE), weight, EMBED_EPS, HIDDEN_SIZE, ACC_DTYPE).to(x.dtype)
         tl.store(x_ptr + out, x, mask=mask)
         angle = tl.arange(0, BLOCK_R)
         angle_mask = angle < ROTARY
@@ -112,6 +104,7 @@ def _embed_rows_kernel(
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + b * parents_stride_b + q * parents_stride_q)
         hidden = tl.load(hidden_ptr + b * hidden_stride_b + parent * hidden_stride_r + column, mask=mask, other=0.0)
-        normed = _norm_row(hidden, hidden_norm_ptr, column, mask, HIDDEN_EPS, HIDDEN_SIZE, ACC_DTYPE)
+        weight = tl.load(hidden_norm_ptr + column, mask=mask, other=0.0)
+        normed = norm_row(hidden.to(ACC_DTYPE), weight, HIDDEN_EPS, HIDDEN_SIZE, ACC_DTYPE).to(hidden.dtype)
         tl.store(x_ptr + out + HIDDEN_SIZE, normed, mask=mask)
         tl.store(residual_ptr + row * HIDDEN_SIZE + column, normed if NORMED_RESIDUAL else hidden, mask=mask)

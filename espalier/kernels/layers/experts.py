@@ -15,8 +15,6 @@ the shared experts by column.  The order is the same in every batch.  Below, a p
 order; without a sort, place and pair are the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -24,21 +22,33 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.quantised_products import is_hopper_experts, launch_down, launch_gated
+from espalier.kernels.hopper.plans import supports_hopper_product
+from espalier.kernels.hopper.quantised_products import (
+    hopper_down_kernel,
+    hopper_gate_up_kernel,
+    nibble_launch_options,
+    weight_pointers,
+)
 from espalier.kernels.layers.activation import apply_activation
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options, plan_for
+from espalier.kernels.layers.experts_plan import (
+    ExpertsPlan,
+    ExpertsShape,
+    ProductPlan,
+    choose_experts_plan,
+    quantised_launch_options,
+)
 from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
     ExpertTiles,
     check_shared_experts,
-    make_tiles,
+    make_expert_tiles,
     prefetch_shared_piece,
     rows_of_tile,
     tile_and_expert,
 )
 from espalier.kernels.layers.linear import split_gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
-from espalier.kernels.layers.linear_quantised import MIN_PREFETCHED_LINES, kernel_inputs, stored_values
+from espalier.kernels.layers.linear_quantised import MIN_PREFETCHED_LINES, input_values, kernel_inputs
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_tile import format_constants, kernel_matrix, prefetch_codes, quantised_dot
 from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
@@ -49,33 +59,38 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 
 
 @kernel
-def dense_gate_up(
-    x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
+def dense_gate_and_up(
+    x_ptrs, gate_ptrs, up_offset, row_exists, num_in,
+    NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with rows of x [ROWS, num_in].  Rows not `row_exists` are zeros.
+    """Returns (gate, up) [BLOCK_OUT, ROWS]: the products with rows of x [ROWS, num_in].  Rows not `row_exists` are 0.
 
-    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
+    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], gate_ptrs [BLOCK_OUT, BLOCK_IN].
+    up_offset: from gate to up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
     """
-    ks = tl.arange(0, BLOCK_IN)
-    gate = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
-    up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
-    for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first: unlike inputs, their addresses do not depend on row numbers, which may come late.
-        if EVEN_IN:
-            w_gate = tl.load(gate_ptrs)
-            w_up = tl.load(up_ptrs)
-            x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
-        else:
-            left = num_in - k
-            w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-            w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
-        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
-        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
-        gate_ptrs += BLOCK_IN
-        up_ptrs += BLOCK_IN
-        x_ptrs += BLOCK_IN
+    if NUM_MATRICES == 1:
+        up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
+        gate = up
+    else:
+        ks, up_ptrs = tl.arange(0, BLOCK_IN), gate_ptrs + up_offset
+        gate, up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE), tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
+        for k in range(0, num_in, BLOCK_IN):
+            # Weights are loaded first: unlike those of inputs, their addresses do not depend on row numbers.
+            if EVEN_IN:
+                w_gate = tl.load(gate_ptrs)
+                w_up = tl.load(up_ptrs)
+                x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
+            else:
+                left = num_in - k
+                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
+                w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+                x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+            gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
+            up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
+            gate_ptrs += BLOCK_IN
+            up_ptrs += BLOCK_IN
+            x_ptrs += BLOCK_IN
     return gate, up
 
 
@@ -84,7 +99,7 @@ def dense_product(
     x_ptrs, w_ptrs, row_exists, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_up.  k_end: num_in, or 0 for no product."""
+    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_and_up.  k_end: num_in, or 0 for no product."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
@@ -101,24 +116,6 @@ def dense_product(
     return acc
 
 
-@kernel
-def _dense_gate_and_up(
-    x_ptrs, gate_ptrs, up_offset, row_exists, num_in,
-    NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Returns (gate, up), see dense_gate_up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up."""
-    if NUM_MATRICES == 1:
-        up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
-        gate = up
-    else:
-        up_ptrs = gate_ptrs + up_offset
-        gate, up = dense_gate_up(
-            x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
-        )
-    return gate, up
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -127,7 +124,7 @@ def _gated_kernel(
     x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, num_rows, top_k, num_experts,
-    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     NUM_PIECES: tl.constexpr, NUM_MATRICES: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr, IS_SORTED: tl.constexpr,
     HAS_LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
@@ -137,7 +134,7 @@ def _gated_kernel(
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     shared: [2 · NUM_PIECES · num_out, num_in]; its tiles prefetch PREFETCHED_COLUMNS columns.  None if NUM_PIECES is 0.
-    CODE: None for dense experts.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those of quantised_dot.
+    CODE: None for dense experts.  Else CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
@@ -167,20 +164,20 @@ def _gated_kernel(
             up_at = tl.where(tile < 0, up_at * NUM_PIECES, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        gate, up = _dense_gate_and_up(
+        gate, up = dense_gate_and_up(
             x_ptrs, gate_ptrs, up_at, inside, num_in, NUM_MATRICES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
         )
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
-            x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+            x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
         # Gate and up are one product, so that the pipeline fills only once.
         both = expert * NUM_MATRICES * num_out + weight_rows(
             num_out, NUM_MATRICES * BLOCK_OUT, False, NUM_MATRICES == 2
         )
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, NUM_MATRICES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, NUM_MATRICES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         gate, up = split_gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if NUM_MATRICES == 2 else (acc, acc)
     if bias_ptr is not None:
@@ -199,16 +196,15 @@ def _down_kernel(
     x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
-    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, HAS_LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without an
-    expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without expert.
 
     x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
-    shared: [num_out, NUM_PIECES · num_in].  The weight of its pieces is 1.
+    shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
     PREFETCHED_LINES: as in _linear_quantised_kernel.
     """
     pdl_trigger(USE_PDL)
@@ -243,10 +239,10 @@ def _down_kernel(
         x_row = place.to(tl.int64)
         x_scale_ptrs = None
         if x_scales_ptr is not None:
-            x_scale_ptrs = x_scales_ptr + x_row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+            x_scale_ptrs = x_scales_ptr + x_row * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + x_row * num_in, x_scale_ptrs, inside, num_in, 0, k_end,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(ACC_DTYPE)[:, None]
@@ -262,13 +258,13 @@ def grouped_experts(
     x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
-    ids: Tensor,
-    weights: Tensor,
-    live: Tensor | None = None,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    live_rows: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     num_extra_parts: int = 0,
-    shared: SharedExperts | None = None,
+    shared_experts: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """See ops/experts.py.  x is bfloat16, float16, float32 (IEEE products) or float64; weights and biases contiguous.
@@ -276,25 +272,25 @@ def grouped_experts(
     With one plan, the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
-    num_rows, hidden = stored_values(x).shape
-    _check_arguments(x, gate_up, down, ids, weights, biases, activation)
+    num_rows, hidden = input_values(x).shape
+    _check_arguments(x, gate_up, down, expert_ids, routing_weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
-    if shared is not None:
+    num_experts, inner, top_k = gate_up.shape[0], down.shape[2], expert_ids.shape[1]
+    if shared_experts is not None:
         is_plain = isinstance(gate_up, Tensor) and biases is None and activation.is_silu
-        check_shared_experts(shared, stored_values(x), inner, is_plain)
-    if weights.numel() * hidden == 0:
-        pieces = 0 if shared is None else shared.num_pieces(inner)
-        return weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
+        check_shared_experts(shared_experts, input_values(x), inner, is_plain)
+    if routing_weights.numel() * hidden == 0:
+        pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
+        return routing_weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
     if plan is None:
         shape = ExpertsShape(num_experts, top_k, hidden, inner)
-        plan = plan_for(shape, num_rows, x.dtype, chip(ids), (gate_up, down))
-    tiles = make_tiles(ids, live, num_experts, plan.rows)
-    gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
-    return down_triton(gated, down, weights, tiles, plan.down, down_bias, num_extra_parts, shared)
+        plan = choose_experts_plan(shape, num_rows, x.dtype, chip(expert_ids), (gate_up, down))
+    tiles = make_expert_tiles(expert_ids, live_rows, num_experts, plan.tile_rows)
+    gated = launch_gate_and_up(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared_experts)
+    return launch_down(gated, down, routing_weights, tiles, plan.down, down_bias, num_extra_parts, shared_experts)
 
 
-def gated_triton(
+def launch_gate_and_up(
     x: InputRows,
     gate_up: ExpertMatrix,
     tiles: ExpertTiles,
@@ -302,24 +298,29 @@ def gated_triton(
     plan: ProductPlan,
     bias: Tensor | None = None,
     activation: Activation = SILU,
-    shared: SharedExperts | None = None,
+    shared_experts: SharedExperts | None = None,
 ) -> Tensor:
     """Return the activation of each pair and piece, in order of place: [N·(K + S), I]."""
     num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.num_matrices
     inner = wide // halves
     operands, constants = _product_operands(x, gate_up)
-    pieces = 0 if shared is None else shared.num_pieces(inner)
+    pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.tile_experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.tile_experts)
     if (
         isinstance(gate_up, QuantisedMatrix)
         and halves == 2
-        and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out))
+        and supports_hopper_product(operands[0], gate_up, tiles.tile_rows, plan.tile_shape(2), chip(out))
     ):
-        launch_gated(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
+        hopper_gate_up_kernel[grid](
+            *(operands[0], *weight_pointers(gate_up), bias, *tiles.pointers, out, inner, hidden),
+            *(operands[0].stride(0), top_k, num_experts), **activation.constexpr_arguments,
+            IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+            **nibble_launch_options(gate_up, tiles.tile_rows, grid, chip(out)),
+        )  # fmt: skip
         return out
     _gated_kernel[grid](
-        *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
+        *(*operands, bias, None if shared_experts is None else shared_experts.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
         **constants, **activation.constexpr_arguments, NUM_MATRICES=halves,
         PREFETCHED_COLUMNS=PREFETCHED_STEPS * max(plan.block_in, 64),
@@ -328,29 +329,36 @@ def gated_triton(
     return out
 
 
-def down_triton(
+def launch_down(
     activations: Tensor,
     down: ExpertMatrix,
-    weights: Tensor,
+    routing_weights: Tensor,
     tiles: ExpertTiles,
     plan: ProductPlan,
     bias: Tensor | None = None,
     num_extra_parts: int = 0,
-    shared: SharedExperts | None = None,
+    shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  activations: of gated_triton."""
+    """Returns parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  See launch_gate_and_up."""
     num_experts, hidden, inner = down.shape
-    num_rows, top_k = weights.shape
-    pieces = 0 if shared is None else shared.num_pieces(inner)
-    parts = weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
+    num_rows, top_k = routing_weights.shape
+    pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
+    parts = routing_weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
     operands, constants = _product_operands(activations, down)
     grid = -(-hidden // plan.block_out), pieces + len(tiles.tile_experts)
-    if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
-        launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
+    if isinstance(down, QuantisedMatrix) and supports_hopper_product(
+        operands[0], down, tiles.tile_rows, plan.tile_shape(1), chip(parts)
+    ):
+        hopper_down_kernel[grid](
+            *(operands[0], *weight_pointers(down), bias, routing_weights.contiguous(), *tiles.pointers, parts),
+            *(hidden, inner, num_rows, top_k, num_experts),
+            IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+            **nibble_launch_options(down, tiles.tile_rows, grid, chip(parts)),
+        )  # fmt: skip
         return parts
     _down_kernel[grid](
-        *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
-        *(parts, hidden, inner, num_rows, top_k, num_experts),
+        *(*operands, bias, None if shared_experts is None else shared_experts.down),
+        *(routing_weights.contiguous(), *tiles.pointers, parts, hidden, inner, num_rows, top_k, num_experts),
         **constants, PREFETCHED_LINES=MIN_PREFETCHED_LINES,
         **_launch_options(activations.dtype, down, tiles, plan, 1, pieces, grid),
     )  # fmt: skip
@@ -360,11 +368,12 @@ def down_triton(
 def _product_operands(
     x: InputRows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
-    """(the first arguments: x, its scales, w, its scales and zeros; quantised_dot's constexpr arguments)."""
+    """Returns (x, scales of x, w, scales of w, zeros of w) and the constexpr arguments of quantised_dot."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         x = x if x.stride(1) == 1 else x.contiguous()
-        return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
+        constants = {"CODE": None, "GROUP_SIZE": 0, "ROWS_PER_SCALE": 1, "INPUT_GROUP_SIZE": 0}
+        return (x, None, weight, None, None), constants
     inputs, scales = kernel_inputs(x, weight)
     return (inputs, scales, *kernel_matrix(weight)), format_constants(weight)
 
@@ -375,23 +384,24 @@ def _launch_options(
     tiles: ExpertTiles,
     plan: ProductPlan,
     num_matrices: int,
-    pieces: int,
+    num_pieces: int,
     grid: Any,
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, else 1."""
+    """Returns constexpr arguments and launch options.  num_matrices: 2 if a program multiplies gate and up, else 1."""
     gpu = chip(tiles.tile_experts)
     if isinstance(weight, Tensor):
-        stages = plan.fitting_stages(gpu, num_matrices, tiles.rows, weight.itemsize)
-        if pieces:
-            stages = plan.one_wave_stages(gpu, stages, num_matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
+        stages = plan.fitting_stages(gpu, num_matrices, tiles.tile_rows, weight.itemsize)
+        if num_pieces:
+            sizes = num_matrices, tiles.tile_rows, weight.itemsize
+            stages = plan.one_wave_stages(gpu, stages, *sizes, num_programs=grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
-        own = launch_options(plan, weight, num_matrices, tiles.rows, gpu)
+        own = quantised_launch_options(plan, weight, num_matrices, tiles.tile_rows, gpu)
     return own | {
-        "NUM_PIECES": pieces,
-        "IS_SORTED": tiles.rows > 1,
+        "NUM_PIECES": num_pieces,
+        "IS_SORTED": tiles.tile_rows > 1,
         "HAS_LIVE": tiles.live is not None,
-        "ROWS": block_rows(tiles.rows),
+        "ROWS": block_rows(tiles.tile_rows),
         "BLOCK_OUT": plan.block_out,
         "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
         "ACC_DTYPE": acc_dtype(dtype),
@@ -404,13 +414,13 @@ def _check_arguments(
     x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
-    ids: Tensor,
-    weights: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
     biases: ExpertBiases | None,
     activation: Activation,
 ) -> None:
     inner = num_up_columns(gate_up.shape[1], activation)
-    (num_rows, hidden), values = stored_values(x).shape, stored_values(x)
+    (num_rows, hidden), values = input_values(x).shape, input_values(x)
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
@@ -424,8 +434,8 @@ def _check_arguments(
             columns = shape[2] if matrix.code == "fp8" else shape[2] // 2
             require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, values)
             contiguous += matrix.tensors
-    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, values)
-    require("grouped_experts: weights", weights, tuple(ids.shape), exact, values)
+    require("grouped_experts: ids", expert_ids, (num_rows, -1), torch.int64, values)
+    require("grouped_experts: weights", routing_weights, tuple(expert_ids.shape), exact, values)
     if biases is not None:
         require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, values)
         require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, values)

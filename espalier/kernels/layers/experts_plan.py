@@ -7,8 +7,6 @@ Quantised experts share the inner loop of quantised linear layers.  Without meas
 of these layers, with at least one tile for each expert that has rows.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,9 @@ from espalier.kernels.layers.linear_plans import (
     DTYPES,
     MIN_BLOCK_ROWS,
     RESERVED_SHARED_MEMORY,
-    Key,
-    Size,
+    MatrixSize,
     TritonPlan,
+    TuningKey,
     TuningSchema,
     block_rows,
 )
@@ -78,16 +76,16 @@ MIN_STAGES = 3
 MIN_PROGRAMS_PER_PROCESSOR = 2
 # The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
 # expert's last tile is empty (docs/log.md).
-MAX_NIBBLE_ROWS = 64
+MAX_NIBBLE_TILE_ROWS = 64
 # Up to this mean number of pairs per expert, tiles have FEW_ROWS rows, if a kernel supports such tiles.
-FEW_PAIRS = 4
+MAX_PAIRS_OF_SMALL_TILES = 4
 
 log = logging.getLogger(__name__)
 
 
-def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
+def expected_active_experts(num_experts: int, top_k: int, num_rows: int) -> float:
     """Returns the expected number of experts with rows, if routing is uniform and rows are independent."""
-    return float(num_experts * (1 - (1 - top_k / num_experts) ** rows))
+    return float(num_experts * (1 - (1 - top_k / num_experts) ** num_rows))
 
 
 @dataclass(frozen=True)
@@ -104,29 +102,29 @@ class ExpertsShape:
     num_matrices: int = 2
 
     @property
-    def size(self) -> tuple[int, int]:
-        """(hidden, inner)"""
+    def matrix_size(self) -> tuple[int, int]:
+        """Returns (hidden_size, inner_size)."""
         return self.hidden_size, self.inner_size
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights, at two bytes per number."""
+        """The bytes of one expert's weights, at two bytes per number."""
         return 2 * (self.num_matrices + 1) * self.hidden_size * self.inner_size
 
-    def flops(self, rows: int) -> int:
+    def flops(self, num_rows: int) -> int:
         """FLOPs of the products of all rows with their experts."""
-        return self.expert_bytes * self.top_k * rows
+        return self.expert_bytes * self.top_k * num_rows
 
-    def active_experts(self, rows: int) -> float:
+    def active_experts(self, num_rows: int) -> float:
         """Returns the expected number of experts with rows, see expected_active_experts."""
-        return expected_active_experts(self.num_experts, self.top_k, rows)
+        return expected_active_experts(self.num_experts, self.top_k, num_rows)
 
-    def bucket(self, rows: int) -> int:
+    def pairs_bucket(self, num_rows: int) -> int:
         """Returns the index of the bucket in PAIRS_BUCKETS.
 
-        rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
+        num_rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
         """
-        pairs = next_power_of_2(rows) * self.top_k / self.num_experts
+        pairs = next_power_of_2(num_rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
 
@@ -143,32 +141,32 @@ class ProductPlan:
     warps: int
     stages: int
 
-    def tile(self, num_matrices: int) -> tuple[int, int, int]:
+    def tile_shape(self, num_matrices: int) -> tuple[int, int, int]:
         """(block_out, block_in, warps) of the one product of gate and up (matrices 2), or of down (matrices 1)."""
         return num_matrices * self.block_out, self.block_in, self.warps
 
-    def stage_bytes(self, num_matrices: int, rows: int, itemsize: int) -> int:
-        return (num_matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
+    def stage_bytes(self, num_matrices: int, tile_rows: int, itemsize: int) -> int:
+        return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
-    def fitting_stages(self, gpu: Chip, num_matrices: int, rows: int, itemsize: int) -> int:
-        """Returns the number of stages that fit the chip.  The number changes no result."""
-        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, rows, itemsize)
+    def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
+        """Returns the number of stages that fit the chip.  The number of stages changes no result."""
+        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
     def one_wave_stages(
-        self, gpu: Chip, max_stages: int, num_matrices: int, rows: int, itemsize: int, num_programs: int
+        self, gpu: Chip, max_stages: int, num_matrices: int, tile_rows: int, itemsize: int, num_programs: int
     ) -> int:
         """Returns the most stages for all programs to run at once; `max_stages` if these are under MIN_STAGES."""
         shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
-        fitting = shared_memory // self.stage_bytes(num_matrices, rows, itemsize)
+        fitting = shared_memory // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """rows: the most pairs of a tile, all of one expert.  If rows is 1, each pair is a tile, and nothing is sorted."""
+    """tile_rows: the most pairs of a tile, all of one expert; 1: each pair is a tile, and nothing is sorted."""
 
-    rows: int
+    tile_rows: int
     gated: ProductPlan
     down: ProductPlan
 
@@ -178,7 +176,7 @@ ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
 def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
-    """The plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two bytes.
+    """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in 16-bit dtypes.
 
     num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
@@ -187,13 +185,12 @@ def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[Produc
     return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
 
 
-def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+def experts_plan_by_rule(shape: ExpertsShape, num_rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     """Returns the plan of an unmeasured size: a tile holds the mean number of pairs per expert."""
-    pairs = next_power_of_2(rows) * shape.top_k
+    pairs = next_power_of_2(num_rows) * shape.top_k
     tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # float32 products are IEEE and do not use tensor cores.  A float32 tile must be small, because it stays in
-        # registers.
+        # float32 products are IEEE and do not use tensor cores.  Their tiles must fit in registers.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
@@ -212,19 +209,19 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
 
 
-# Registers of a multiprocessor, and the most and the fewest of a thread: with fewer, values would spill to memory.
-# Registers of a thread are a multiple of REGISTER_UNIT.
+# Registers per multiprocessor, and the most and the fewest per thread.  With fewer, values would spill to memory.
+# A thread's registers are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
-OTHER_REGISTERS = 96
+NON_SUM_REGISTERS = 96
 WARP_THREADS = 32
 # Steps of a loop that are not yet in the pipeline at the start.
-STEPS_BEHIND_THE_PIPELINE = 2
+STEPS_OUTSIDE_PIPELINE = 2
 
 
 def quantised_plan_by_rule(
     shape: ExpertsShape,
-    rows: int,
+    num_rows: int,
     plan: ExpertsPlan,
     gate_up: Tensor | QuantisedMatrix,
     down: Tensor | QuantisedMatrix,
@@ -232,46 +229,46 @@ def quantised_plan_by_rule(
 ) -> ExpertsPlan:
     """Returns the plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Dense matrices keep this plan.  The tile rows stay, but are at most
-    MAX_NIBBLE_ROWS for 4-bit weights.
+    plan: the plan of dense experts.  Dense matrices keep this plan.  4 bits: at most MAX_NIBBLE_TILE_ROWS rows.
     """
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
-        plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
+        plan = replace(plan, tile_rows=min(plan.tile_rows, MAX_NIBBLE_TILE_ROWS))
     # Rows are rounded up, so that a batch has the same plan with and without padding.
-    rows = next_power_of_2(rows)
-    pairs = rows * shape.top_k
+    num_rows = next_power_of_2(num_rows)
+    pairs = num_rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
-    num_tiles = pairs if plan.rows == 1 else max(round(shape.active_experts(rows)), -(-pairs // plan.rows))
-    tile = block_rows(plan.rows)
+    active_experts = round(shape.active_experts(num_rows))
+    num_tiles = pairs if plan.tile_rows == 1 else max(active_experts, -(-pairs // plan.tile_rows))
+    tile = block_rows(plan.tile_rows)
     return ExpertsPlan(
-        plan.rows,
+        plan.tile_rows,
         plan.gated if isinstance(gate_up, Tensor) else _quantised_product_plan(gate_up, tile, num_tiles, halves, gpu),
         plan.down if isinstance(down, Tensor) else _quantised_product_plan(down, tile, num_tiles, 1, gpu),
     )
 
 
 def _quantised_product_plan(
-    weight: QuantisedMatrix, tile: int, num_tiles: int, num_matrices: int, gpu: Chip
+    weight: QuantisedMatrix, tile_rows: int, num_tiles: int, num_matrices: int, gpu: Chip
 ) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
-        input_bytes = 2 if weight.inputs is None else 1
+        input_bytes = 2 if weight.input_scales is None else 1
         # Large tiles of many pairs are slower than the tiles of grouped scales (docs/log.md).
-        grouped = weight.group < num_in or tile > MEMORY_BOUND_ROWS
+        grouped = weight.group_size < num_in or tile_rows > MEMORY_BOUND_ROWS
         # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
-        plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
+        plan = fp8_plan_by_rule(tile_rows, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
-        plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
+        plan = nibble_plan_by_rule(tile_rows, num_tiles, num_out, num_in, weight.code, 1, gpu)
     # More stages than the loop needs would take shared memory from other programs.
-    stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
+    stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_OUTSIDE_PIPELINE, MIN_STAGES))
     return ProductPlan(plan.block_out // num_matrices, plan.block_in, plan.warps, stages)
 
 
-def launch_options(
-    plan: ProductPlan, weight: QuantisedMatrix, num_matrices: int, rows: int, gpu: Chip
+def quantised_launch_options(
+    plan: ProductPlan, weight: QuantisedMatrix, num_matrices: int, tile_rows: int, gpu: Chip
 ) -> dict[str, Any]:
-    """BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down; rows: rows per tile.
+    """Returns BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down.
 
     BLOCK_IN does not span two groups of columns.  num_stages is at most what fits.  maxnreg lets as many programs share
     a multiprocessor as its shared memory allows.  But with FP8, a thread has registers for two sums of its part of a
@@ -279,50 +276,51 @@ def launch_options(
     """
     block_in = min(plan.block_in, max_block_in(weight))
     one_stage = TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1)
-    of_stage = stage_bytes(one_stage, block_rows(rows), weight)
+    of_stage = stage_bytes(one_stage, block_rows(tile_rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
-    sums = num_matrices * plan.block_out * block_rows(rows) // (WARP_THREADS * plan.warps)
-    least = 2 * sums + OTHER_REGISTERS if weight.code == "fp8" else 0
+    sums = num_matrices * plan.block_out * block_rows(tile_rows) // (WARP_THREADS * plan.warps)
+    least = 2 * sums + NON_SUM_REGISTERS if weight.code == "fp8" else 0
     units = REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT
     registers = max(units * REGISTER_UNIT, least, MIN_REGISTERS)
     maxnreg = registers if registers < MAX_REGISTERS else None
     return {"BLOCK_IN": block_in, "num_stages": stages, "maxnreg": maxnreg}
 
 
-def plan_for(
+def choose_experts_plan(
     shape: ExpertsShape,
-    rows: int,
+    num_rows: int,
     dtype: torch.dtype,
     gpu: Chip,
     matrices: tuple[Tensor | QuantisedMatrix, Tensor | QuantisedMatrix] | None = None,
 ) -> ExpertsPlan:
     """Returns the plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
-    plan = _measured_plan_or_rule(shape, rows, dtype, gpu)
+    plan = _dense_experts_plan(shape, num_rows, dtype, gpu)
     # A single row has distinct experts, so its pairs need no sort.
-    plan = replace(plan, rows=1) if rows == 1 else plan
+    plan = replace(plan, tile_rows=1) if num_rows == 1 else plan
     if matrices is None:
         return plan
-    is_few = plan.rows == MIN_BLOCK_ROWS and next_power_of_2(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
+    most_pairs = MAX_PAIRS_OF_SMALL_TILES * shape.num_experts
+    is_few = plan.tile_rows == MIN_BLOCK_ROWS and next_power_of_2(num_rows) * shape.top_k <= most_pairs
     if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
-        few = quantised_plan_by_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
+        few = quantised_plan_by_rule(shape, num_rows, replace(plan, tile_rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
-        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE_SHAPE:
+        if has_gate and few.gated.tile_shape(2) == few.down.tile_shape(1) == TILE_SHAPE:
             # Tiles of FEW_ROWS rows need half of the multiplications, and an expert seldom has more pairs.
             return few
-    return quantised_plan_by_rule(shape, rows, plan, *matrices, gpu)
+    return quantised_plan_by_rule(shape, num_rows, plan, *matrices, gpu)
 
 
-def _measured_plan_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+def _dense_experts_plan(shape: ExpertsShape, num_rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
-        plans = EXPERTS_TUNING.measured(gpu, dtype)
+        plans = EXPERTS_TUNING.measured_plans(gpu, dtype)
         if plans:
-            return _plans_of_nearest_size(plans, shape.size)[shape.bucket(rows)]
-    return experts_plan_by_rule(shape, rows, dtype, gpu)
+            return _plans_of_nearest_size(plans, shape.matrix_size)[shape.pairs_bucket(num_rows)]
+    return experts_plan_by_rule(shape, num_rows, dtype, gpu)
 
 
-def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> ExpertsPlans:
+def _plans_of_nearest_size(plans: Mapping[MatrixSize, ExpertsPlans], size: MatrixSize) -> ExpertsPlans:
     """Returns the plans of this size, or of the size nearest in bytes; among equally near sizes, the first."""
     own = plans.get(size)
     if own is not None:
@@ -330,18 +328,18 @@ def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> Ex
     return plans[min(plans, key=lambda known: abs(math.log(known[0] * known[1] / (size[0] * size[1]))))]
 
 
-def _log_plans(key: Key, plans: Mapping[Size, ExpertsPlans], sources: Sequence[str]) -> None:
+def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources: Sequence[str]) -> None:
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 
 
-def _plan_from_json(fields: dict[str, Any], size: Size) -> ExpertsPlan:
-    return ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
+def _plan_from_json(plan_json: dict[str, Any], size: MatrixSize) -> ExpertsPlan:
+    return ExpertsPlan(plan_json["rows"], ProductPlan(*plan_json["gated"]), ProductPlan(*plan_json["down"]))
 
 
 def _plan_to_json(plan: ExpertsPlan) -> dict[str, Any]:
     """Returns the fields of a plan in the file: block_out, block_in, warps and stages of each product."""
-    return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
+    return {"rows": plan.tile_rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 
 EXPERTS_TUNING = TuningSchema(

@@ -5,11 +5,8 @@ shared MLP whose width is S times that of a routed expert is cut into S pieces o
 rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  These
 tiles come first, and prefetch weights before the routing is complete.
 
-For more rows the caller runs the shared MLP in separate launches: they fill the chip, and a dense product reads a
-weight once for all rows.
+For more rows the caller runs the shared MLP in separate launches: they fill the chip, and read a weight once.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -23,18 +20,16 @@ from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
-# The most pairs that a sorting program reads per step.  A program reads all pairs, so it has up to 1024 threads, the
-# maximum.
+# The most pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# The fewest pairs of a step, and threads.  With fewer pairs than threads, some threads would hold copies of pairs, and
-# tl.histogram would count the copies.
+# The fewest pairs of a step, and threads.  With fewer pairs than threads, tl.histogram would count copies of pairs.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
 # More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
-WARP_EXPERTS = 512
+EXPERTS_PER_WARP = 512
 
 
 @kernel
@@ -73,8 +68,7 @@ def _sort_pairs_kernel(
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
-    Each program reads all pairs, so the sort is stable and needs no atomics.  counts: from _count_pairs_kernel; None
-    to count here.
+    Each program reads all pairs, so the sort is stable.  counts: of _count_pairs_kernel; None: count here.
     """
     pdl_trigger_and_wait(USE_PDL)
     own = tl.program_id(0)
@@ -109,16 +103,16 @@ def _sort_pairs_kernel(
 
 @kernel
 def pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Returns (place, inside, pair), each [ROWS]: each pair's index in `order`, whether it exists, and its number."""
     if IS_SORTED:
-        place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
+        place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
         pair = tl.load(order_ptr + place, mask=inside, other=0)
     else:
-        place = tile + tl.arange(0, ROWS)
-        inside = place == tile
+        place = tile_index + tl.arange(0, ROWS)
+        inside = place == tile_index
         pair = tl.where(inside, place, 0)
     return place, inside, pair
 
@@ -127,14 +121,14 @@ def pairs_of_tile(
 class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
-    rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
+    tile_rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
     expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
     tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
-    live: as in grouped_experts.  With rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not read.
+    live: as in grouped_experts.  If tile_rows is 1, `tile_experts` is ids [N·K], and the next three are not read.
     """
 
-    rows: int
+    tile_rows: int
     tile_experts: Tensor
     tile_begins: Tensor
     pair_order: Tensor
@@ -147,66 +141,64 @@ class ExpertTiles:
         return self.pair_order, self.pair_ends, self.tile_experts, self.tile_begins, live
 
 
-def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
-    """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
+def make_expert_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts: int, tile_rows: int) -> ExpertTiles:
+    """Returns the tiles of expert_ids [N, K].  tile_rows: the most pairs of a tile.
     Raises EspalierError for wrong shapes or dtypes."""
-    if live is not None:
-        require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
-        live = live.contiguous()
-    ids = ids.contiguous()
-    if rows == 1:
-        flat = ids.flatten()
-        return ExpertTiles(rows, flat, flat, flat, flat, live)
-    return _sorted_tiles(ids, live, num_experts, rows)
-
-
-def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
-    num_pairs, top_k = ids.numel(), ids.shape[1]
+    if live_rows is not None:
+        require("grouped_experts: live", live_rows, (expert_ids.shape[0],), torch.bool, expert_ids)
+        live_rows = live_rows.contiguous()
+    expert_ids = expert_ids.contiguous()
+    if tile_rows == 1:
+        flat = expert_ids.flatten()
+        return ExpertTiles(tile_rows, flat, flat, flat, flat, live_rows)
+    num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     block = min(next_power_of_2(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
-    num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
+    num_tiles = num_pairs // tile_rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
-        torch.empty(size, dtype=torch.int32, device=ids.device)
+        torch.empty(size, dtype=torch.int32, device=expert_ids.device)
         for size in (num_pairs, num_experts + 1, num_tiles, num_tiles)
     )
-    grid, counts, pairs = (num_experts + 1,), None, (ids, ids if live is None else live)
+    grid, counts, pairs = (num_experts + 1,), None, (expert_ids, expert_ids if live_rows is None else live_rows)
     options = {
         "TOP_K": top_k,
         "NUM_EXPERTS": num_experts,
-        "HAS_LIVE": live is not None,
+        "HAS_LIVE": live_rows is not None,
         "BLOCK": block,
         "num_warps": max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP_THREADS,
-        **pdl_arguments(chip(ids)),
+        **pdl_arguments(chip(expert_ids)),
     }
     if num_pairs > MAX_HISTOGRAM_PAIRS:
-        counts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        counts = torch.empty(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
         _count_pairs_kernel[grid](*pairs, counts, num_pairs, **options)
     bins = next_power_of_2(max(num_experts + 2, WARP_THREADS))
     _sort_pairs_kernel[grid](
-        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, NUM_BINS=bins, ROWS=rows, **options
+        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, NUM_BINS=bins, ROWS=tile_rows, **options
     )
-    return ExpertTiles(rows, experts, begins, order, ends, live)
+    return ExpertTiles(tile_rows, experts, begins, order, ends, live_rows)
 
 
 # The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.
 PREFETCHED_STEPS = 1
 
 
-def check_shared_experts(shared: SharedExperts, x: Tensor, inner_size: int, is_plain: bool) -> None:
+def check_shared_experts(
+    shared_experts: SharedExperts, x: Tensor, inner_size: int, is_dense_silu_without_bias: bool
+) -> None:
     """Check the shared experts for grouped_experts.
 
-    is_plain: whether the routed experts are dense, without biases, and their activation is silu.
+    is_dense_silu_without_bias: whether the routed experts are dense, without biases, and their activation is silu.
     Raises EspalierError if not, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
     """
-    (num_rows, hidden), wide = x.shape, shared.down.shape[1]
-    require("grouped_experts: shared gate_up", shared.gate_up, (2 * wide, hidden), x.dtype, x)
-    require("grouped_experts: shared down", shared.down, (hidden, wide), x.dtype, x)
-    is_contiguous = shared.gate_up.is_contiguous() and shared.down.is_contiguous()
-    if not is_plain or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
+    (num_rows, hidden), wide = x.shape, shared_experts.down.shape[1]
+    require("grouped_experts: shared gate_up", shared_experts.gate_up, (2 * wide, hidden), x.dtype, x)
+    require("grouped_experts: shared down", shared_experts.down, (hidden, wide), x.dtype, x)
+    is_contiguous = shared_experts.gate_up.is_contiguous() and shared_experts.down.is_contiguous()
+    if not is_dense_silu_without_bias or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
         raise EspalierError(
             f"grouped_experts: shared experts run beside dense ones without biases, with silu, if they are contiguous, "
             f"a whole number times {inner_size} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
-            f"{wide}, strides {shared.down.stride()} and {num_rows} rows: run them as an MLP of their own"
+            f"{wide}, strides {shared_experts.down.stride()} and {num_rows} rows: run them as an MLP of their own"
         )
 
 
@@ -216,8 +208,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: the number of shared
-    pieces.
+    expert: num_experts for pairs without expert, -1 for no tile.  NUM_PIECES: the pieces of the shared experts.
     """
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
@@ -231,7 +222,7 @@ def tile_and_expert(
 
 @kernel
 def rows_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, num_rows, top_k,
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert, num_rows, top_k,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Returns (place, inside, row, part), each [ROWS].
@@ -241,15 +232,15 @@ def rows_of_tile(
     Shared pieces come after the pairs: in `place` row by row, in `part` from top_k on.
     """
     if NUM_PIECES == 0:
-        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
+        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
         row, part = pair // top_k, pair % top_k
     else:
-        if tile < 0:
+        if tile_index < 0:
             row = tl.arange(0, ROWS)
-            part = tl.zeros((ROWS,), tl.int32) + top_k + tile + NUM_PIECES
+            part = tl.zeros((ROWS,), tl.int32) + top_k + tile_index + NUM_PIECES
             place, inside = part * num_rows + row, row < num_rows
         else:
-            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
+            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
             row, part = pair // top_k, pair % top_k
     return place, inside, row, part
 
@@ -304,8 +295,7 @@ def _route_kernel(
         left = inside & is_in_best_group(
             choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
-    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  The keys are integers, because a warp finds the largest
-    # 32-bit integer with one instruction.
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
     chosen = expert < 0
@@ -332,8 +322,7 @@ def is_in_best_group(
     selection_scores, expert, is_expert, GROUP_EXPERTS: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns [BLOCK] bool: whether each expert's group of GROUP_EXPERTS neighbours is one of the best TOPK_GROUP
-    groups."""
+    """Returns [BLOCK] bool: whether the group of GROUP_EXPERTS experts around it is among the best TOPK_GROUP."""
     group = expert // GROUP_EXPERTS
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):
@@ -354,8 +343,7 @@ def is_in_best_group(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Tolerance of weights:
-    1e-5 of each."""
+    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Weights: within 1e-5."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)
@@ -366,7 +354,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
-        # A constexpr argument, because a run-time value would be rounded to float32.
+        # SCALE is a constexpr argument, because a run-time value would be rounded to float32.
         _route_kernel[(num_rows,)](
             *(parts, parts if bias is None else bias.contiguous(), None if scale is None else scale.contiguous()),
             *(ids, weights, *parts.stride()[:2]),
@@ -374,7 +362,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
             HAS_BIAS=bias is not None, LOGIT_BIAS=routing.logit_bias, NORMALIZES_WEIGHTS=routing.norm_topk_prob,
             NORM_EPS=routing.norm_eps, SCALE=routing.routed_scaling_factor, N_GROUP=routing.n_group,
             TOPK_GROUP=routing.topk_group, TOP2_SUM=routing.group_score == "top2_sum",
-            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // WARP_EXPERTS, 1),
+            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // EXPERTS_PER_WARP, 1),
             **pdl_arguments(chip(logits)),
         )  # fmt: skip
     return ids, weights

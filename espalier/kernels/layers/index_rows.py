@@ -6,15 +6,13 @@ programs rotate queries in place.
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, rotated_halves, store_halves
-from espalier.kernels.ops.selection import IndexRows
+from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, load_rotated_halves, store_halves
+from espalier.kernels.ops.selection import IndexerInputs
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -73,7 +71,7 @@ def _rotate_heads(
     """Rotate BLOCK_H query heads of a row, from head `first_head` on, in place."""
     head = (first_head + tl.arange(0, BLOCK_H))[:, None]
     mask = head < HEADS
-    left, right = rotated_halves(
+    left, right = load_rotated_halves(
         q_ptr + head * q_stride_h, cos_ptr, sin_ptr, mask, ROTARY, INTERLEAVED, ACC_DTYPE, BLOCK
     )
     # All warps must read their values before one of them writes.
@@ -105,14 +103,14 @@ def _index_rows_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  Overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
-    q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
+def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
+    """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: an ulp of the dtype and a few of float32."""
+    q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
     require("index rows: k", k, (count, size), q.dtype, q)
     require("index rows: plane", plane, (-1, 1, size), q.dtype, q)
-    require("index rows: rows", rows, (count,), torch.int64, q)
+    require("index rows: rows", cache_rows, (count,), torch.int64, q)
     require("index rows: weight", norm.weight, (size,), q.dtype, q)
     require("index rows: bias", norm.bias, (size,), q.dtype, q)
     for name in ("cos", "sin"):
@@ -124,10 +122,10 @@ def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Ten
     block_h = min(HEADS_PER_PROGRAM, next_power_of_2(heads))
     if count:
         _index_rows_kernel[(count, 1 + -(-heads // block_h))](
-            *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, rows, plane),
+            *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, cache_rows, plane),
             *(*q.stride()[:2], k.stride(0), rotation.cos.stride(0), rotation.sin.stride(0)),
-            *(rows.stride(0), plane.stride(0)),
-            EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=index.interleaved,
+            *(cache_rows.stride(0), plane.stride(0)),
+            EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=indexer_inputs.interleaved,
             ACC_DTYPE=acc_dtype(q.dtype), BLOCK_H=block_h, BLOCK_SIZE=next_power_of_2(size),
             BLOCK=next_power_of_2(rotary // 2), num_warps=NUM_WARPS, **pdl_arguments(chip(q)),
         )  # fmt: skip

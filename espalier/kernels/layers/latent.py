@@ -11,8 +11,6 @@ for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS,
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +19,9 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.ops.rope import (
-    MAX_HEAD_INPUTS,
-    MAX_HEAD_ROWS,
-    LatentDestination,
-    check_latent_sizes,
-)
+from espalier.kernels.ops.rope import MAX_HEAD_INPUTS, MAX_HEAD_ROWS, LatentDestination, check_latent_sizes
 from espalier.kernels.runtime.jit import divide_and_clamp, kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
@@ -40,14 +34,14 @@ NUM_WARPS = 4
 
 @kernel
 def multiply_head(
-    x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h, w_stride_in,
-    w_stride_out, out_stride_n, out_stride_h,
+    x_ptr, w_ptr, out_ptr, block_index, head, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h,
+    w_stride_in, w_stride_out, out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a head's outputs for all rows.  The matrix is loaded before the PDL wait."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
-    column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = block_index * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     # The matrix may be loaded before the wait, because no kernel writes weights.
     w = tl.load(
         w_ptr + head * w_stride_h + column[:, None] * w_stride_out + k[None, :] * w_stride_in,
@@ -91,7 +85,7 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, dict[str, int]]:
-    """(blocks of outputs of a head, sizes of a block) for multiply_head.  Raises EspalierError as head_product does."""
+    """Returns (output blocks per head, sizes of a block) for multiply_head.  Raises EspalierError as head_product."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
@@ -116,9 +110,9 @@ HEADS_PER_PROGRAM = 16
 
 
 @kernel
-def rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
+    """Returns (left, right): the rotated halves of the values at values_ptr [.., 1].  All have the same position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -178,10 +172,10 @@ def _store_latent(
     exists = column < RANK
     x = tl.load(latent_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
     if norm_ptr is not None:
-        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + CONSTANTS.EPS)) * weight
+        weight = tl.load(norm_ptr + column, mask=exists, other=0.0)
+        x = norm_row(x, weight, CONSTANTS.EPS, RANK, ACC_DTYPE)
     one = tl.zeros([1, 1], tl.int32)
-    left, right = rotated_halves(
+    left, right = load_rotated_halves(
         latent_ptr + RANK + one, cos_ptr, sin_ptr, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, ACC_DTYPE,
         CONSTANTS.BLOCK,
     )  # fmt: skip
@@ -195,7 +189,7 @@ def _store_latent(
 
 
 @kernel
-def _rotate_or_store(row_index, block, operands, CONSTANTS: tl.constexpr):
+def _rotate_or_store(row_index, block_index, operands, CONSTANTS: tl.constexpr):
     """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
     (
         rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
@@ -205,14 +199,14 @@ def _rotate_or_store(row_index, block, operands, CONSTANTS: tl.constexpr):
     ROTARY: tl.constexpr = CONSTANTS.ROTARY
     row_index = row_index.to(tl.int64)
     cos, sin = cos_ptr + row_index * cos_stride_n, sin_ptr + row_index * sin_stride_n
-    if block == 0:
+    if block_index == 0:
         to = plane_ptr + tl.load(row_ptr + row_index * row_stride_n) * plane_stride_row
         dtype: tl.constexpr = q_ptr.dtype.element_ty
         _store_latent(latent_ptr + row_index * latent_stride_n, to, cos, sin, norm_ptr, scale_ptr, dtype, CONSTANTS)
     else:
-        head = ((block - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
+        head = ((block_index - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
         mask, rope = head < CONSTANTS.HEADS, rope_ptr + row_index * rope_stride_n + head * rope_stride_h
-        left, right = rotated_halves(
+        left, right = load_rotated_halves(
             rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.ACC_DTYPE, CONSTANTS.BLOCK
         )
         # q_rope may be a view of q, so all warps must read their values before one of them writes.
@@ -264,7 +258,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 
 
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """See ops/rope.py.  q must not be a view of raw.
+    """See ops/rope.py.  q must not be a view of q_inputs.
 
     The bits and the errors are the same as from head_product and rotate_and_store_latent.
     """

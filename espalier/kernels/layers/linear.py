@@ -3,27 +3,18 @@
 Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
 covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums
 [splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
-same bits.  `linear` adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it
-loads.
+same bits.  `linear` adds them with a second kernel; `linear_partial_sums` returns them for the next kernel.
 
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
 one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  For
-many rows, hopper/gated.py does the same.
-
-`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
-worth measuring, and has a rule for unmeasured shapes.
-
-Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first kernel prefetches its first tile of
-the weight into the L2 before it waits.
+`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans worth
+measuring, and has a rule for unmeasured shapes.
 
 Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
 other implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of
 the result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -34,17 +25,10 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
-from espalier.kernels.layers.activation import silu_times
-from espalier.kernels.layers.linear_plans import (
-    DTYPES,
-    MAX_ROWS,
-    LibraryPlan,
-    LinearPlan,
-    TritonPlan,
-    block_rows,
-)
+from espalier.kernels.layers.activation import silu_and_multiply
+from espalier.kernels.layers.linear_plans import DTYPES, MAX_ROWS, LibraryPlan, LinearPlan, TritonPlan, block_rows
 from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
-from espalier.kernels.ops.linear import activate_partial_sums, linear_parts_library
+from espalier.kernels.ops.linear import activate_partial_sums, library_partial_sums
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import Chip, chip, is_precompiling, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
@@ -109,7 +93,7 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GAT
 
 @kernel
 def split_gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """The two halves, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile [BLOCK_OUT, BLOCK_ROWS] of gated `weight_rows`."""
+    """Returns gate and up, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile of interleaved rows (see weight_rows)."""
     pairs = tl.reshape(tile, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
     return tl.split(tl.reshape(pairs, (BLOCK_OUT // 2, BLOCK_ROWS, 2)))
 
@@ -119,12 +103,12 @@ def store_tile(
     acc, out_ptr, split, rows, num_rows, num_out,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Write acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) * up of it, to `rows` of part `split` of out."""
+    """Writes acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) · up, to the rows of out, or of its partial sum `split`."""
     BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if IS_GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
     if IS_GATED:
         gate, up = split_gate_and_up(result, BLOCK_ROWS, BLOCK_OUT)
-        result = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        result = silu_and_multiply(gate.to(tl.float32), up.to(tl.float32)).to(out_ptr.dtype.element_ty)
     columns = tl.program_id(0) * BLOCK_WRITTEN + tl.arange(0, BLOCK_WRITTEN)
     offsets = (split.to(tl.int64) * num_rows + rows)[:, None] * num_out + columns[None, :]
     mask = (rows[:, None] < num_rows) & (columns[None, :] < num_out)
@@ -132,33 +116,33 @@ def store_tile(
 
 
 @kernel
-def _sum_parts_kernel(
-    parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+def _add_partial_sums_kernel(
+    parts_ptr, out_ptr, num_values, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [count] = sum of parts [SPLITS, count] float32; a program sums BLOCK numbers."""
+    """out [num_values] = sum of partial sums [SPLITS, num_values] float32; a program sums BLOCK numbers."""
     pdl_trigger_and_wait(USE_PDL)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offset < count
-    total = load_sum(parts_ptr + offset, count, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
+    mask = offset < num_values
+    total = load_sum(parts_ptr + offset, num_values, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    if parts.ndim == 2:
-        return parts
-    splits, rows, num_out = parts.shape
-    out = parts.new_empty(rows, num_out, dtype=dtype)
-    _sum_parts_kernel[(-(-out.numel() // SUM_BLOCK),)](
-        parts, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(parts))
+def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    if partial_sums.ndim == 2:
+        return partial_sums
+    splits, rows, num_out = partial_sums.shape
+    out = partial_sums.new_empty(rows, num_out, dtype=dtype)
+    _add_partial_sums_kernel[(-(-out.numel() // SUM_BLOCK),)](
+        partial_sums, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(partial_sums))
     )
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    return sum_parts(linear_parts(x, weight, bias, plan), x.dtype)
+    return add_partial_sums(linear_partial_sums(x, weight, bias, plan), x.dtype)
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """For a TritonPlan, rows of x and weight may have any stride but must be contiguous; all tensors have x's dtype.
 
     Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
@@ -166,7 +150,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
     if plan is None:
         return F.linear(x, weight, bias)
     if isinstance(plan, LibraryPlan):
-        return linear_parts_library(x, weight, bias, plan)
+        return library_partial_sums(x, weight, bias, plan)
     return _launch_kernel(x, weight, bias, plan, is_gated=False)
 
 
@@ -184,7 +168,7 @@ def linear_gated(
             return hopper_gated(x, weight)
         if is_precompiling():
             hopper_gated(x, weight)
-    out = activate_partial_sums.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
+    out = activate_partial_sums.triton(linear_partial_sums(x, weight, bias, plan), x.dtype, activation)
     assert isinstance(out, Tensor)
     return out
 

@@ -7,8 +7,6 @@ minimum is multiplied by the sum of the group's inputs.  So no weight is rounded
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BlockMatrix
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, block_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -33,10 +31,10 @@ def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor
     return _launch_kernel(x, weight, bias, num_splits_for(len(x), weight, chip(weight.blocks)))
 
 
-def num_splits_for(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
+def num_splits_for(num_rows: int, weight: BlockMatrix, gpu: Chip) -> int:
     """Returns the number of programs among which the columns of the weight are split."""
     num_out, num_in = weight.shape
-    if rows > SPLIT_ROWS:
+    if num_rows > SPLIT_ROWS:
         return 1
     wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
     return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.block_type.block_values)), 1)
@@ -55,55 +53,57 @@ def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
 
 
 @kernel
-def _decode_32(block, GGUF_TYPE: tl.constexpr):
-    """(integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
+def _decode_blocks_of_32(block_ptrs, GGUF_TYPE: tl.constexpr):
+    """Returns (integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0 to Q8_0.
 
-    block: [BLOCK_OUT], pointers to the blocks' first bytes.
+    block_ptrs: [BLOCK_OUT], pointers to the blocks' first bytes.
     """
     i = tl.arange(0, 32)[None, :]
-    scale, minimum = _load_float16(block), 0.0 * _load_float16(block)
+    scale, minimum = _load_float16(block_ptrs), 0.0 * _load_float16(block_ptrs)
     if GGUF_TYPE == 8:
-        integers = tl.load(block[:, None] + 2 + i).to(tl.int8, bitcast=True).to(tl.int32)
+        integers = tl.load(block_ptrs[:, None] + 2 + i).to(tl.int8, bitcast=True).to(tl.int32)
     else:
         HAS_MINIMUM: tl.constexpr = GGUF_TYPE % 2 == 1
         HAS_FIFTH_BIT: tl.constexpr = GGUF_TYPE >= 6
         AT: tl.constexpr = 4 if HAS_MINIMUM else 2
-        integers = _load_bits(block[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
+        integers = _load_bits(block_ptrs[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
         if HAS_FIFTH_BIT:
-            integers |= _load_bits(block[:, None] + AT + i // 8, i % 8, 1) << 4
+            integers |= _load_bits(block_ptrs[:, None] + AT + i // 8, i % 8, 1) << 4
         if HAS_MINIMUM:
-            minimum = -_load_float16(block + 2)
+            minimum = -_load_float16(block_ptrs + 2)
         else:
             integers -= 16 if HAS_FIFTH_BIT else 8
     return integers, scale, minimum
 
 
 @kernel
-def _decode_256(block, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
-    """See _decode_32: one group of blocks of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16 columns."""
+def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
+    """Decodes one group of blocks of Q4_K (12), Q5_K (13) or Q6_K (14, 16 columns), see _decode_blocks_of_32."""
     if GGUF_TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]
         half: tl.constexpr = group // 8
-        integers = _load_bits(block[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
-        integers |= _load_bits(block[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
+        integers = _load_bits(block_ptrs[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
+        integers |= _load_bits(block_ptrs[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
         integers -= 32
-        scale = _load_float16(block + 208) * tl.load(block + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
+        group_scale = tl.load(block_ptrs + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _load_float16(block_ptrs + 208) * group_scale
         minimum = 0.0 * scale
     else:
         i = tl.arange(0, 32)[None, :]
         AT: tl.constexpr = 16 if GGUF_TYPE == 12 else 48
-        integers = _load_bits(block[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
+        integers = _load_bits(block_ptrs[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
         if GGUF_TYPE == 13:
-            integers |= _load_bits(block[:, None] + 16 + i, group, 1) << 4
+            integers |= _load_bits(block_ptrs[:, None] + 16 + i, group, 1) << 4
         four: tl.constexpr = group % 4
-        small, low = _load_bits(block + (4 + four), 0, 255), _load_bits(block + (8 + four), 0, 255)
+        small, low = _load_bits(block_ptrs + (4 + four), 0, 255), _load_bits(block_ptrs + (8 + four), 0, 255)
         if group < 4:
             small, low = small & 63, low & 63
         else:
-            more = _load_bits(block + (12 + four), 0, 255)
+            more = _load_bits(block_ptrs + (12 + four), 0, 255)
             small, low = more & 15 | (small >> 6) << 4, more >> 4 | (low >> 6) << 4
-        scale, minimum = _load_float16(block) * small.to(tl.float32), _load_float16(block + 2) * low.to(tl.float32)
+        scale = _load_float16(block_ptrs) * small.to(tl.float32)
+        minimum = _load_float16(block_ptrs + 2) * low.to(tl.float32)
     return integers, scale, minimum
 
 
@@ -116,8 +116,7 @@ def _linear_blocks_kernel(
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP_VALUES: sizes of
-    a block.
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES to GROUP_VALUES: its sizes.
     """
     pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
@@ -132,9 +131,9 @@ def _linear_blocks_kernel(
         for group in tl.static_range(BLOCK_VALUES // GROUP_VALUES):
             x = tl.load(x_ptrs + number * BLOCK_VALUES + group * GROUP_VALUES, mask=inside, other=0.0)
             if BLOCK_VALUES == 32:
-                integers, scale, minimum = _decode_32(block, GGUF_TYPE)
+                integers, scale, minimum = _decode_blocks_of_32(block, GGUF_TYPE)
             else:
-                integers, scale, minimum = _decode_256(block, group, GGUF_TYPE)
+                integers, scale, minimum = _decode_blocks_of_256(block, group, GGUF_TYPE)
             acc += tl.dot(integers.to(x.dtype), tl.trans(x)) * scale[:, None]
             if HAS_MINIMUM:
                 acc -= minimum[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
@@ -162,7 +161,7 @@ def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: 
     shape, dtype = ((splits, num_rows, num_out), torch.float32) if splits > 1 else ((num_rows, num_out), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     if num_rows * num_out == 0:
-        return sum_parts.triton(out, x.dtype)
+        return add_partial_sums.triton(out, x.dtype)
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
         *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.block_values, x.stride(0)),
@@ -170,4 +169,4 @@ def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: 
         GROUP_VALUES=kind.group_values, HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile,
         BLOCK_OUT=BLOCK_OUT, EVEN_OUT=num_out % BLOCK_OUT == 0, num_warps=WARPS, **pdl_arguments(chip(x)),
     )  # fmt: skip
-    return sum_parts.triton(out, x.dtype)
+    return add_partial_sums.triton(out, x.dtype)

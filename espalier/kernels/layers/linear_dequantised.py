@@ -10,8 +10,6 @@ those of MXFP4 are exact.  The library may add a few parts of a sum that are rou
 at most half an ulp of the result, plus an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, QuantisedMatrix
-from espalier.kernels.layers.quantised_nibbles import numbers_of_words
+from espalier.kernels.layers.quantised_nibbles import decode_words
 from espalier.kernels.layers.quantised_tile import format_constants, kernel_matrix
 from espalier.kernels.ops.activation import Activation, gated_activation
 from espalier.kernels.ops.linear import write_product
@@ -30,17 +28,17 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8
 # TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two are equal at
 # about 500 rows, for any shape.  On an H100 the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at
-# 768.  At a power of two ends a range of rows for which startup compiles.
+# 768.  It is a power of two, because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.
-ROWS_UNIT = 256
+BLOCK_ROW_MULTIPLE = 256
 # A program's tile of the weight: the fastest of six on an H100, 2.7 to 3.0 TB/s.
 BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
 
 
-def multiplies_dequantised(x: InputRows, weight: QuantisedMatrix) -> bool:
-    """Whether a linear layer takes these products for x [rows, in]: always from one number of rows on."""
+def uses_dequantised_product(x: InputRows, weight: QuantisedMatrix) -> bool:
+    """Returns whether a linear layer of x [rows, in] uses these products: it does above MAX_FUSED_ROWS rows."""
     return weight.code != "fp8" and x.dtype in DTYPES and len(x) > MAX_FUSED_ROWS and len(weight) > 0
 
 
@@ -51,7 +49,7 @@ def dequantised_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None)
     scratch = x.new_empty(len(blocks[0]), num_in)
     for rows in blocks:
         values, block = scratch[: len(rows)], slice(rows.start, rows.stop)
-        write_values(weight, rows, values)
+        write_dequantised_rows(weight, rows, values)
         write_product(x, values, None if bias is None else bias[block], out[:, block])
     return out
 
@@ -64,7 +62,7 @@ def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, a
 
 
 def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
-    """The activation by the kernel of hopper/gated.py, if it is faster; None if not."""
+    """Returns the activation, computed by the kernel of hopper/gated.py, if that is faster; else None."""
     if not activation.is_silu:
         return None
     (num_out, num_in), gpu = weight.shape, chip(x)
@@ -76,31 +74,32 @@ def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activ
     out = x.new_empty(len(x), num_out // 2)
     for rows in blocks:
         values = scratch[: 2 * len(rows)]
-        write_values(weight, rows, values[: len(rows)])
-        write_values(weight, range(num_out // 2 + rows.start, num_out // 2 + rows.stop), values[len(rows) :])
+        write_dequantised_rows(weight, rows, values[: len(rows)])
+        write_dequantised_rows(weight, range(num_out // 2 + rows.start, num_out // 2 + rows.stop), values[len(rows) :])
         hopper_gated(x, values, out[:, rows.start : rows.stop])
     return out
 
 
 def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
-    """The rows of a weight in blocks whose values fit the scratch memory, of about equal size."""
-    most = max(MAX_SCRATCH_BYTES // row_bytes // ROWS_UNIT, 1)
-    units = -(-num_rows // ROWS_UNIT)
-    size = -(-units // -(-units // most)) * ROWS_UNIT
+    """Returns the rows of a weight in blocks of about equal size, whose values fit the scratch memory."""
+    most = max(MAX_SCRATCH_BYTES // row_bytes // BLOCK_ROW_MULTIPLE, 1)
+    units = -(-num_rows // BLOCK_ROW_MULTIPLE)
+    size = -(-units // -(-units // most)) * BLOCK_ROW_MULTIPLE
     return [range(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size)]
 
 
 @kernel
-def _write_values_kernel(
+def _write_dequantised_rows_kernel(
     words_ptr, scales_ptr, zeros_ptr, out_ptr, num_rows, num_in,
-    CODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, num_in]: the values of a matrix.  Grid: (blocks of columns, blocks of rows).
 
     Other arguments: see quantised_dot.
     """
     pdl_trigger_and_wait(USE_PDL)
-    # Columns that share a scale, or the 32 of interleaved words.
+    # NVFP4: the columns that share a scale.  Other codes: the columns of interleaved words.
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
     UNITS: tl.constexpr = BLOCK_IN // UNIT
     first = tl.program_id(0) * BLOCK_IN
@@ -109,14 +108,14 @@ def _write_values_kernel(
     row_words = num_in // 32 * 4
     words = first // 8 + tl.arange(0, BLOCK_IN // 8)
     w = tl.load(words_ptr + w_rows[:, None] * row_words + words[None, :], mask=words[None, :] < row_words, other=0)
-    numbers = numbers_of_words(
+    numbers = decode_words(
         w.to(tl.uint32, bitcast=True), CODE, out_ptr.dtype.element_ty, BLOCK_OUT, BLOCK_IN // 8
     )  # fmt: skip
     numbers = tl.reshape(numbers, (BLOCK_OUT, UNITS, UNIT))
     units = first // UNIT + tl.arange(0, UNITS)
     if CODE == 1:
-        groups = tl.minimum(units * 32 // GROUP, tl.cdiv(num_in, GROUP) - 1) if GROUP > 0 else units * 0
-        places = (w_rows * (tl.cdiv(num_in, GROUP) if GROUP > 0 else 1))[:, None] + groups[None, :]
+        groups = tl.minimum(units * 32 // GROUP_SIZE, tl.cdiv(num_in, GROUP_SIZE) - 1) if GROUP_SIZE > 0 else units * 0
+        places = (w_rows * (tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1))[:, None] + groups[None, :]
         scales = tl.load(scales_ptr + places).to(tl.float32)
         numbers -= tl.load(zeros_ptr + places).to(tl.float32)[:, :, None] if zeros_ptr is not None else 8.0
     else:
@@ -133,7 +132,7 @@ def _write_values_kernel(
     tl.store(out_ptr + w_rows[:, None] * num_in + columns[None, :], values, mask=columns[None, :] < num_in)
 
 
-def write_values(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
+def write_dequantised_rows(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
     """Write the values of these rows of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
 
     The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal.
@@ -141,10 +140,10 @@ def write_values(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
     (words, scales, factors), num_in = kernel_matrix(weight.rows_from(rows.start)), weight.shape[1]
     scales = scales.view(torch.uint8) if weight.code in E2M1_CODES else scales
     constants = format_constants(weight)
-    _write_values_kernel[-(-num_in // BLOCK_IN), -(-len(rows) // BLOCK_OUT)](
+    _write_dequantised_rows_kernel[-(-num_in // BLOCK_IN), -(-len(rows) // BLOCK_OUT)](
         *(words, scales, factors, out, len(rows), num_in),
         CODE=constants["CODE"],
-        GROUP=constants["GROUP"],
+        GROUP_SIZE=constants["GROUP_SIZE"],
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_IN=BLOCK_IN,
         num_warps=WARPS,

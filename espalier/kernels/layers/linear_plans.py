@@ -1,16 +1,14 @@
 """Plans of linear layers: tuning tables in files, and the plans of dense layers (linear.py), measured or by a rule.
 
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
-read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder.  Its entries override
-the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
-the same activation dtype and weight format.  Nothing is measured at startup.
+read from the path in TUNING_FILE_VARIABLE or, if that is not set, from the user's configuration folder.  Its entries
+override the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory,
+and to the same activation dtype and weight format.  Nothing is measured at startup.
 
 If the chip has a table, a dense shape without an entry uses the rule up to 64 rows, and F.linear above.  Without a
 table all dense shapes use F.linear, and the log says so.  A quantised shape without an entry takes the
-rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_name.
+rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_format_name.
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -29,16 +27,16 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2
 
 # The environment variable with the path of the user's table.
-CHOICES_FILE = "ESPALIER_CHOICES"
+TUNING_FILE_VARIABLE = "ESPALIER_CHOICES"
 SHIPPED_TUNING_FILE = Path(__file__).with_name("linear_tuning.json")
 # The weight format of unquantised weights.
 DENSE = "dense"
 # The key of a list of tables that every file has.
-REQUIRED_KEY = "tables"
+REQUIRED_JSON_KEY = "tables"
 
 # [out, in] of a linear layer, or (hidden, inner) of one expert.
-Size = tuple[int, int]
-Key = tuple[Chip, str, str]
+MatrixSize = tuple[int, int]
+TuningKey = tuple[Chip, str, str]
 P = TypeVar("P")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 256
@@ -54,16 +52,16 @@ CANDIDATE_TILES = (
 )
 CANDIDATE_STAGES = (2, 3, 4, 6, 8)
 CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
-# The library's plans are measured from this number of rows on.  For fewer rows its tiles are worse than ours.
+# The fewest rows for which library plans are measured.  For fewer rows, the library's tiles are worse than ours.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # The largest edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
 # The most rows for which `plan_by_rule` has a plan.
-RULE_ROWS = 64
+MAX_RULE_ROWS = 64
 # (most rows, block_in) for one program per multiprocessor, which is faster from 17 rows on (H100).
-RULE_ALONE = ((32, 128), (64, 64))
+ONE_PER_SM_BLOCK_IN = ((32, 128), (64, 64))
 # The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor.  These values
 # were the fastest for most shapes, up to 16 rows on an H200.
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
@@ -75,17 +73,17 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: by size, one plan per bucket.  measured: GPU name and versions of the measurement, only for people to read.
+    plans: by size, one plan per bucket.  measurement: the GPU's name and versions, only for people to read.
     """
 
     chip: Chip
     dtype: str
-    plans: Mapping[Size, tuple[P, ...]]
-    measured: Mapping[str, str] = field(default_factory=dict)
+    plans: Mapping[MatrixSize, tuple[P, ...]]
+    measurement: Mapping[str, str] = field(default_factory=dict)
     format: str = DENSE
 
     @property
-    def key(self) -> Key:
+    def key(self) -> TuningKey:
         return self.chip, self.dtype, self.format
 
 
@@ -93,37 +91,36 @@ class TuningTable(Generic[P]):
 class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
-    label: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the plans in
-    a table.  buckets: upper bounds of the argument `count` of `plan_at`; a size has one plan per bucket.  count_unit:
-    what `count` counts.
-    encode, decode: convert a plan to and from JSON; decode raises ValueError for a plan that cannot be used.
-    log: called as log(key, plans by size, files with their numbers of sizes) when the plans are first used.
+    layer_kind: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the
+    plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit: what
+    a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for a
+    plan that cannot be used.  log_plans: called as log_plans(key, plans by size, file labels) at the first use.
     """
 
-    label: str
+    layer_kind: str
     tables_key: str
     plans_key: str
     count_unit: str
-    buckets: tuple[float, ...]
-    encode: Callable[[P], Any]
-    decode: Callable[[Any, Size], P]
-    log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
+    bucket_bounds: tuple[float, ...]
+    encode_plan: Callable[[P], Any]
+    decode_plan: Callable[[Any, MatrixSize], P]
+    log_plans: Callable[[TuningKey, Mapping[MatrixSize, tuple[P, ...]], Sequence[str]], None]
 
-    def plan_at(self, plans: Sequence[P], count: float) -> P | None:
-        """Returns the plan of a size for the bucket of `count`; None if count is above the largest bucket."""
-        for bound, plan in zip(self.buckets, plans, strict=True):
-            if count <= bound:
+    def plan_for_count(self, plans: Sequence[P], rows_or_pairs: float) -> P | None:
+        """Returns the plan for the bucket of `rows_or_pairs`; None if this number is above the largest bucket."""
+        for bound, plan in zip(self.bucket_bounds, plans, strict=True):
+            if rows_or_pairs <= bound:
                 return plan
         return None
 
     def read_tables(self, path: Path) -> list[TuningTable[P]]:
-        """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
+        """Returns the tables in a file.  Raises EspalierError if the file does not have the format of write_table."""
         try:
             return [self._table_from_json(entry) for entry in _read_json(path).get(self.tables_key, [])]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise EspalierError(
-                f"{path} is no table of {self.label} ({error!r}): remove it, or write it again with espalier doctor "
-                "--tune"
+                f"{path} is no table of {self.layer_kind} ({error!r}): remove it, or write it again with espalier "
+                "doctor --tune"
             ) from None
 
     def write_table(self, path: Path, table: TuningTable[P]) -> None:
@@ -134,7 +131,7 @@ class TuningSchema(Generic[P]):
         tables = self.read_tables(path) if path.exists() else []
         known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
-        content = _read_json(path) if path.exists() else {REQUIRED_KEY: []}
+        content = _read_json(path) if path.exists() else {REQUIRED_JSON_KEY: []}
         content[self.tables_key] = [self._table_to_json(each) for each in merged]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,41 +139,41 @@ class TuningSchema(Generic[P]):
         except OSError as error:
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
-    def measured(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[Size, tuple[P, ...]]:
-        """The plans by size that were measured on this chip.  The user's plans override the shipped ones per size.
+    def measured_plans(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[MatrixSize, tuple[P, ...]]:
+        """Returns the plans by size that were measured on this chip.  The user's plans override shipped ones per size.
 
-        dtype: of the activations.  The files are read, and their contents logged, once per process.
+        dtype: the activations' dtype.  The files are read, and their contents logged, once per process.
         """
-        return active_plans(self, (gpu, str(dtype).removeprefix("torch."), format), user_tuning_file())
+        return merged_plans(self, (gpu, str(dtype).removeprefix("torch."), format), user_tuning_file())
 
-    def _table_from_json(self, entry: dict[str, Any]) -> TuningTable[P]:
-        gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
+    def _table_from_json(self, table_json: dict[str, Any]) -> TuningTable[P]:
+        gpu = Chip(**table_json["chip"] | {"capability": tuple(table_json["chip"]["capability"])})
         plans = {
             _parse_size(name): self._plans_from_json(of_size, _parse_size(name))
-            for name, of_size in entry[self.plans_key].items()
+            for name, of_size in table_json[self.plans_key].items()
         }
         # Entries without a format were measured with dense weights.
-        return TuningTable(gpu, entry["dtype"], plans, entry["measured"], entry.get("format", DENSE))
+        return TuningTable(gpu, table_json["dtype"], plans, table_json["measured"], table_json.get("format", DENSE))
 
-    def _plans_from_json(self, of_size: dict[str, Any], size: Size) -> tuple[P, ...]:
-        if list(of_size) != [str(bound) for bound in self.buckets]:
-            raise ValueError(f"the buckets of {self.count_unit} must be {', '.join(map(str, self.buckets))}")
-        return tuple(self.decode(plan, size) for plan in of_size.values())
+    def _plans_from_json(self, plan_by_bucket: dict[str, Any], size: MatrixSize) -> tuple[P, ...]:
+        if list(plan_by_bucket) != [str(bound) for bound in self.bucket_bounds]:
+            raise ValueError(f"the buckets of {self.count_unit} must be {', '.join(map(str, self.bucket_bounds))}")
+        return tuple(self.decode_plan(plan, size) for plan in plan_by_bucket.values())
 
     def _table_to_json(self, table: TuningTable[P]) -> dict[str, Any]:
-        bounds = list(map(str, self.buckets))
+        bounds = list(map(str, self.bucket_bounds))
         plans = {
-            f"{first}x{second}": dict(zip(bounds, map(self.encode, of_size), strict=True))
+            f"{first}x{second}": dict(zip(bounds, map(self.encode_plan, of_size), strict=True))
             for (first, second), of_size in sorted(table.plans.items())
         }
         key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
-        return key | {"measured": dict(table.measured), self.plans_key: plans}
+        return key | {"measured": dict(table.measurement), self.plans_key: plans}
 
 
 @cache
-def active_plans(schema: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
-    """Returns the shipped plans and the user's plans, see TuningSchema.measured.  The user's file need not exist."""
-    plans: dict[Size, tuple[P, ...]] = {}
+def merged_plans(schema: TuningSchema[P], key: TuningKey, user_path: Path) -> Mapping[MatrixSize, tuple[P, ...]]:
+    """Returns the shipped plans and the user's plans by size.  The user's file need not exist."""
+    plans: dict[MatrixSize, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
     for path in (path for path in (SHIPPED_TUNING_FILE, user_path) if os.path.isfile(path)):
@@ -184,7 +181,7 @@ def active_plans(schema: TuningSchema[P], key: Key, user_path: Path) -> Mapping[
             if table.key == key:
                 plans |= table.plans
                 sources.append(f"{path} ({len(table.plans)} shapes)")
-    schema.log(key, plans, sources)
+    schema.log_plans(key, plans, sources)
     return plans
 
 
@@ -192,19 +189,19 @@ def user_tuning_file() -> Path:
     """Returns the path of the user's table; the file need not exist."""
     # expanduser does not raise if the user has no home; pathlib's version would.
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
+    return Path(os.environ.get(TUNING_FILE_VARIABLE) or f"{config}/espalier/choices.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read the file as JSON: lists of tables by the kind of layer."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or REQUIRED_KEY not in content:
-        raise ValueError(f"no JSON object with {REQUIRED_KEY!r}")
+    if not isinstance(content, dict) or REQUIRED_JSON_KEY not in content:
+        raise ValueError(f"no JSON object with {REQUIRED_JSON_KEY!r}")
     return content
 
 
-def _parse_size(name: str) -> Size:
-    first, second = name.split("x")
+def _parse_size(size_name: str) -> MatrixSize:
+    first, second = size_name.split("x")
     return int(first), int(second)
 
 
@@ -228,17 +225,16 @@ class TritonPlan:
     warps: int
     stages: int
 
-    def shared_memory(self, rows: int) -> int:
-        """Returns bytes of shared memory that a program uses for `rows` rows."""
-        return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED_SHARED_MEMORY
+    def shared_memory(self, num_rows: int) -> int:
+        """Returns bytes of shared memory that a program uses for `num_rows` rows."""
+        return self.stages * (self.block_out + block_rows(num_rows)) * self.block_in * 2 + RESERVED_SHARED_MEMORY
 
 
 @dataclass(frozen=True)
 class LibraryPlan:
     """Several smaller products by PyTorch's library, with either several pieces or several splits.
 
-    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), all in one batched call that
-    returns float32 partial sums.
+    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), in one call, with partial sums.
     """
 
     pieces: int
@@ -248,42 +244,42 @@ class LibraryPlan:
 LinearPlan = TritonPlan | LibraryPlan | None
 
 
-def block_rows(rows: int) -> int:
-    """Returns the tile size along rows: rows padded to a power of two, at least MIN_BLOCK_ROWS."""
-    return max(next_power_of_2(rows), MIN_BLOCK_ROWS)
+def block_rows(num_rows: int) -> int:
+    """Returns the tile size along rows: num_rows, padded to a power of two, at least MIN_BLOCK_ROWS."""
+    return max(next_power_of_2(num_rows), MIN_BLOCK_ROWS)
 
 
-def candidate_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
+def candidate_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
     """Returns the plans worth measuring against F.linear."""
-    library = _library_plans(num_out, num_in) if rows >= LIBRARY_MIN_ROWS else []
-    return [*_triton_plans(rows, num_out, num_in, gpu), *library]
+    library = _library_plans(num_out, num_in) if num_rows >= LIBRARY_MIN_ROWS else []
+    return [*_triton_plans(num_rows, num_out, num_in, gpu), *library]
 
 
-def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """Returns the plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
+def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
+    """Returns the plan of an unmeasured shape, for a bucket of at most `num_rows` rows; None above MAX_RULE_ROWS.
 
     The rule splits `in` while all programs still run at once and each program fills its pipeline.
     """
-    if rows > RULE_ROWS:
+    if num_rows > MAX_RULE_ROWS:
         return None
-    if rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
-        return _plan_one_program_per_sm(rows, num_out, num_in, gpu)
+    if num_rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
+        return _plan_one_program_per_sm(num_rows, num_out, num_in, gpu)
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
-    together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
+    together = max(min(gpu.shared_memory // least.shared_memory(num_rows), len(RULE_STAGES)), 1)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
     sharing = min(-(-blocks * splits // gpu.processors), together)
     plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
-    return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
+    return plan if sharing * plan.shared_memory(num_rows) <= gpu.shared_memory else replace(least, splits=splits)
 
 
-def _plan_one_program_per_sm(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
+def _plan_one_program_per_sm(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
     """Returns the rule's plan with at most one program per multiprocessor, and as many stages as fit."""
-    block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
+    block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in ONE_PER_SM_BLOCK_IN if num_rows <= most)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
     plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(CANDIDATE_STAGES)]
-    return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
+    return next(plan for plan in plans if plan.shared_memory(num_rows) <= gpu.shared_memory)
 
 
 def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
@@ -291,25 +287,25 @@ def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
     return pieces + [LibraryPlan(1, splits) for splits in LIBRARY_SPLITS if num_in % (splits * LIBRARY_TILE) == 0]
 
 
-def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
-    tiles = next(tiles for max_rows, tiles in CANDIDATE_TILES if rows <= max_rows)
+def _triton_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
+    tiles = next(tiles for max_rows, tiles in CANDIDATE_TILES if num_rows <= max_rows)
     plans = (
         TritonPlan(block_out, block_in, splits, warps, stages)
         for block_out, block_in, warps in tiles
         for stages in CANDIDATE_STAGES
         for splits in CANDIDATE_SPLITS
     )
-    return [plan for plan in plans if _worth_measuring(plan, rows, num_out, num_in, gpu)]
+    return [plan for plan in plans if _is_worth_measuring(plan, num_rows, num_out, num_in, gpu)]
 
 
-def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
+def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
     """Returns whether a plan is worth measuring.
 
     With split-K the grid must have 0.45 to 1 wave; without split-K, any number of waves.  A weight whose rows are too
     short to fill the pipeline gets the fewest stages and no split-K."""
-    programs_per_sm = gpu.shared_memory // plan.shared_memory(rows)
+    programs_per_sm = gpu.shared_memory // plan.shared_memory(num_rows)
     # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
-    if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
+    if programs_per_sm == 0 or plan.shared_memory(num_rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
     if -(-num_in // plan.block_in) < plan.stages * plan.splits:
         return plan.splits == 1 and plan.stages == CANDIDATE_STAGES[0]
@@ -332,23 +328,25 @@ LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
-def dense_plans_for(weight: Tensor) -> LinearPlans | None:
-    """The plans for a dense weight [out, in], in the dtype of its activations; None if its chip has no table."""
+def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
+    """Returns the plans for a dense weight [out, in]; None if its chip has no table.  Activations have its dtype."""
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
     shape = weight.shape[0], weight.shape[1]
-    return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured(chip(weight), weight.dtype))
+    return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured_plans(chip(weight), weight.dtype))
 
 
-def plans_for_shape(gpu: Chip, shape: Size, measured_plans: Mapping[Size, LinearPlans]) -> LinearPlans | None:
+def plans_for_shape(
+    gpu: Chip, shape: MatrixSize, measured_plans: Mapping[MatrixSize, LinearPlans]
+) -> LinearPlans | None:
     """Returns the plans for a weight shape, given the plans measured on this chip; None if there are none."""
     if shape in measured_plans or not measured_plans:
         return measured_plans.get(shape)
-    _log_rule(shape)
+    _log_plan_by_rule(shape)
     return tuple(plan_by_rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
 
 
-def _log_plans(key: Key, plans: Mapping[Size, LinearPlans], sources: Sequence[str]) -> None:
+def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, LinearPlans], sources: Sequence[str]) -> None:
     gpu, dtype, format = key
     major, minor = gpu.capability
     where = f"capability {major}.{minor}, {gpu.processors} SMs, {gpu.shared_memory} bytes of shared memory"
@@ -360,23 +358,23 @@ def _log_plans(key: Key, plans: Mapping[Size, LinearPlans], sources: Sequence[st
 
 
 @cache
-def _log_rule(shape: Size) -> None:
+def _log_plan_by_rule(shape: MatrixSize) -> None:
     log.info(
         "linear layers: no plan measured for [%d, %d]: a plan by rule up to %d rows, F.linear above; espalier doctor "
         "--tune measures faster plans",
         *shape,
-        RULE_ROWS,
+        MAX_RULE_ROWS,
     )
 
 
-def _plan_from_json(fields: dict[str, Any] | None, shape: Size) -> LinearPlan:
-    if fields is None:
+def _plan_from_json(plan_json: dict[str, Any] | None, shape: MatrixSize) -> LinearPlan:
+    if plan_json is None:
         return None
-    return _library_plan_from_json(fields, shape) if "pieces" in fields else _triton_plan_from_json(fields)
+    return _library_plan_from_json(plan_json, shape) if "pieces" in plan_json else _triton_plan_from_json(plan_json)
 
 
-def _library_plan_from_json(fields: dict[str, Any], shape: Size) -> LibraryPlan:
-    plan = LibraryPlan(**fields)
+def _library_plan_from_json(plan_json: dict[str, Any], shape: MatrixSize) -> LibraryPlan:
+    plan = LibraryPlan(**plan_json)
     if min(plan.pieces, plan.splits) != 1 or max(plan.pieces, plan.splits) < 2:
         raise ValueError(f"{plan} must have one of pieces and splits at 1 and the other above 1")
     if shape[1] % plan.splits:
@@ -384,9 +382,9 @@ def _library_plan_from_json(fields: dict[str, Any], shape: Size) -> LibraryPlan:
     return plan
 
 
-def _triton_plan_from_json(fields: dict[str, Any]) -> TritonPlan:
+def _triton_plan_from_json(plan_json: dict[str, Any]) -> TritonPlan:
     """Read a plan.  Raises ValueError for a plan that could not be launched."""
-    plan = TritonPlan(**fields)
+    plan = TritonPlan(**plan_json)
     powers_of_two = plan.block_out, plan.block_in, plan.warps
     if min(*powers_of_two, plan.splits, plan.stages) < 1 or any(size & (size - 1) for size in powers_of_two):
         raise ValueError(f"{plan} must be positive, and its blocks and warps powers of two")

@@ -1,34 +1,37 @@
 """A linear layer with a quantised weight: y = x · weightᵀ + bias, for any number of rows.
 
-Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
-tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
-to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  quantised_tile.py has the inner
-loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own (hopper/quantised_products.py), with the same bits.
-For many rows and 4 bits, the weight's values are written to memory, and the library multiplies (linear_dequantised.py).
+Up to 64 rows, the kernel streams the weight once, with the grid and split-K of linear.py.  For more rows, each program
+computes one tile, and decodes its weights in registers.  Up to 256 rows, the columns are also split, because there are
+fewer tiles than multiprocessors.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a
+kernel of its own (hopper/quantised_products.py), with the same bits.  For many rows and 4 bits, the weight's values are
+written to memory, and the library multiplies (linear_dequantised.py).
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
 many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
 
-Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
-of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
+Tolerance: that of linear.py for exact values of weight and inputs, plus a rounding for the scales of each group of
+columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
 FP8 units cut each of 32 addends at 13 bits below the largest.
 """
-
-from __future__ import annotations
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.plans import is_hopper_product
-from espalier.kernels.hopper.quantised_products import launch_linear
+from espalier.kernels.hopper.plans import supports_hopper_product
+from espalier.kernels.hopper.quantised_products import hopper_linear_kernel, nibble_launch_options, weight_pointers
 from espalier.kernels.layers.linear import store_tile, weight_rows
-from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, multiplies_dequantised
+from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, uses_dequantised_product
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
-from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, has_split_words, max_block_in, quantised_plan_for
+from espalier.kernels.layers.quantised_plans import (
+    MAX_BLOCK_ROWS,
+    has_words_of_two_groups,
+    max_block_in,
+    quantised_plan_for,
+)
 from espalier.kernels.layers.quantised_tile import (
     LINE_BYTES,
     format_constants,
@@ -38,24 +41,24 @@ from espalier.kernels.layers.quantised_tile import (
 )
 from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated_activation, num_up_columns
-from espalier.kernels.ops.linear import activate_partial_sums, can_round_activation, quantise_rows, sum_parts
+from espalier.kernels.ops.linear import activate_partial_sums, add_partial_sums, can_round_activation, quantise_rows
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it: those of
-# PREFETCHED_STEPS steps.  Only one for inputs that a norm has rounded, and for FP8 up to 16 rows: in a round, more
-# would take bandwidth from the kernel before (docs/log.md).  4 bits were not measured in a round.
+# L2 lines of each row of codes that a program prefetches before it waits for the previous kernel: the lines of
+# PREFETCHED_STEPS steps.  A program prefetches only one line for inputs that a norm has rounded, and for FP8 up to 16
+# rows, because more would take bandwidth from the previous kernel (docs/log.md).
 MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    return sum_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype)
+    return add_partial_sums.triton(linear_quantised_partial_sums(x, weight, bias, plan), x.dtype)
 
 
-def linear_quantised_parts(
+def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
@@ -72,24 +75,25 @@ def linear_quantised_gated(
     rounding: InputScales | None = None,
 ) -> InputRows:
     inner = num_up_columns(weight.shape[0], activation)
-    if plan is None and weight.codes.is_cuda and multiplies_dequantised(x, weight):
+    if plan is None and weight.codes.is_cuda and uses_dequantised_product(x, weight):
         return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return gated_activation.triton(product, activation)
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    # The library takes many rows unrounded.
+    # For many rows, the library's product rounds its inputs itself.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
-    return activate_partial_sums.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
+    partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)
+    return activate_partial_sums.triton(partial_sums, x.dtype, activation, rounding)
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
-    """The library's product, where it takes one."""
+    """Returns the library's product; None if our kernel is faster or the only one."""
     if not weight.codes.is_cuda:
         return None
-    if multiplies_dequantised(x, weight):
+    if uses_dequantised_product(x, weight):
         return dequantised_product(kernel_inputs(x, weight)[0], weight, bias)
     return scaled_product(x, weight, bias) if library_supports_product(x, weight) else None
 
@@ -97,7 +101,7 @@ def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None)
 @kernel
 def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
-    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
     EVEN_IN: tl.constexpr, IS_GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,14 +119,14 @@ def _linear_quantised_kernel(
     if USE_PDL:
         prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, PREFETCHED_LINES)
         if CODE == 1:
-            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
+            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE)
     pdl_wait(USE_PDL)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
-        x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+        x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
     acc = quantised_dot(
         codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptr + x_rows * x_stride, x_scale_ptrs, rows < num_rows, num_in,
-        k_begin, k_end, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        k_begin, k_end, CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
     )  # fmt: skip
     if bias_ptr is not None:
         # Only the first split adds the bias.
@@ -131,8 +135,8 @@ def _linear_quantised_kernel(
 
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
-    rows, num_in = stored_values(x).shape
-    _require(x, weight, bias, plan)
+    rows, num_in = input_values(x).shape
+    _check_arguments(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
@@ -144,30 +148,27 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
-    if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
+    if supports_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
-        launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
+        hopper_linear_kernel[grid](
+            *(inputs, *weight_pointers(weight), bias, out, rows, num_out, num_in, inputs.stride(0)),
+            IS_GATED=is_gated, **nibble_launch_options(weight, rows, grid, gpu),
+        )  # fmt: skip
         return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, *kernel_matrix(weight), bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
         **format_constants(weight),
-        BLOCK_ROWS=tile,
-        BLOCK_OUT=plan.block_out,
-        BLOCK_IN=plan.block_in,
-        EVEN_OUT=num_out % block_written == 0,
-        EVEN_IN=num_in % plan.block_in == 0,
-        IS_GATED=is_gated,
-        PREFETCHED_LINES=prefetched_lines(x, weight.code, plan),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **pdl_arguments(gpu),
-    )
+        BLOCK_ROWS=tile, BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
+        EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0, IS_GATED=is_gated,
+        PREFETCHED_LINES=num_prefetched_lines(x, weight.code, plan),
+        num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
+    )  # fmt: skip
     return out
 
 
-def prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
-    """The L2 lines of each row that a product with x prefetches: a power of two."""
+def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
+    """Returns how many L2 lines of each weight row a product with x prefetches, a power of two."""
     if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
         return MIN_PREFETCHED_LINES
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
@@ -175,31 +176,31 @@ def prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
 
 
 def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
+    """Returns (inputs, scales of inputs or None) for quantised_dot: in column order, rounded if the format says so."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
-    if weight.order is not None:
-        x = x.index_select(1, weight.order)
-    if weight.inputs is not None:
-        return quantise_rows(x, weight.inputs)
+    if weight.column_order is not None:
+        x = x.index_select(1, weight.column_order)
+    if weight.input_scales is not None:
+        return quantise_rows(x, weight.input_scales)
     return (x if x.stride(1) == 1 else x.contiguous()), None
 
 
-def stored_values(x: InputRows) -> Tensor:
-    """The values of x as they lie in memory."""
+def input_values(x: InputRows) -> Tensor:
+    """Returns the values of x as they are stored: FP8 for RoundedRows."""
     return x.values if isinstance(x, RoundedRows) else x
 
 
-def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
-    num_in = stored_values(x).shape[1]
+def _check_arguments(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
+    num_in = input_values(x).shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
-    require("quantised linear: codes", weight.codes, (-1, packed), None, stored_values(x))
+    require("quantised linear: codes", weight.codes, (-1, packed), None, input_values(x))
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
-    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and has_split_words(weight)):
+    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and has_words_of_two_groups(weight)):
         raise EspalierError(
             f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights, blocks that divide "
             f"{max_block_in(weight)} columns and, for 4 bits, groups of whole words, but got {x.dtype}, groups of "
-            f"{weight.group} of {num_in} columns and {plan}: use the reference"
+            f"{weight.group_size} of {num_in} columns and {plan}: use the reference"
         )

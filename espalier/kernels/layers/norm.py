@@ -1,7 +1,6 @@
 """RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
 
-Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
-and rounds once.
+Grid: one program per row, which holds the whole row in registers.  It rounds once, from float32 or float64.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
 experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads
@@ -9,24 +8,28 @@ these rows before it waits for the preceding kernel (PDL).  So the norm is compu
 more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded_row, store_rounded_row_arguments
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
-# (docs/log.md).
-NORM_WARP_VALUES = 128
+# The values of a row per warp.  A thread loads few values, because nothing hides the latency of loads of one row.
+VALUES_PER_NORM_WARP = 128
+
+
+@kernel
+def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
+    return x * scale * weight.to(ACC_DTYPE)
 
 
 @kernel
@@ -56,11 +59,10 @@ def _rms_norm_kernel(
         # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
         tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    norm = x * scale * weight
+    norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
     if rounded_values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(
+        store_rounded_row(
             of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
             FP8_MAX,
         )  # fmt: skip
@@ -97,7 +99,8 @@ def rounded_norm(
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     if not can_round_norm(residual.shape[1], input_scales):
         raise EspalierError(
-            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {input_scales.group}"
+            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, "
+            f"not {input_scales.group_size}"
         )
     if delta is not None:
         _require_delta(delta, residual)
@@ -116,13 +119,18 @@ def _require_delta(delta: Tensor, residual: Tensor) -> None:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
 
 
+def num_partial_sums(values: Tensor | None) -> int:
+    """Returns the number of partial sums of `values`, [splits, N, columns] or [N, columns]; 0 for None."""
+    return 0 if values is None else len(values) if values.ndim == 3 else 1
+
+
 def _launch_kernel(
     x: Tensor,
     delta: Tensor | None,
     weight: Tensor,
     eps: float,
-    total: Tensor | None,
-    out: Tensor | None,
+    sum_out: Tensor | None,
+    norm_out: Tensor | None,
     rounded: RoundedRows | None = None,
     input_scales: InputScales | None = None,
 ) -> None:
@@ -134,11 +142,11 @@ def _launch_kernel(
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = next_power_of_2(size)
     _rms_norm_kernel[(rows,)](
-        *(x, addend, weight.contiguous(), x if total is None else total, out),
+        *(x, addend, weight.contiguous(), x if sum_out is None else sum_out, norm_out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        EPS=eps, ROW_SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
-        ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, NORM_WARP_VALUES),
-        **store_rounded_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
+        EPS=eps, ROW_SIZE=size, SPLITS=num_partial_sums(delta),
+        ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, VALUES_PER_NORM_WARP),
+        **store_rounded_row_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
     )  # fmt: skip
 
 
@@ -175,14 +183,13 @@ def _norm_router_kernel(
     # The sum is rounded before the norm, and the norm before the router, as in separate launches.
     total = x.to(sum_ptr.dtype.element_ty)
     x = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    normed = norm_row(x, weight, EPS, ROW_SIZE, tl.float32).to(out_ptr.dtype.element_ty)
     if tl.program_id(1) == 0:
         tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask)
         tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)
         if rounded_values_ptr is not None:
             of_type = normed.to(tl.float32)
-            store_rounded(
+            store_rounded_row(
                 of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
                 FP8_MAX,
             )  # fmt: skip
@@ -220,7 +227,7 @@ def norm_router(
     if not router.is_contiguous():
         raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
     if rounding is not None and not can_round_norm(size, rounding):
-        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
+        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group_size}")
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     rounded = None if rounding is None else allocate_rounded_rows(residual, rounding)
     logits = residual.new_empty(rows, num_experts, dtype=dtype)
@@ -230,7 +237,7 @@ def norm_router(
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         EPS=eps, ROW_SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block, NORM_WARP_VALUES),
-        **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
+        num_warps=warps_for(block, VALUES_PER_NORM_WARP),
+        **store_rounded_row_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits

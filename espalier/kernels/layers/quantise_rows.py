@@ -4,8 +4,6 @@ Grid: (rows, one or more groups of a row, parts of a group).  The divisions of v
 the results equal the reference's to the bit.  Norms that round their output use the same functions.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -46,8 +44,7 @@ def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
 def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
     if static_scale_ptr is None:
-        # A power of two enlarges tiny values, so that remainders do not underflow.  If a value is infinite, the
-        # finite values become 0.
+        # Tiny values are enlarged, so that remainders do not underflow.  Finite values beside infinity become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # No clamp is needed, because the largest value rounds to FP8_MAX.
@@ -61,7 +58,7 @@ def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
 
 @kernel
 def _divide_negated(negated, divisor):
-    """Return -negated / by, rounded once (IEEE).  `divide_by_scale` makes tiny numbers larger first.
+    """Returns -negated / divisor, rounded once (IEEE).  Tiny numbers must be enlarged before, see divide_by_scale.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
@@ -74,7 +71,7 @@ def _divide_negated(negated, divisor):
 
 
 @kernel
-def store_rounded(
+def store_rounded_row(
     x, row, values_ptr, scales_ptr, static_scale_ptr,
     ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
@@ -88,17 +85,17 @@ def store_rounded(
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
 
 
-def store_rounded_arguments(
-    rounded: RoundedRows | None, input_scales: InputScales | None, block: int
+def store_rounded_row_arguments(
+    rounded: RoundedRows | None, input_scales: InputScales | None, block_columns: int
 ) -> dict[str, object]:
-    """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
+    """Returns the arguments of store_rounded_row for blocks of `block_columns`; placeholders if `rounded` is None."""
     names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
     if rounded is None or input_scales is None:
-        return dict.fromkeys(names) | {"GROUP_COLUMNS": block, "FP8_MAX": FP8_MAX}
+        return dict.fromkeys(names) | {"GROUP_COLUMNS": block_columns, "FP8_MAX": FP8_MAX}
     size = rounded.values.shape[1]
     group = input_scales.columns(size)
     pointers = zip(names, (rounded.values, rounded.scales, input_scales.static_scale), strict=True)
-    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
+    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block_columns, "FP8_MAX": FP8_MAX}
 
 
 def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:
@@ -123,7 +120,7 @@ def _quantise_rows_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     own = x
     if PART_COLUMNS < BLOCK:
-        # Loaded before the reduction, so that both loads overlap.
+        # The program's part is loaded before the reduction, so that both loads overlap.
         offset = part * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
         column = group[:, None] * GROUP_COLUMNS + offset
         mask = (offset < GROUP_COLUMNS) & (column < num_in)

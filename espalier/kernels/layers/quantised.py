@@ -1,9 +1,8 @@
 """Matrices in 8 or 4 bits with scales, and products with them.
 
-On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  So does the reference here: a
-model on a CPU needs memory for its stored weights only.
-Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
-on the other rows of a batch.
+On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
+one block at a time, so a model on a CPU needs memory for its stored weights only.
+Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so no other row matters.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,16 +48,16 @@ BitMoves = Sequence[tuple[int, int]]
 class InputScales:
     """How the inputs of a product are rounded to FP8.
 
-    group: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of every
-    row; None: a scale is the largest magnitude over FP8_MAX.
+    group_size: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of
+    every row; None: a scale is the largest magnitude over FP8_MAX.
     """
 
-    group: int | None = None
+    group_size: int | None = None
     static_scale: Tensor | None = None
 
-    def columns(self, size: int) -> int:
-        """Returns the number of columns that share a scale, in a row of `size` columns."""
-        return min(self.group or size, size)
+    def columns(self, num_columns: int) -> int:
+        """Returns the number of columns that share a scale, in a row of `num_columns` columns."""
+        return min(self.group_size or num_columns, num_columns)
 
 
 @dataclass(frozen=True)
@@ -86,23 +85,23 @@ class QuantisedMatrix:
 
     codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
     order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
-    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4": uint8,
-    see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Where a scale of "nvfp4" is 0, codes are 0.
+    scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  "mxfp4": uint8 exponents;
+    "nvfp4": uint8, see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Codes of scale 0 are 0.
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  float64, because a file may hold
     a divisor: multiplying by its float64 inverse gives the format's float32 quotients to the bit.
-    zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
-    order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
-    inputs: how the inputs are rounded; None: they are not.
+    zeros: "int4": uint8 [..., out, in / group_size]; None: 8 everywhere.
+    column_order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
+    input_scales: how the inputs are rounded; None: they are not.
     """
 
     code: Code
     codes: Tensor
     scales: Tensor
-    group: int
-    row_block: int = 1
+    group_size: int
+    rows_per_scale: int = 1
     zeros: Tensor | None = None
-    order: Tensor | None = None
-    inputs: InputScales | None = None
+    column_order: Tensor | None = None
+    input_scales: InputScales | None = None
     row_scales: Tensor | None = None
 
     @property
@@ -112,7 +111,8 @@ class QuantisedMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static_scale)
+        input_scale = None if self.input_scales is None else self.input_scales.static_scale
+        optional = (self.zeros, self.row_scales, self.column_order, input_scale)
         return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
 
     @property
@@ -130,9 +130,9 @@ class QuantisedMatrix:
         """Returns one expert of a stack."""
         return self._map_rows(lambda tensor: tensor[expert])
 
-    def experts(self, count: int) -> "QuantisedMatrix":
-        """Returns the matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
-        return self._map_rows(lambda tensor: tensor.unflatten(0, (count, -1)))
+    def experts(self, num_experts: int) -> "QuantisedMatrix":
+        """Returns the matrix [E · out, in] as a stack of E experts [E, out, in].  rows_per_scale must divide out."""
+        return self._map_rows(lambda tensor: tensor.unflatten(0, (num_experts, -1)))
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
         """Apply `transform` to each tensor whose rows are those of the matrix."""
@@ -141,29 +141,29 @@ class QuantisedMatrix:
             self, codes=transform(self.codes), scales=transform(self.scales), zeros=zeros, row_scales=factors
         )
 
-    def rows_from(self, first: int) -> "QuantisedMatrix":
-        """Return rows first .. out-1 of a matrix [out, in] as views.  row_block must divide `first`."""
-        cut = self._map_rows(lambda tensor: tensor[first:])
-        return replace(cut, scales=self.scales[first // self.row_block :])
+    def rows_from(self, first_row: int) -> "QuantisedMatrix":
+        """Returns rows first_row .. out-1 of a matrix [out, in] as views.  rows_per_scale must divide `first_row`."""
+        cut = self._map_rows(lambda tensor: tensor[first_row:])
+        return replace(cut, scales=self.scales[first_row // self.rows_per_scale :])
 
-    def permute_rows_in_place(self, rows: Tensor) -> "QuantisedMatrix":
-        """Reorder the rows of all experts [E, out, in], in place.  row_block must be 1.
+    def permute_rows_in_place(self, new_order: Tensor) -> "QuantisedMatrix":
+        """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1.
 
         The experts are reordered one by one, so that no second copy of all experts is needed.
         """
         for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
-                expert.copy_(expert[rows.to(expert.device)])
+                expert.copy_(expert[new_order.to(expert.device)])
         return self
 
 
-def nibble_matrix(
+def make_nibble_matrix(
     code: Literal["int4", "mxfp4", "nvfp4"],
     packed: Tensor,
     scales: Tensor,
-    group: int,
+    group_size: int,
     zeros: Tensor | None = None,
-    order: Tensor | None = None,
+    column_order: Tensor | None = None,
     row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
     """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first.
@@ -171,59 +171,59 @@ def nibble_matrix(
     scales: as in QuantisedMatrix but for the padding; "nvfp4": float8_e4m3fn, not negative.
     """
     if code == "nvfp4":
-        packed, scales = _without_zero_scales(packed, scales, group), _stored_scales(scales)
+        packed, scales = _without_zero_scales(packed, scales, group_size), _encode_nvfp4_scales(scales)
     if code in E2M1_CODES:
-        padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (E2M1_SCALE_PADDING // group)))
+        padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (E2M1_SCALE_PADDING // group_size)))
         scales = padded.view(scales.dtype)
     codes = interleave_nibbles(packed, code in E2M1_CODES)
-    return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order, row_scales=row_scales)
+    return QuantisedMatrix(code, codes, scales, group_size, 1, zeros, column_order, row_scales=row_scales)
 
 
-def _without_zero_scales(packed: Tensor, scales: Tensor, group: int) -> Tensor:
+def _without_zero_scales(packed: Tensor, scales: Tensor, group_size: int) -> Tensor:
     """Replace the numbers in groups of scale 0 by zeros of the same sign, because kernels have no factor 0."""
     is_zero = scales.view(torch.uint8) == 0
     if not is_zero.any():
         return packed
-    return torch.where(is_zero.repeat_interleave(group // 2, -1)[..., : packed.shape[-1]], packed & 0x88, packed)
+    return torch.where(is_zero.repeat_interleave(group_size // 2, -1)[..., : packed.shape[-1]], packed & 0x88, packed)
 
 
-def _stored_scales(scales: Tensor) -> Tensor:
+def _encode_nvfp4_scales(scales: Tensor) -> Tensor:
     return ((scales.half() * SCALE_UNIT).view(torch.int16) >> SCALE_SHIFT).to(torch.uint8)
 
 
-def _true_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the inverse of _stored_scales."""
+def _decode_nvfp4_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the inverse of _encode_nvfp4_scales."""
     return (stored.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
 
 
-def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
-    """Dequantise rows begin .. end-1 of a matrix [out, in].  The columns are in the order of the inputs.
+def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, end_row: int | None = None) -> Tensor:
+    """Dequantises rows first_row .. end_row-1 of a matrix [out, in].  The columns are in the order of the inputs.
 
-    begin must be a multiple of row_block.  Each value is rounded once.
+    first_row must be a multiple of rows_per_scale.  Each value is rounded once.
     """
-    rows = slice(begin, matrix.shape[0] if end is None else end)
+    rows = slice(first_row, matrix.shape[0] if end_row is None else end_row)
     exact = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]
     values = _fp8_values(codes, exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
     num_rows, num_in = values.shape
     # Columns past the end of the last group are computed and dropped.
-    grouped = F.pad(values, (0, -num_in % matrix.group)).unflatten(1, (-1, matrix.group))
+    grouped = F.pad(values, (0, -num_in % matrix.group_size)).unflatten(1, (-1, matrix.group_size))
     if matrix.code == "int4":
         grouped -= 8 if matrix.zeros is None else matrix.zeros[rows, :, None]
-    scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
+    scales = matrix.scales[first_row // matrix.rows_per_scale : -(-(first_row + num_rows) // matrix.rows_per_scale)]
     if matrix.code in E2M1_CODES:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
     if matrix.code == "nvfp4":
-        scales = _true_scales(scales, exact)
+        scales = _decode_nvfp4_scales(scales, exact)
     if matrix.row_scales is not None:
         scales = scales.double() * matrix.row_scales[rows, None]
-    grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
+    grouped *= scales.to(exact).repeat_interleave(matrix.rows_per_scale, 0)[:num_rows, :, None]
     values = grouped.flatten(1)[:, :num_in].to(dtype)
-    if matrix.order is None:
+    if matrix.column_order is None:
         return values
-    return torch.empty_like(values).index_copy_(1, matrix.order, values)
+    return torch.empty_like(values).index_copy_(1, matrix.column_order, values)
 
 
 def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,11 +231,11 @@ def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
     if codes.device.type != "cpu" or codes.shape[1] % 2 or codes.stride(0) % 2:
         return codes.to(dtype)
     pairs = codes.view(torch.uint16).to(torch.int32).flatten()
-    return _fp8_pairs(dtype).index_select(0, pairs).view(codes.shape)
+    return _fp8_pair_table(dtype).index_select(0, pairs).view(codes.shape)
 
 
 @cache
-def _fp8_pairs(dtype: torch.dtype) -> Tensor:
+def _fp8_pair_table(dtype: torch.dtype) -> Tensor:
     """Returns [65536, 2]: the values of the two bytes of every uint16, in memory order."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     return numbers.view(FP8).view(-1, 2).to(dtype)
@@ -250,7 +250,7 @@ def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -
 
 
 def unpack_nibbles(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """uint8 [..., n] -> [..., 2·n] from 0 to 15, low nibbles first."""
+    """Unpacks uint8 [..., n] to nibbles [..., 2·n], low nibbles first."""
     nibbles = torch.empty(*packed.shape, 2, dtype=dtype, device=packed.device)
     nibbles[..., 0], nibbles[..., 1] = packed & 15, packed >> 4
     return nibbles.flatten(-2)
@@ -278,7 +278,7 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
     # The loop takes one block of rows at a time, because the temporary copies are as large as a block.
     for begin in range(0, len(rows), step):
-        whole = rows[begin : begin + step, : _interleaved_bytes(packed)]
+        whole = rows[begin : begin + step, : _num_interleaved_bytes(packed)]
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
@@ -289,9 +289,9 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
 
 def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
     """Returns the inverse of interleave_nibbles."""
-    end, whole = _interleaved_bytes(codes), codes[..., : _interleaved_bytes(codes)]
+    end, whole = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
     if is_e2m1:
-        back = [(_shifted(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
+        back = [(_shift_mask(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
         whole = _move_bits(_fold_bits(whole.clone(memory_format=torch.contiguous_format), E2M1_BIT_FOLDS[::-1]), back)
     halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
@@ -318,27 +318,22 @@ def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
 
 def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
     """Returns the selected bits of int32 words, shifted by `places`."""
-    # A right shift repeats the highest bit; the mask removes the copies.
-    shifted = words << places if places > 0 else words >> -places
-    return shifted.bitwise_and_(_to_int32(_shifted(bits, places)))
+    mask = _shift_mask(bits, places)
+    # A right shift repeats the highest bit; the mask removes the copies.  It is given as an int32 with its 32 bits.
+    return (words << places if places > 0 else words >> -places).bitwise_and_(mask - (mask >> 31 << 32))
 
 
-def _shifted(bits: int, places: int) -> int:
+def _shift_mask(bits: int, places: int) -> int:
     return bits << places if places > 0 else bits >> -places
 
 
-def _to_int32(bits: int) -> int:
-    """Returns the int32 with these 32 bits."""
-    return bits - (bits >> 31 << 32)
-
-
-def _interleaved_bytes(packed: Tensor) -> int:
+def _num_interleaved_bytes(packed: Tensor) -> int:
     """Returns the number of bytes of a row that are interleaved."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
 def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tensor]:
-    """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group)], float32 at least)."""
+    """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group_size)], float32 at least)."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
     group = input_scales.columns(num_in)

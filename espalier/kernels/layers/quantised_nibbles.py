@@ -7,8 +7,6 @@ both values.  The order of interleave_nibbles (quantised.py) puts every pair int
 decoded weight moves between threads or through shared memory.  The inputs are in shared memory, in column order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -22,39 +20,39 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @kernel
 def nibble_dot(
     words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
-    CODE: tl.constexpr, GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
     """Returns the product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
 
-    If CODE is 1, one of GROUP and BLOCK_IN divides the other, or GROUP is 0.
+    If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0.
     """
     # Columns of one sum: they share a scale.
-    STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
+    STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
     # Decoded numbers are too small by this factor (_decode_int4, _scale_factors), so sums are multiplied by it.
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # Whether the tensor cores hold one sum over all steps.  A large tile can then decode while it multiplies.
+    # Whether the tensor cores hold one sum over all steps.  Then large tiles decode a step while they multiply another.
     IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # This form shows the compiler that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
     words = k_begin // 8 + tl.arange(0, WORDS)
     w_ptrs = words_ptr + w_rows[:, None] * row_words + words[None, :]
-    num_groups = _num_groups(num_in, CODE, GROUP)
+    num_groups = _num_groups(num_in, CODE, GROUP_SIZE)
     scale_ptrs = scales_ptr + w_rows * num_groups
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     # Scales are loaded one step ahead, so that no step waits for its scales.
     if CODE == 1:
-        scale = tl.load(scale_ptrs + _group_of(k_begin, num_groups, GROUP))
+        scale = tl.load(scale_ptrs + _group_of_column(k_begin, num_groups, GROUP_SIZE))
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
             first = k + step * STEP
             if CODE == 1:
-                next_scale = tl.load(scale_ptrs + _group_of(first + STEP, num_groups, GROUP))
+                next_scale = tl.load(scale_ptrs + _group_of_column(first + STEP, num_groups, GROUP_SIZE))
             if EVEN_IN:
                 w = tl.load(w_ptrs)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
@@ -64,7 +62,7 @@ def nibble_dot(
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
                 # The offset is not loaded ahead: its registers would get another layout than the words.
-                group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
+                group = w_rows * num_groups + _group_of_column(first, num_groups, GROUP_SIZE)
                 offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
@@ -72,7 +70,7 @@ def nibble_dot(
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
                 w = _decode_e2m1(w, _scale_factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
-            if CODE == 1 and GROUP > 0:
+            if CODE == 1 and GROUP_SIZE > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
             elif IN_ONE:
                 acc = part
@@ -83,7 +81,7 @@ def nibble_dot(
             w_ptrs += WORDS
             words += WORDS
             ks += STEP
-    if CODE == 1 and GROUP == 0:
+    if CODE == 1 and GROUP_SIZE == 0:
         acc *= scale.to(tl.float32)[:, None]
     elif IN_ONE:
         acc *= UNIT
@@ -91,20 +89,20 @@ def nibble_dot(
 
 
 @kernel
-def _group_of(k, num_groups, GROUP: tl.constexpr):
-    """Returns the group of column k; the last group if k is past it."""
-    return tl.minimum(k // GROUP, num_groups - 1) if GROUP > 0 else 0
+def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
+    """Returns the group of a column; the last group if the column is past it."""
+    return tl.minimum(column // GROUP_SIZE, num_groups - 1) if GROUP_SIZE > 0 else 0
 
 
 @kernel
-def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP: tl.constexpr):
+def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
     The first and the last cover most cache lines of these scales.  The loop loads each scale when a step needs it.
     """
-    num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
+    num_groups = tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
-    groups = ends // GROUP if GROUP > 0 else ends * 0
+    groups = ends // GROUP_SIZE if GROUP_SIZE > 0 else ends * 0
     places = w_rows[:, None] * num_groups + groups[None, :]
     prefetch(scales_ptr + places)
     if zeros_ptr is not None:
@@ -112,17 +110,17 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
 
 
 @kernel
-def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
+def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """Returns the number of scales in a row of the matrix."""
     if CODE >= 2:
         # A scale covers 32 columns, and rows are padded to E2M1_SCALE_PADDING columns (quantised.py).
         return tl.cdiv(num_in, 256) * 8
-    return tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
+    return tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
 
 
 @kernel
 def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The offsets that _decode_int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+    """Returns the offsets that _decode_int4 adds: minus each row's zero points, in both halves of a uint32.
 
     zeros_ptr: None: all zero points are 8.
     """
@@ -139,13 +137,12 @@ def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.con
 
 @kernel
 def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
+    """Returns (nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the
     dtype's largest power of two, 2^127 (2^15), this is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as much.
     In bfloat16 the nibble's highest bit becomes the lowest exponent bit.  The value is still right, because numbers
-    with that exponent have the same spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values,
-    products and sums are exact.
+    with that exponent have the same spacing as subnormal numbers.  Half of the nibbles need no shift.  All is exact.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
@@ -163,8 +160,8 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
 
 @kernel
-def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The nibbles, or the E2M1 numbers, of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
+def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """Returns the nibbles or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
 
     The columns are in order.  DTYPE: the dtype in which the words are decoded; all of it is exact.
     """
@@ -174,7 +171,7 @@ def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.c
         numbers = numbers.to(tl.float32) * (2.0**6 if IS_BFLOAT16 else 2.0**9)
     else:
         # The exponent of MXFP4 that means a scale of 1.
-        factors = _factors_of_exponents(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
+        factors = _factors_of_mxfp4_scales(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
         numbers = _decode_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (
             2.0**64 if IS_BFLOAT16 else 2.0**10
         )
@@ -183,18 +180,18 @@ def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.c
 
 @kernel
 def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales of 32 columns each [.., WORDS / 4]."""
-    factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
+    """Returns the factors of _decode_e2m1 for words [BLOCK_OUT, WORDS].
+    scales: of 32 columns each, [.., WORDS / 4]."""
+    factors = _factors_of_mxfp4_scales(scales, DTYPE) if CODE == 2 else _factors_of_nvfp4_scales(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
-def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
+def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
     """Returns the factors of MXFP4's exponents for _decode_e2m1, in both halves of a uint32.
 
     A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in
-    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less
-    than 2^-58.
+    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller ones are below 2^-58.
     """
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
@@ -204,7 +201,7 @@ def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
 
 
 @kernel
-def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
+def _factors_of_nvfp4_scales(pairs, DTYPE: tl.constexpr):
     """Returns the factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
 
     The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192.

@@ -2,11 +2,8 @@
 
 A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` are those worth measuring, the most
 promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a plan is rated by how many programs run
-at once, how many bytes they have in flight, and how full the last wave is.  Above, products limit the time, and all
-plans count as equal.
+at once, how many bytes they have in flight, and how full the last wave is.  Above, all plans count as equal.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
@@ -46,8 +43,8 @@ MIN_STEPS_PER_SPLIT = 4
 # Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
 # whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows,
 # inputs take more bytes than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4
-# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  A thread needs four MXFP4
-# exponents per step, or the exponents are not copied ahead.
+# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  With fewer
+# than four MXFP4 exponents per thread and step, the compiler does not copy them ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
@@ -60,27 +57,27 @@ MIN_RAGGED_COLUMNS = 1024
 
 
 def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """The measured plan for the weight's shape, its format and x's rows; if nothing was measured, `plan_by_rule`'s."""
-    plans = LINEAR_TUNING.measured(chip(weight.codes), x.dtype, tuning_name(weight))
+    """Returns the plan measured for the weight's shape and format and the rows of x, else that of `plan_by_rule`."""
+    plans = LINEAR_TUNING.measured_plans(chip(weight.codes), x.dtype, tuning_format_name(weight))
     shape = weight.shape[0], weight.shape[1]
-    plan = LINEAR_TUNING.plan_at(plans[shape], len(x)) if shape in plans else None
+    plan = LINEAR_TUNING.plan_for_count(plans[shape], len(x)) if shape in plans else None
     return plan if isinstance(plan, TritonPlan) else plan_by_rule_for(weight, x)
 
 
 def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
     """Returns the plan of `plan_by_rule` for this weight and these inputs."""
-    (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
-    input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
+    (num_out, num_in), grouped = weight.shape, weight.group_size < weight.shape[-1]
+    input_bytes, gpu = 1 if weight.input_scales is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
     if plan.splits > 1 and supports_format(weight, x.dtype, len(x), gpu):
         return replace(plan, splits=num_splits_for(num_out, num_in, gpu))
     return plan
 
 
-def tuning_name(weight: QuantisedMatrix) -> str:
+def tuning_format_name(weight: QuantisedMatrix) -> str:
     """Returns the format's name in tuning tables, with everything that changes a kernel's time."""
-    group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
-    inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
+    group = "" if weight.group_size >= weight.shape[-1] else f"-{weight.rows_per_scale}x{weight.group_size}"
+    inputs = "" if weight.input_scales is None else f"-inputs{weight.input_scales.group_size or ''}"
     return f"{weight.code}{group}{inputs}"
 
 
@@ -88,20 +85,20 @@ def max_block_in(weight: QuantisedMatrix) -> int:
     """Returns the most columns of a tile.  FP8: the columns that share a scale, or two sums of columns."""
     if weight.code != "fp8":
         return 256
-    groups = [weight.group]
-    if weight.inputs is not None and weight.inputs.group is not None:
-        groups.append(weight.inputs.group)
+    groups = [weight.group_size]
+    if weight.input_scales is not None and weight.input_scales.group_size is not None:
+        groups.append(weight.input_scales.group_size)
     least = min([group for group in groups if group < weight.shape[-1]], default=MAX_FP8_SUM_COLUMNS)
     return 2 * MAX_FP8_SUM_COLUMNS if least % MAX_FP8_SUM_COLUMNS == 0 else least
 
 
 @cache
 def plan_by_rule(
-    rows: int,
+    num_rows: int,
     num_out: int,
     num_in: int,
     code: str,
-    max_block: int,
+    max_block_in: int,
     is_grouped: bool,
     gpu: Chip,
     input_bytes: int = 2,
@@ -110,32 +107,31 @@ def plan_by_rule(
 
     is_grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
-    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    num_tiles = -(-rows // tile)
-    max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
+    tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
+    num_tiles = -(-num_rows // tile)
+    max_splits = MAX_SPLITS if num_rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, is_grouped, max_splits, gpu, input_bytes)
+    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block_in, is_grouped, max_splits, gpu, input_bytes)
 
 
 @cache
 def fp8_plan_by_rule(
-    tile: int,
+    tile_rows: int,
     num_tiles: int,
     num_out: int,
     num_in: int,
-    max_block: int,
+    max_block_in: int,
     is_grouped: bool,
     max_splits: int,
     gpu: Chip,
     input_bytes: int,
 ) -> TritonPlan:
-    """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
-    memory_bound = tile <= MEMORY_BOUND_ROWS
-    # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
-    # were not measured.
-    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
-    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
+    """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile_rows` rows."""
+    memory_bound = tile_rows <= MEMORY_BOUND_ROWS
+    # For few rounded rows, steps of 256 columns are 3 to 5% faster than of 128 (docs/log.md), without group scales.
+    is_few = memory_bound and tile_rows == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
+    block_in = min(max_block_in, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
     block_out, warps = (64, 4) if memory_bound or is_grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
@@ -148,26 +144,26 @@ def fp8_plan_by_rule(
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
-        sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile > MIN_BLOCK_ROWS else 4)
+        sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile_rows > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)
     # If the tensor cores limit the time, one program with many stages is faster than two per multiprocessor.
-    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
+    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile_rows * input_bytes)), most), 1))
 
 
-def _wave_fill(programs: int, gpu: Chip) -> float:
-    """Returns the share of the multiprocessors' places that `programs` programs fill."""
-    return programs / (-(-programs // gpu.processors) * gpu.processors)
+def _wave_fill(num_programs: int, gpu: Chip) -> float:
+    """Returns the share of the multiprocessors' places that `num_programs` programs fill."""
+    return num_programs / (-(-num_programs // gpu.processors) * gpu.processors)
 
 
 @cache
 def nibble_plan_by_rule(
-    tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
+    tile_rows: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
     """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
-    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
+    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
     fitting_in = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
     block_in = min(next(fitting_in, 32), most)
     programs = num_tiles * -(-num_out // block_out)
@@ -178,29 +174,30 @@ def nibble_plan_by_rule(
     shared = gpu.shared_memory_per_program(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # Codes have one stage less than inputs, because the running step holds its codes in registers.
-    codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
+    codes, inputs = code_bytes_per_step(plan, code), tile_rows * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
-def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
-    """Returns bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
-    return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
+def stage_bytes(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix) -> int:
+    """Returns bytes of shared memory per pipeline stage, with `tile_rows` rows of inputs."""
+    input_bytes = 2 if weight.input_scales is None else 1
+    return code_bytes_per_step(plan, weight.code) + tile_rows * plan.block_in * input_bytes
 
 
-def codes_bytes(plan: TritonPlan, code: str) -> int:
+def code_bytes_per_step(plan: TritonPlan, code: str) -> int:
     """Returns bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
 
-def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
+def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
     """Check that a kernel exists for the weight if it is on a GPU.  Raises EspalierError if not."""
     if not weight.codes.is_cuda:
         return
-    if weight.code != "fp8" and has_split_words(weight):
+    if weight.code != "fp8" and has_words_of_two_groups(weight):
         raise EspalierError(
             f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED_COLUMNS}, but "
-            f"this matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
+            f"this matrix has {weight.shape[-1]} in groups of {weight.group_size}; use another copy of the model"
         )
     if weight.code == "mxfp4" and weight.scales.numel() and (largest := int(weight.scales.max())) > MAX_EXPONENT:
         raise EspalierError(
@@ -216,15 +213,15 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
         raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
 
 
-def has_split_words(weight: QuantisedMatrix) -> bool:
-    """Whether a word has columns of two groups, or is not interleaved, so that the kernels cannot take the matrix.
+def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
+    """Returns whether a word has columns of two groups, or is not interleaved: kernels cannot multiply such matrices.
 
     An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""
-    columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
+    columns = 2 * weight.group_size if weight.code == "nvfp4" else min(weight.group_size, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
-# If memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
+# Candidates where memory limits the time, and where products do: (block_out, warps), stages, splits (split-K).
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
@@ -238,14 +235,15 @@ MAX_WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
 SUM_SPLITS_US = 1.0
 
 
-def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
+def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
     """Returns the plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
 
     The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
-    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    tiles, all_stages, all_splits = MEMORY_BOUND_CANDIDATES if rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
+    tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
+    candidates = MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
+    tiles, all_stages, all_splits = candidates
     by_tile = [
         [
             TritonPlan(block_out, block_in, splits, warps, stages)
@@ -261,32 +259,32 @@ def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[Trito
     ]
     for plans in by_tile:
         plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
-        if rows <= MEMORY_BOUND_ROWS:
+        if num_rows <= MEMORY_BOUND_ROWS:
             plans.sort(key=lambda plan: _streaming_us(plan, tile, weight, gpu))
     return [plan for of_each in zip_longest(*by_tile) for plan in of_each if plan is not None]
 
 
-def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
+def _fits(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
-    return stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
+    return stage_bytes(plan, tile_rows, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1
         or MIN_PROGRAMS_PER_PROCESSOR * gpu.processors <= programs <= MAX_PROGRAMS_PER_PROCESSOR * gpu.processors
     )
 
 
-def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
+def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> float:
     """Returns microseconds by a model that counts memory alone.  Only the order of these times is used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    shared_memory = stage_bytes(plan, tile, weight) * plan.stages
+    shared_memory = stage_bytes(plan, tile_rows, weight) * plan.stages
     sharing = min(gpu.programs_per_processor_with(shared_memory), MAX_WARPS // plan.warps)
-    step = codes_bytes(plan, weight.code)
+    step = code_bytes_per_step(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)
 
-    def us(together: int) -> float:
-        rate = min(gpu.processors * BYTES_PER_US, together * step * (plan.stages - 1) / LATENCY_US)
-        return LATENCY_US + together * bytes_of_one / max(rate, 1)
+    def us(num_programs: int) -> float:
+        rate = min(gpu.processors * BYTES_PER_US, num_programs * step * (plan.stages - 1) / LATENCY_US)
+        return LATENCY_US + num_programs * bytes_of_one / max(rate, 1)
 
     last = us(rest) if rest else 0.0
     return waves * us(sharing * gpu.processors) + last + (SUM_SPLITS_US if plan.splits > 1 else 0.0)

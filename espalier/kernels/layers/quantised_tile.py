@@ -6,11 +6,8 @@ in bfloat16, so only the float32 sums round.  Other scales are multiplied with t
 quantised_nibbles.py has the code for 4 bits.
 
 Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
-fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, and the sums are added in
-float32.
+fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, in float32.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -26,7 +23,7 @@ from espalier.kernels.runtime.pdl import prefetch
 # Bytes of an L2 line.  Kernels cannot read this constant, so prefetch_codes repeats it.
 LINE_BYTES = 128
 # The numbers that kernels use for the codes of espalier/kernels/layers/quantised.py:QuantisedMatrix.
-CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
+FORMAT_CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
 def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -41,38 +38,39 @@ def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | Non
 
 def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
     """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
-    num_in, inputs = weight.shape[-1], weight.inputs
+    num_in, inputs = weight.shape[-1], weight.input_scales
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
-    group = 0 if weight.group >= num_in and weight.code not in E2M1_CODES else weight.group
-    return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
+    group = 0 if weight.group_size >= num_in and weight.code not in E2M1_CODES else weight.group_size
+    groups = {"GROUP_SIZE": group, "ROWS_PER_SCALE": weight.rows_per_scale, "INPUT_GROUP_SIZE": input_group}
+    return {"CODE": FORMAT_CODES[weight.code]} | groups
 
 
 @kernel
 def quantised_dot(
     codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
-    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
     """Returns [BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
 
-    codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], for NVFP4 pairs of
-    scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
+    codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROWS_PER_SCALE, groups], for NVFP4 pairs
+    of scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], whether it exists.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS); 0: all.
-    k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
+    GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS);
+    0: all.  k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
     """
     if CODE > 0:
         acc = nibble_dot(
             codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
-            CODE, GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            CODE, GROUP_SIZE, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         if CODE == 3:
             acc *= tl.load(zeros_ptr + w_rows).to(tl.float32)[:, None]
     else:
         acc = _fp8_dot(
             codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
-            GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     return acc
 
@@ -80,7 +78,7 @@ def quantised_dot(
 @kernel
 def _fp8_dot(
     codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
-    GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
     """The product of quantised_dot for FP8 codes.  A step may have several sums: longer reads of rows are faster."""
@@ -88,8 +86,8 @@ def _fp8_dot(
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
     w_ptrs = codes_ptr + w_rows[:, None] * num_in + ks[None, :]
-    num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
-    scale_ptrs = scales_ptr + w_rows // ROW_BLOCK * num_groups
+    num_groups = tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
+    scale_ptrs = scales_ptr + w_rows // ROWS_PER_SCALE * num_groups
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
@@ -102,16 +100,16 @@ def _fp8_dot(
                 w = tl.load(w_ptrs, mask=ks[None, :] < num_in, other=0.0)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
-            if GROUP > 0:
-                part *= tl.load(scale_ptrs + first // GROUP).to(tl.float32)[:, None]
-            if INPUT_GROUP > 0:
-                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=row_exists, other=0.0)[None, :]
+            if GROUP_SIZE > 0:
+                part *= tl.load(scale_ptrs + first // GROUP_SIZE).to(tl.float32)[:, None]
+            if INPUT_GROUP_SIZE > 0:
+                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP_SIZE, mask=row_exists, other=0.0)[None, :]
             acc += part
             w_ptrs += STEP
             ks += STEP
-    if GROUP == 0:
+    if GROUP_SIZE == 0:
         acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
-    if INPUT_GROUP == 0 and x_scale_ptrs is not None:
+    if INPUT_GROUP_SIZE == 0 and x_scale_ptrs is not None:
         acc *= tl.load(x_scale_ptrs, mask=row_exists, other=0.0)[None, :]
     return acc
 

@@ -4,8 +4,6 @@ On a GPU this is one launch, which overwrites the Q heads in place.  Grid: (rows
 takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +23,7 @@ BLOCKS_PER_PROGRAM = 4
 
 
 @kernel
-def _load_as(pointer, mask, ACC_DTYPE: tl.constexpr):
+def _load_converted(pointer, mask, ACC_DTYPE: tl.constexpr):
     return tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
 
 
@@ -35,21 +33,21 @@ def _norm_heads(
     DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """values [H, C] times their heads' scale [H, 1] and the weight of Q's or K's norm, rounded to DTYPE."""
-    q_weight = _load_as(q_norm_ptr + column, column_exists, ACC_DTYPE)
-    k_weight = _load_as(k_norm_ptr + column, column_exists, ACC_DTYPE)
+    q_weight = _load_converted(q_norm_ptr + column, column_exists, ACC_DTYPE)
+    k_weight = _load_converted(k_norm_ptr + column, column_exists, ACC_DTYPE)
     return (values * scale * tl.where(is_q_head, q_weight, k_weight)).to(DTYPE).to(ACC_DTYPE)
 
 
 @kernel
 def _store_heads(
-    rows, values, head, column, mask,
+    output_pointers, values, head, column, mask,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
 
-    rows: pointers and strides.
+    output_pointers: pointers and strides.
     """
-    out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = rows
+    out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = output_pointers
     tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
     is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
@@ -110,10 +108,10 @@ def _rotate_kernel(
             in_rest = rest_column < HEAD_SIZE
             rest = _norm_heads(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, DTYPE, ACC_DTYPE)
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_stride_n + column, sin_ptr + n * sin_stride_n + column
-    left_cos, left_sin = _load_as(cos_ptrs, in_half, ACC_DTYPE), _load_as(sin_ptrs, in_half, ACC_DTYPE)
+    left_cos, left_sin = _load_converted(cos_ptrs, in_half, ACC_DTYPE), _load_converted(sin_ptrs, in_half, ACC_DTYPE)
     rotated_left = left * left_cos[None, :] + right * left_sin[None, :]
-    rotated_right = right * _load_as(cos_ptrs + half, in_half, ACC_DTYPE)[None, :]
-    rotated_right += left * _load_as(sin_ptrs + half, in_half, ACC_DTYPE)[None, :]
+    rotated_right = right * _load_converted(cos_ptrs + half, in_half, ACC_DTYPE)[None, :]
+    rotated_right += left * _load_converted(sin_ptrs + half, in_half, ACC_DTYPE)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(DTYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(DTYPE)
     k_row_ptr, v_row_ptr, out_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row, out_ptr + n * out_stride_n
@@ -137,17 +135,13 @@ def rotate_and_store(
     qkv: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
-    rows: Tensor,
+    cache_rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
-
-    Tolerance: one ulp of the reference.  Kernel and reference compute in float32 and round once, but the
-    reference's addcmul may use fused multiply-adds.
-    Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
-    """
+    """See ops/rope.py.  Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse
+    multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
     parts = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
     count, num_heads, size = parts.shape[-3:]
@@ -159,7 +153,7 @@ def rotate_and_store(
     require(
         "rope: qkv's partial sums", parts, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer
     )
-    _check_arguments(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
+    _check_arguments(parts, out, rotation, norms, cache_rows, k_buffer, v_buffer, scales)
     # Without norms the kernel gets placeholder pointers, which it does not read.
     q_norm, k_norm, eps, norms_v_heads, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     num_heads -= heads if has_gates else 0
@@ -167,10 +161,10 @@ def rotate_and_store(
     if count:
         # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
-            *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, rows, k_buffer, v_buffer),
+            *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, cache_rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
             *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
-            *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
+            *(cache_rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
             EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_SIZE=size, ROTARY=rotary, SPLITS=len(parts),
             HAS_NORMS=norms is not None, HAS_V_NORM=norms_v_heads, V_IS_K=v_is_k, HAS_GATES=has_gates,
             ACC_DTYPE=acc_dtype(out.dtype), FP8_MAX=FP8_MAX, BLOCK_H=blocks * HEADS_PER_BLOCK,
@@ -185,7 +179,7 @@ def _check_arguments(
     out: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
-    rows: Tensor,
+    cache_rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None,
@@ -195,7 +189,7 @@ def _check_arguments(
     exact = torch.promote_types(out.dtype, torch.float32)
     for name in ("cos", "sin"):
         require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, out)
-    require("rope: rows", rows, (count,), torch.int64, out)
+    require("rope: rows", cache_rows, (count,), torch.int64, out)
     require_kv_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
     require_kv_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)
     of_heads = () if norms is None else norms[:2]

@@ -1,8 +1,7 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
 The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
-and of the matrix.  The second, for Hopper only, has one scale per 128 columns of an input and per 128 x 128 values of
-the matrix (the format of DeepSeek-V3).
+and of the matrix.  The second, for Hopper only, has one per 128 columns of an input and 128 x 128 values (DeepSeek).
 """
 
 import torch
@@ -25,15 +24,15 @@ SCALE_BLOCK = 128
 SCALE_BLOCKS_PER_READ = 4
 
 
-def max_kernel_rows(inputs: InputScales, gpu: Chip) -> int:
+def max_kernel_rows(input_scales: InputScales, gpu: Chip) -> int:
     """Returns the most rows that the previous norm may round.  For more rows the library rounds."""
-    in_blocks = inputs.group == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
+    in_blocks = input_scales.group_size == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
     return MAX_KERNEL_ROWS_IN_BLOCKS if in_blocks else MAX_KERNEL_ROWS
 
 
 def library_supports_product(x: InputRows, weight: QuantisedMatrix) -> bool:
     """Whether `scaled_product` multiplies x [rows, in] with this matrix.  With block scales, x must be unrounded."""
-    if weight.inputs is None or x.dtype != torch.bfloat16:
+    if weight.input_scales is None or x.dtype != torch.bfloat16:
         return False
     if _has_row_scales(weight):
         fills_the_chip = weight.shape[0] >= TILE_OUTPUTS * chip(weight.codes).processors
@@ -48,15 +47,15 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
 
     Tolerance: as linear_quantised.py for rounded inputs on a GPU.
     """
-    assert weight.inputs is not None
+    assert weight.input_scales is not None
     num_out, scales = weight.shape[0], weight.scales.float()
     if _has_row_scales(weight):
-        rounded = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, weight.inputs)
+        rounded = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, weight.input_scales)
         scales = scales.expand(num_out, 1).reshape(1, num_out).contiguous()
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
         assert isinstance(x, Tensor)
-        rounded = quantise_rows.triton(x, weight.inputs, library_layout=True)
+        rounded = quantise_rows.triton(x, weight.input_scales, library_layout=True)
         scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     inputs, input_scales = rounded
@@ -68,22 +67,22 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
     """Returns whether each input row has one scale, and each matrix row has one scale, or all rows share one."""
-    (num_out, num_in), inputs = weight.shape, weight.inputs
+    (num_out, num_in), inputs = weight.shape, weight.input_scales
     return (
         inputs is not None
         and _is_fp8(weight)
-        and weight.group >= num_in
+        and weight.group_size >= num_in
         and inputs.columns(num_in) == num_in
-        and (weight.row_block == 1 or weight.row_block >= num_out)
+        and (weight.rows_per_scale == 1 or weight.rows_per_scale >= num_out)
     )
 
 
 def _has_block_scales(weight: QuantisedMatrix) -> bool:
-    (num_out, num_in), inputs = weight.shape, weight.inputs
+    (num_out, num_in), inputs = weight.shape, weight.input_scales
     return (
         inputs is not None
         and _is_fp8(weight)
-        and weight.group == weight.row_block == inputs.group == SCALE_BLOCK
+        and weight.group_size == weight.rows_per_scale == inputs.group_size == SCALE_BLOCK
         and num_out % SCALE_BLOCK == 0
         and num_in % (SCALE_BLOCKS_PER_READ * SCALE_BLOCK) == 0
     )
@@ -91,4 +90,5 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
     """Returns whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
-    return weight.code == "fp8" and weight.order is None and all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)
+    is_aligned = all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)
+    return weight.code == "fp8" and weight.column_order is None and is_aligned

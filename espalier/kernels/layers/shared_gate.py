@@ -4,8 +4,6 @@ Grid: (rows, blocks of the result).  Each program computes the product of the ro
 loads the weight before it waits for the previous kernel (PDL).
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The activation of an MLP, with a gate (arXiv:2002.05202) or without, for dense layers and experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,9 +75,8 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     return (activated * (up + activation.up_offset)).to(gate_up.dtype)
 
 
-def num_up_columns(size: int, activation: Activation) -> int:
-    """Returns the number of columns of up, from the `size` columns before the activation.
-    Raises EspalierError if `size` is odd and there is a gate."""
-    if size % activation.num_matrices:
-        raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
-    return size // activation.num_matrices
+def num_up_columns(num_columns: int, activation: Activation) -> int:
+    """Returns the columns of up, given the columns before the activation.  Raises EspalierError for an odd number."""
+    if num_columns % activation.num_matrices:
+        raise EspalierError(f"gate_up holds gate and then up: it needs an even number of columns, not {num_columns}")
+    return num_columns // activation.num_matrices

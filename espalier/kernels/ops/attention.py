@@ -11,14 +11,14 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
-from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewQueriesConfig
 from espalier.kernels.ops.selection import SPLIT_COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale
 
 
-def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns softcap · tanh(logits / softcap); for None, the logits themselves."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -29,26 +29,26 @@ def masked_attention(
     v: Tensor,
     mask: Tensor,
     scale: float,
-    scales: KVScales | None = None,
+    kv_scales: KVScales | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
+    """Computes attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    scales: of k and v in FP8.  softcap: see LayerSpec.
+    kv_scales: the scales of FP8 k and v; else None.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
     A query that sees no rows gets zeros and lse -inf.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
-    queries = q.to(exact) if scales is None else times_k_scale(q.to(exact), scales)
+    queries = q.to(exact) if kv_scales is None else times_k_scale(q.to(exact), kv_scales)
     grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
-    scores = soft_capped(scores, softcap)
+    scores = apply_softcap(scores, softcap)
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(exact))
-    out = out.flatten(2, 3) if scales is None else times_v_scale(out.flatten(2, 3), scales)
+    out = out.flatten(2, 3) if kv_scales is None else times_v_scale(out.flatten(2, 3), kv_scales)
     return out.to(q.dtype), lse.flatten(2, 3)
 
 
@@ -137,8 +137,7 @@ class AttentionInputs(NamedTuple):
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
     splits: the splits of the committed rows, for this window.  scale: the factor of scores.
     staged: K and V of the staged rows, [B, R, kv_heads, size]; None: attend to committed rows alone.
-    scales: the scales of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a
-    value.  softcap: see LayerSpec.
+    kv_scales: the scales of K and V in FP8, committed and staged.  sink: see apply_sink.  softcap: see LayerSpec.
     """
 
     q: Tensor
@@ -152,7 +151,7 @@ class AttentionInputs(NamedTuple):
     window: int | None = None
     sink: Tensor | None = None
     softcap: float | None = None
-    scales: KVScales | None = None
+    kv_scales: KVScales | None = None
 
     @property
     def v_size(self) -> int:
@@ -176,8 +175,8 @@ class PartialResults:
     lse: Tensor
 
     @classmethod
-    def allocate(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
-        shape = (splits.table.shape[0], queries, heads)
+    def allocate(cls, splits: KVSplits, num_queries: int, num_heads: int, v_size: int) -> PartialResults:
+        shape = (splits.table.shape[0], num_queries, num_heads)
         device = splits.table.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
@@ -193,17 +192,17 @@ def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
     return Prefix(table[:, 1:2], length), KVSplits(table, starts, KVSplitPolicy(1, 1))
 
 
-def is_wide_latent(k: Tensor, v: Tensor) -> bool:
+def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
     """Returns whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
 
 def has_staged_kernel(inputs: AttentionInputs) -> bool:
-    """Whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
+    """Returns whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
-    fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
+    fits = is_plain if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
     return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and fits
 
 
@@ -215,11 +214,10 @@ def count_contiguous_blocks(
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: rows per block, a divisor of
-    SPLIT_STEP.
+    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: must divide SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
-    for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
+    for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):
         low = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
         while low + block_rows <= begin + (end - begin) // block_rows * block_rows:
             position = torch.arange(low, low + block_rows, device=page_table.device)
@@ -233,7 +231,7 @@ def count_contiguous_blocks(
 
 @op("espalier.kernels.attention.merge", tensor="first_result[0]")
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
+    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the first out's dtype.
 
     first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is
     zero.  sink: [heads], one extra logit per head, with weight but without a value.
@@ -249,7 +247,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 @op("espalier.kernels.attention.merge", tensor="out")
 def merge_splits(
-    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
@@ -262,10 +260,10 @@ def merge_splits(
         of_request = slice(start, start + count)
         if count == 1:
             continue
-        partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
+        partial_lse = partial_results.lse[of_request] * torch.tensor(2.0).log()
         total_weight = torch.logsumexp(partial_lse, 0)
         shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
-        merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
+        merged = (torch.exp(partial_lse - shift)[..., None] * partial_results.out[of_request]).sum(0)
         out[request] = merged if sink is None else apply_sink(merged, total_weight, sink)
         lse[request] = total_weight
 
@@ -273,18 +271,18 @@ def merge_splits(
 @op("espalier.kernels.attention.tree_attention", tensor="inputs.q")
 def tree_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
+    partial_results: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
-    contiguous: Tensor | None = None,
+    num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over committed and staged rows.
 
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, without the sink.  A
     query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
-    partials: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the launch is
-    slower, with the same result.
+    partial_results: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for
+    tests and benchmarks.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.  Without these
+    counts the launch is slower, with the same result.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
@@ -299,15 +297,15 @@ def tree_attention(
         row_positions = torch.cat((row_positions, inputs.nodes.row_positions), 1)
     if inputs.window is not None:
         seen = seen & (inputs.nodes.positions[:, :, None] - row_positions[:, None, :] < inputs.window)
-    out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.scales, inputs.softcap)
+    out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.kv_scales, inputs.softcap)
     return out if inputs.sink is None else apply_sink(out, lse, inputs.sink), lse
 
 
 @op("espalier.kernels.attention.latent_attention", tensor="inputs.q")
 def latent_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
-    config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
+    partial_results: PartialResults | None = None,
+    config: TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over latent rows: one KV head whose V is the first part of K.  See tree_attention.
 
@@ -320,9 +318,8 @@ def latent_attention(
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `empty_prefix`'s.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that attends to no rows
-    gets zeros and lse -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  No rows: 0 and lse -inf.
     """
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)
-    return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.scales, inputs.softcap)
+    return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.kv_scales, inputs.softcap)

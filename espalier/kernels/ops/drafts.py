@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
@@ -45,19 +45,19 @@ class Candidates(NamedTuple):
         types = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
 
-    def at_depth(self, depth: int, rows: int) -> Candidates:
-        """Returns views [B, rows, K] of the first rows at index `depth` (0 for depth 1)."""
-        return Candidates(*(value[:, depth, :rows] for value in self))
+    def at_depth(self, depth_index: int, num_rows: int) -> Candidates:
+        """Returns views [B, num_rows, K] of the first rows at index `depth_index` (0 for depth 1)."""
+        return Candidates(*(value[:, depth_index, :num_rows] for value in self))
 
 
-def _best_paths(
-    tokens: list, scores: list, next_rows: list, nodes: int
+def _search_best_paths(
+    tokens: list, scores: list, next_rows: list, num_nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
     """Returns (token, parent, depth) and the score of each node of one request's tree.  The root's token is VOID."""
     tree, selected = [(VOID, 0, 0)], [0.0]
     # An entry is (key of a candidate, score of its parent).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
-    while len(tree) < nodes and frontier:
+    while len(tree) < num_nodes and frontier:
         (negated, depth, parent, place, row), above = heappop(frontier)
         if negated == np.inf:
             break
@@ -71,7 +71,7 @@ def _best_paths(
         if depth < len(tokens) and below >= 0:
             child = _float32_sum(-negated, scores[depth][below][0])
             heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
-    missing = nodes - len(tree)
+    missing = num_nodes - len(tree)
     return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
 
 
@@ -80,17 +80,17 @@ def _float32_sum(score: float, logp: float) -> float:
     return float(np.float32(score + logp))
 
 
-def check_path_sizes(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
+def check_path_sizes(root: Tensor, candidates: Candidates, num_nodes: int) -> tuple[int, int, int, int]:
     """Check the arguments of select_paths.  Returns the sizes B, S, R and K of the candidates."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
     require("select_paths: scores", scores, tuple(tokens.shape), torch.float32, root)
     require("select_paths: next_rows", next_rows, tuple(tokens.shape), torch.int32, root)
     batch, steps, rows, topk = tokens.shape
-    if steps > MAX_STEPS or max(rows, topk) > MAX_CANDIDATES or not 1 <= nodes <= MAX_NODES:
+    if steps > MAX_STEPS or max(rows, topk) > MAX_CANDIDATES or not 1 <= num_nodes <= MAX_NODES:
         raise EspalierError(
-            f"a tree of {nodes} nodes, {steps} steps and {max(rows, topk)} candidates a step is not supported for a "
-            f"block draft; use at most {MAX_NODES} nodes, {MAX_STEPS} steps and topk {MAX_CANDIDATES}"
+            f"a tree of {num_nodes} nodes, {steps} steps and {max(rows, topk)} candidates a step is not supported for "
+            f"a block draft; use at most {MAX_NODES} nodes, {MAX_STEPS} steps and topk {MAX_CANDIDATES}"
         )
     return batch, steps, rows, topk
 
@@ -103,59 +103,58 @@ class NgramMatches(NamedTuple):
     end_positions: Tensor
 
 
-def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
+def match_lengths(history: Tensor, root_positions: Tensor) -> Tensor:
     """Returns [B, W]: the match length at each position of `history` [B, W]."""
     positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
-    matching = positions < root_position[:, None]
+    matching = positions < root_positions[:, None]
     length = torch.zeros_like(history)
     for back in range(MAX_NGRAM):
-        root_token = history.gather(1, (root_position - back).clamp(min=0)[:, None])
+        root_token = history.gather(1, (root_positions - back).clamp(min=0)[:, None])
         token = torch.roll(history, back, 1)
-        matching = matching & (token == root_token) & (positions >= back) & (root_position >= back)[:, None]
+        matching = matching & (token == root_token) & (positions >= back) & (root_positions >= back)[:, None]
         length = length + matching
     return length
 
 
-def longest_history(root_position: Tensor) -> int:
+def max_history_length(root_positions: Tensor) -> int:
     """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would synchronise."""
-    return int(root_position.max()) + 1 if root_position.numel() else 1
+    return int(root_positions.max()) + 1 if root_positions.numel() else 1
 
 
 @op("espalier.kernels.tree.select_paths")
-def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    """Returns the tree of the root [B] int64 and the best nodes - 1 paths, best first.
+def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
+    """Returns the tree of the root [B] int64 and the best num_nodes - 1 paths, best first.
 
     Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
     that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
-    _, steps, _, _ = check_path_sizes(root, candidates, nodes)
+    _, steps, _, _ = check_path_sizes(root, candidates, num_nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = comparable_scores(candidates.scores).tolist()
-    trees = [_best_paths(*of_request, nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
-    made = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), nodes, 3)
+    trees = [_search_best_paths(*of_request, num_nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
+    made = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), num_nodes, 3)
     made[:, 0, 0] = root
-    path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), nodes)
+    path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), num_nodes)
     drafted, parents, depths = made.unbind(-1)
     return Tree(drafted, parents, depths, path_scores, pack_bits(ancestor_mask(parents, drafted == VOID, steps)))
 
 
 @op("espalier.kernels.tree.ngram")
-def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  The tokens after these occurrences are
-    distinct.
+def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
+    """Returns the topk best earlier occurrences of each request's last tokens.  They have distinct next tokens.
 
-    history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
-    int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
-    history[root-m+1 .. root]; m is at most MAX_NGRAM.  Longer matches come first; among equal lengths, later positions.
-    Exact.
+    history: [slots, W] int64, contiguous rows of tokens; history_rows: [B] int64, each request's row of history;
+    root_positions: [B] int64, below W, the position of the last token.  Position j before the root position r matches m
+    tokens if history[j-m+1 .. j] equals history[r-m+1 .. r]; m is at most MAX_NGRAM.  Longer matches come first; among
+    equal lengths, later positions.  Exact.
     """
-    width = longest_history(root)
-    known = history[:, :width].index_select(0, index)
-    length = match_lengths(known, root)
+    width = max_history_length(root_positions)
+    known = history[:, :width].index_select(0, history_rows)
+    length = match_lengths(known, root_positions)
     next_tokens = torch.roll(known, -1, 1)
     # The key orders matches by length, then by position.  Key 0: no match.
-    key = torch.where(length > 0, length * width + torch.arange(width, device=root.device), 0)
+    key = torch.where(length > 0, length * width + torch.arange(width, device=root_positions.device), 0)
     best = []
     for _ in range(topk):
         best.append(key.amax(1, keepdim=True))
@@ -165,60 +164,67 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
     return NgramMatches(keys // width, keys % width)
 
 
-def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, width: int) -> Tensor:
-    """Returns x [N, H], in blocks of `width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
-    Each channel uses the delta of its group of channels."""
+def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
+    """Returns x [N, H], in blocks of `block_width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
+    Each channel uses the taps of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // group_taps.shape[2]
     coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
-    blocks = x.to(exact).unflatten(0, (-1, width))
+    blocks = x.to(exact).unflatten(0, (-1, block_width))
     total = torch.zeros_like(blocks)
     for tap in range(base_taps.shape[0]):
-        behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
-        total += behind * coefficients[:, tap].unflatten(0, (-1, width))
+        behind = F.pad(blocks, (0, 0, tap, 0))[:, :block_width]
+        total += behind * coefficients[:, tap].unflatten(0, (-1, block_width))
     return total.flatten(0, 1).to(x.dtype)
 
 
-def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[int, int]:
+def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[int, int]:
     """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
     taps, size = base_taps.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
     require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
     require("block_conv: base", base_taps, (taps, size), x.dtype, x)
-    if not groups or size % groups or width < 1 or len(x) % width:
+    if not groups or size % groups or block_width < 1 or len(x) % block_width:
         raise EspalierError(
-            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
-            "allocate and launch from the same layout"
+            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {block_width}, do not "
+            "divide: allocate and launch from the same layout"
         )
     return taps, groups
 
 
 @op("espalier.kernels.layers.block_conv")
-def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
-    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows for the
-    input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows, in blocks of `block_width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows
+    for the input's convolution come first.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
     """
-    taps, groups = check_block_conv(x, weight, base_taps, width)
+    taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolve_block(x, delta[:, 0], base_taps, width), delta[:, 1]
+    return convolve_block(x, delta[:, 0], base_taps, block_width), delta[:, 1]
 
 
 @op("espalier.kernels.layers.block_conv", tensor="residual")
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor,
+    coefficients: Tensor,
+    base_taps: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    block_width: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `width` rows.
-    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  weight: [H], the norm's.
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of rows.
+    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
-        delta = sum_parts.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, width), residual, weight, eps)
+        delta = add_partial_sums.reference(delta, residual.dtype)
+    delta = convolve_block(delta, coefficients, base_taps, block_width)
+    return add_rms_norm.reference(delta, residual, norm_weight, eps)
 
 
 @dataclass(frozen=True)
@@ -257,8 +263,7 @@ def embed_rows(
     x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
     rotation: of the positions.  live: [N] bool, whether the token is at least 0.
 
-    A void node (token below 0) takes its request's first token, or 0 if the first token is void too.
-    draft: None for a target model.
+    A void node (token < 0) takes its request's first token, or 0 if that is void.  draft: None for a target.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """
     live = (tokens >= 0).flatten()

@@ -1,7 +1,5 @@
 """Operations of a mixture of experts: the choice of each row's experts, and the products with these experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +12,7 @@ from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation, activation_rounded_once
-from espalier.kernels.ops.linear import linear_quantised, sum_parts
+from espalier.kernels.ops.linear import add_partial_sums, linear_quantised
 from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
@@ -97,10 +95,10 @@ def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
     return best.repeat_interleave(routing.group_size, dim=-1)
 
 
-def _stable_topk(scores: Tensor, count: int) -> Tensor:
-    """Returns [N, count] int64, the indices of the largest scores; among equal scores, the lower index.
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Returns [N, k] int64, the indices of the largest scores; among equal scores, the lower index.
     The scores are sorted, because torch.topk is not stable."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class ExpertBiases:
     down: Tensor
 
 
-def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+def _linear_product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
 
 
@@ -141,7 +139,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     Among equal scores the lower id is chosen.  The sums have the same order for any number of rows.
     """
     if logits.ndim == 3:
-        logits = sum_parts.reference(logits, logits.dtype)
+        logits = add_partial_sums.reference(logits, logits.dtype)
     if routing.logit_bias and bias is not None:
         logits, bias = logits + bias, None
     if routing.scoring == "softmax":
@@ -170,55 +168,55 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     result: [N, H] in x's dtype, or [parts, N, H] float32 at least, which are summed in order and rounded to x's dtype.
     x: [N, in], the rows.  gate: [1, in].  The product x · gateᵀ is rounded to x's dtype before the sigmoid.
     """
-    result = sum_parts.reference(result, x.dtype)
+    result = add_partial_sums.reference(result, x.dtype)
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
 
 
-@op("espalier.kernels.layers.experts", tensor="ids")
+@op("espalier.kernels.layers.experts", tensor="expert_ids")
 def grouped_experts(
     x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
-    ids: Tensor,
-    weights: Tensor,
-    live: Tensor | None = None,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    live_rows: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     num_extra_parts: int = 0,
-    shared: SharedExperts | None = None,
+    shared_experts: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """Returns the weighted results of each row's K experts, in order of choice: parts [K + S + extra, N, H].
 
     x: [N, H]; RoundedRows must have gate_up's rounding.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
     activation has no gate.  down: [E, H, I].
-    ids: [N, K] int64, distinct in each row.
-    weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted too.
-    live: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
+    expert_ids: [N, K] int64, distinct in each row.
+    routing_weights: [N, K], float32 (float64 for float64), in the dtype of the parts.  They also weight biases of down.
+    live_rows: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
     num_extra_parts: the number of further parts at the end.  The caller writes these parts.
-    shared: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S parts
-    after the first K, for all rows, live or not.  All activations must be SILU.
+    shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S
+    parts after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.
     """
     # The reference loops over the experts that have rows, so the host reads the ids.
     assert isinstance(x, Tensor)
-    top_k, inner = ids.shape[1], down.shape[2]
+    top_k, inner = expert_ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    pieces = 0 if shared is None else shared.num_pieces(inner)
-    parts = x.new_zeros(top_k + pieces + num_extra_parts, len(x), down.shape[1], dtype=weights.dtype)
-    if shared is not None:
-        gated = activation_rounded_once(F.linear(x, shared.gate_up), activation)
+    pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
+    parts = x.new_zeros(top_k + pieces + num_extra_parts, len(x), down.shape[1], dtype=routing_weights.dtype)
+    if shared_experts is not None:
+        gated = activation_rounded_once(F.linear(x, shared_experts.gate_up), activation)
         for piece, columns in enumerate(gated.split(inner, dim=1)):
-            parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
-    if live is not None:
-        ids = ids.masked_fill(~live[:, None], len(gate_up))
-    counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()
-    pairs = ids.flatten().argsort(stable=True).split(counts)
+            parts[top_k + piece] = F.linear(columns, shared_experts.down[:, piece * inner : (piece + 1) * inner])
+    if live_rows is not None:
+        expert_ids = expert_ids.masked_fill(~live_rows[:, None], len(gate_up))
+    counts = expert_ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()
+    pairs = expert_ids.flatten().argsort(stable=True).split(counts)
     for expert, own in enumerate(pairs[: len(gate_up)]):
         if len(own):
             rows, choices = own // top_k, own % top_k
-            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = _linear_product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             gated = activation_rounded_once(gated, activation)
-            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
-            parts[choices, rows] = result * weights[rows, choices, None]
+            result = _linear_product(gated, down[expert], None if down_bias is None else down_bias[expert])
+            parts[choices, rows] = result.to(parts.dtype) * routing_weights[rows, choices, None]
     return parts

@@ -1,7 +1,5 @@
 """Linear layers, dense and quantised, and the rounding of their inputs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -27,25 +25,25 @@ from espalier.kernels.runtime.op import op
 
 @op("espalier.kernels.layers.linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
+    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
     The bits of a row never depend on the other rows' values.  The bits depend on the plan and on the number of rows:
     with a TritonPlan on block_rows(rows), with the library on `rows`.
     """
-    return sum_parts.reference(linear_parts.reference(x, weight, bias, plan), x.dtype)
+    return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
 
 @op("espalier.kernels.layers.linear")
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Returns the result of `linear` [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32.
 
     The partial sums, added in order and rounded to x's dtype, equal the result of `linear` to the bit.
     """
-    return linear_parts_library(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
+    return library_partial_sums(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
 
 
-def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Returns the result of linear_parts, by PyTorch's library, on views of x and weight, without copies.
+def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
+    """Returns the result of linear_partial_sums, by PyTorch's library, on views of x and weight, without copies.
     Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
@@ -92,7 +90,7 @@ def linear_gated(
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
 
-    Raises EspalierError in the same cases as linear_parts.
+    Raises EspalierError in the same cases as linear_partial_sums.
     """
     # The reference writes the whole sum to the first part, and zeros to the others.
     out.zero_()
@@ -100,35 +98,35 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
 
 @op("espalier.kernels.layers.linear")
-def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`; parts [rows, out] are returned."""
-    if parts.ndim == 2:
-        return parts
-    total = parts[0].clone()
-    for part in parts[1:]:
+def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`, or a given [rows, out] as it is."""
+    if partial_sums.ndim == 2:
+        return partial_sums
+    total = partial_sums[0].clone()
+    for part in partial_sums[1:]:
         total += part
     return total.to(dtype)
 
 
 # The most columns of an activation that one program rounds.
-MAX_ROUNDED = 8192
+MAX_ROUNDED_COLUMNS = 8192
 
 
-def can_round_activation(size: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round `size` columns: groups must be powers of two, or rows short."""
-    group, block = input_scales.columns(size), next_power_of_2(size)
-    return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
+def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
+    """Whether `activate_partial_sums` can round `num_columns` columns: groups must be powers of two, or rows short."""
+    group, block = input_scales.columns(num_columns), next_power_of_2(num_columns)
+    return block <= MAX_ROUNDED_COLUMNS and (group == num_columns or next_power_of_2(group) == group)
 
 
 @op("espalier.kernels.layers.activation")
 def activate_partial_sums(
-    parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
+    partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), as `gated_activation` does.
+    """Returns the result of `gated_activation` for add_partial_sums(partial_sums, dtype).
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
-    out = gated_activation.reference(sum_parts.reference(parts, dtype), activation)
+    out = gated_activation.reference(add_partial_sums.reference(partial_sums, dtype), activation)
     return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
 
 
@@ -137,7 +135,7 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
     library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory,
-    and undefined rows fill up the result to a multiple of ROWS_FILLED.
+    and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE.
     """
     return quantise_inputs(x, input_scales)
 
@@ -156,14 +154,14 @@ def linear_quantised(
     # The result is rounded once, at the end.
     exact = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
-    if weight.inputs is None:
+    if weight.input_scales is None:
         assert isinstance(x, Tensor)
         inputs = x.to(exact)
     else:
-        inputs = fake_quantise_inputs(x, weight.inputs)
+        inputs = fake_quantise_inputs(x, weight.input_scales)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
     # Each step is a number of whole row blocks, because `dequantise` starts at the beginning of a row block.
-    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.row_block, 1) * weight.row_block
+    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.rows_per_scale, 1) * weight.rows_per_scale
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
         block_bias = None if bias is None else bias[begin:end].to(exact)
@@ -172,7 +170,7 @@ def linear_quantised(
 
 
 @op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
-def linear_quantised_parts(
+def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
     """Returns the result of linear_quantised, or its partial sums [splits, rows, out] in float32."""
@@ -190,8 +188,7 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
-    rounding: how the next product rounds its inputs.  If the activation has its own launch, that launch also rounds
-    the result where `can_round_activation` allows.
+    rounding: how the next product rounds its inputs.  An activation's own launch also rounds if `can_round_activation`.
     """
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 

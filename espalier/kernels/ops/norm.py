@@ -1,7 +1,5 @@
 """RMS norm (arXiv:1910.07467), alone or fused with residual additions, rounding or a router's product."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
@@ -22,32 +20,32 @@ def supports_norm_router(residual: Tensor) -> bool:
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
-def can_round_norm(size: int, input_scales: InputScales) -> bool:
-    """Whether the launch of a norm of `size` columns can also round the result, with the scales of `input_scales`."""
-    group = input_scales.columns(size)
-    return group == size or next_power_of_2(group) == group
+def can_round_norm(num_columns: int, input_scales: InputScales) -> bool:
+    """Returns whether the launch of a norm of `num_columns` columns can also round the result to FP8."""
+    group = input_scales.columns(num_columns)
+    return group == num_columns or next_power_of_2(group) == group
 
 
-def norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
+def rms_norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns weight · sqrt(H) and sqrt(H · eps), the last arguments of rms_norm_by_length, for a weight [H]."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
-def norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
-    """RMS norm of x [..., H], computed from the length of x; see norm_by_length_constants for the other arguments.
-    sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations in all, where F.rms_norm takes 9."""
+def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
+    """Returns the RMS norm of x [..., H], computed from the length of x; see rms_norm_by_length_constants for the other
+    arguments.  sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
 
 @op("espalier.kernels.layers.norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
+    """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.dtype == weight.dtype == exact:
-        return norm_by_length(x, *norm_by_length_constants(weight, eps))
-    return norm_by_length(x.to(exact), *norm_by_length_constants(weight.to(exact), eps)).to(x.dtype)
+        return rms_norm_by_length(x, *rms_norm_by_length_constants(weight, eps))
+    return rms_norm_by_length(x.to(exact), *rms_norm_by_length_constants(weight.to(exact), eps)).to(x.dtype)
 
 
 @op("espalier.kernels.layers.norm", tensor="residual")
@@ -55,11 +53,11 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     """Returns (sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
-    kernels/ops/linear.py:linear_parts returns.  Partial sums are first added in order and rounded to residual's dtype.
-    The rounded sum is normed.
+    kernels/ops/linear.py:linear_partial_sums returns.  Partial sums are first added in order and rounded to residual's
+    dtype.  The rounded sum is normed.
     """
     if delta.ndim == 3:
-        delta = sum_parts.reference(delta, residual.dtype)
+        delta = add_partial_sums.reference(delta, residual.dtype)
     total = residual + delta
     return total, rms_norm.reference(total, weight, eps)
 
@@ -76,25 +74,25 @@ MAX_OUTPUTS, MAX_NORMS = 2, 3
 
 @op("espalier.kernels.layers.add_normed", tensor="residual")
 def add_normed(
-    outputs: tuple[tuple[Tensor, NormWeight], ...],
-    norm: NormWeight | None,
+    block_outputs: tuple[tuple[Tensor, NormWeight], ...],
+    output_norm: NormWeight | None,
     residual: Tensor,
-    scale: float,
-    norms: tuple[NormWeight, ...],
+    residual_scale: float,
+    next_norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
 
-    sum = residual · scale + norm(sum of the normed outputs).  outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in
-    the form of add_rms_norm's delta, with its norm.  norm: None: no norm of that sum.
-    norms: at most MAX_NORMS.
+    sum = residual · residual_scale + output_norm(sum of the normed block outputs).
+    block_outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in the form of add_rms_norm's delta, with its norm.
+    output_norm: None: the sum of the outputs is not normed.  next_norms: the norms of `sum`, at most MAX_NORMS.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
     dtype = residual.dtype
-    normed = [rms_norm.reference(sum_parts.reference(output, dtype), *own) for output, own in outputs]
+    normed = [rms_norm.reference(add_partial_sums.reference(output, dtype), *own) for output, own in block_outputs]
     added = sum(normed[1:], normed[0])
-    added = added if norm is None else rms_norm.reference(added, *norm)
-    total = (residual if scale == 1 else residual * scale) + added
-    return total, tuple(rms_norm.reference(total, *each) for each in norms)
+    added = added if output_norm is None else rms_norm.reference(added, *output_norm)
+    total = (residual if residual_scale == 1 else residual * residual_scale) + added
+    return total, tuple(rms_norm.reference(total, *each) for each in next_norms)
 
 
 @op("espalier.kernels.layers.norm", tensor="residual")

@@ -20,13 +20,12 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu is applied
-    to the result.
+    weight: [channels, taps], the row's own tap last.  bias: [channels] or None.  applies_silu: whether silu follows.
     """
 
     weight: Tensor
     bias: Tensor | None = None
-    silu: bool = True
+    applies_silu: bool = True
 
 
 class StateRows(NamedTuple):
@@ -40,15 +39,11 @@ class StateRows(NamedTuple):
     v: Tensor
     gates: Tensor
 
-    def slice_rows(self, begin: int, end: int) -> "StateRows":
-        return StateRows(*(values[:, begin:end] for values in self))
-
 
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
     """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent row; the root is its
-    own parent.  None for a chain.
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain.
     """
     (batch, rows), before = inputs.shape[:2], tail.shape[1]
     exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -63,13 +58,13 @@ def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortCo
         at = previous.gather(1, at)
     if conv.bias is not None:
         out = out + conv.bias.to(exact)
-    return (F.silu(out) if conv.silu else out).to(inputs.dtype)
+    return (F.silu(out) if conv.applies_silu else out).to(inputs.dtype)
 
 
-def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
-    """Returns the new tail [B, taps - 1, C] after the first `count` [B] rows of `inputs` [B, R, C].
+def conv_tail_after(tail: Tensor, inputs: Tensor, row_counts: Tensor) -> Tensor:
+    """Returns the new tail [B, taps - 1, C] after the first `row_counts` [B] rows of `inputs` [B, R, C].
     tail: [B, taps - 1, C], the tail before these rows."""
-    at = count[:, None] + torch.arange(tail.shape[1], device=count.device)
+    at = row_counts[:, None] + torch.arange(tail.shape[1], device=row_counts.device)
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 
 
@@ -119,9 +114,9 @@ def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: 
     return out.transpose(1, 2)
 
 
-def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, count: Tensor) -> Tensor:
-    """Returns the state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
-    taken = torch.arange(rows.k.shape[1], device=count.device) < count[:, None]
+def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_counts: Tensor) -> Tensor:
+    """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain."""
+    taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
     # Rows past `count` are dropped, not multiplied by zero, because their values may be NaN.
     whole = log_decay.where(taken[:, None], 0).sum(-1)
@@ -134,8 +129,7 @@ def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, count: Te
 class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: the snapshot, the state after the first
-    `snapshot` rows, if a snapshot is requested.
+    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: after snapshot_counts rows.
     """
 
     out: Tensor
@@ -144,17 +138,17 @@ class ScanResult(NamedTuple):
 
 
 def scan(
-    q: Tensor, rows: StateRows, state: Tensor, count: Tensor, snapshot_counts: Tensor | None, is_delta_rule: bool
+    q: Tensor, rows: StateRows, state: Tensor, row_counts: Tensor, snapshot_counts: Tensor | None, is_delta_rule: bool
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    count: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also returned;
-    None: no snapshots.
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], the rows before a snapshot; None: no snapshots.
     """
     outs, at_mark = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])
-        part, seen = rows.slice_rows(first, end), causal_mask(end - first, q.device)
+        part = StateRows(*(values[:, first:end] for values in rows))
+        seen = causal_mask(end - first, q.device)
         solved = solve_updates(part, state, seen, is_delta_rule)
         outs.append(row_outputs(q[:, first:end], solved, state, seen))
         if snapshot_counts is not None:
@@ -162,14 +156,14 @@ def scan(
             at_mark = state_after(part, solved, state, snapshot_counts - first).where(
                 is_here[:, None, None, None], at_mark
             )
-        state = state_after(part, solved, state, count - first)
+        state = state_after(part, solved, state, row_counts - first)
     out = torch.cat(outs, 1) if outs else q.new_empty(*rows.v.shape, dtype=state.dtype)
     return ScanResult(out, state, at_mark)
 
 
-def causal_mask(rows: int, device: torch.device) -> Tensor:
-    """Returns [1, rows, rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
-    order = torch.arange(rows, device=device)
+def causal_mask(num_rows: int, device: torch.device) -> Tensor:
+    """Returns [1, num_rows, num_rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
+    order = torch.arange(num_rows, device=device)
     return (order <= order[:, None])[None]
 
 
@@ -179,5 +173,5 @@ def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
 
 
 def _to_head_major(values: Tensor, heads: int) -> Tensor:
-    """Returns [B, R, k_heads, size] -> [B, heads, R, size]."""
+    """Rearranges [B, R, k_heads, size] to [B, heads, R, size]."""
     return values.transpose(1, 2).repeat_interleave(heads // values.shape[2], 1)

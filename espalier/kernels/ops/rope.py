@@ -1,7 +1,5 @@
 """Operations between a layer's projections and attention: norms of heads or latents, RoPE, KV cache writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, round_to_fp8
@@ -66,15 +64,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if values is x else torch.cat((rotated, x[..., rotary:]), -1)
 
 
-def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
-    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].
+def write_rows(planes: Sequence[Tensor], cache_rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
+    """Write each of `values` [N, heads, size] to cache_rows [N] of its plane [R, heads, size].
     scales: the scales of FP8 planes; None for planes in other dtypes."""
     if scales is None:
         for plane, value in zip(planes, values, strict=True):
-            plane.index_copy_(0, rows, value)
+            plane.index_copy_(0, cache_rows, value)
         return
     for plane, value, scale in zip(planes, values, (scales.k, scales.v), strict=False):
-        plane.view(torch.uint8).index_copy_(0, rows, round_to_fp8(value, scale).view(torch.uint8))
+        plane.view(torch.uint8).index_copy_(0, cache_rows, round_to_fp8(value, scale).view(torch.uint8))
 
 
 def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
@@ -129,9 +127,9 @@ def check_latent_sizes(q_rope: Tensor, q: Tensor, latent: Tensor, destination: L
         )
 
 
-def _rotate_values(values: Tensor, rotation: Rotation, format: LatentFormat) -> Tensor:
+def _rotate_values(values: Tensor, rotation: Rotation, latent_format: LatentFormat) -> Tensor:
     """Returns values [N, heads, rotary], rotated."""
-    if format.interleaved:
+    if latent_format.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
 
@@ -141,7 +139,7 @@ def rotate_and_store(
     qkv: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
-    rows: Tensor,
+    cache_rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None = None,
@@ -151,12 +149,12 @@ def rotate_and_store(
     With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate behind each Q head.  If the
     buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
     (kernels/layers/linear.py).  Partial sums are first added in order and rounded to the model's dtype.
-    rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
+    cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
     Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.
     """
     if qkv.ndim == 4:
-        qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
+        qkv = add_partial_sums.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
     heads = num_q_heads(qkv.shape[1], kv_heads, norms)
     if norms is not None and norms.has_gates:
@@ -165,7 +163,7 @@ def rotate_and_store(
     v = qkv[:, qkv.shape[1] - kv_heads :]
     if norms is not None and norms.norms_v_heads:
         v = rms_norm.reference(v, v.new_ones(v.shape[2]), norms.eps)
-    write_rows((k_buffer, v_buffer), rows, (rotated[:, heads:], v), scales)
+    write_rows((k_buffer, v_buffer), cache_rows, (rotated[:, heads:], v), scales)
     return rotated[:, :heads]
 
 
@@ -200,9 +198,9 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
-    The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
-    values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary values.
-    A GPU needs one launch for few rows, two for more.
+    The first `rank` values of a query are the first `nope` values in q_inputs times k_up [heads, nope, rank].  The
+    rotated values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary
+    values.  A GPU needs one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from espalier.kernels.runtime.op import op
 from espalier.logprobs import TOP, row_words
 
 
-def logprob_rows(
+def pack_logprob_rows(
     tokens: Tensor, token_logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
 ) -> Tensor:
     """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
@@ -21,19 +19,19 @@ def _float64_bits(values: Tensor) -> Tensor:
     return values.double().view(torch.int64)
 
 
-def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
+def _top_ids(logits: Tensor, k: int) -> Tensor:
+    """Returns the ids [N, k] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
     For a vocabulary this takes half the time of ordered_topk, but the host must check for ties at the last place.
     """
-    vocab, num_read = logits.shape[1], 2 * count
+    vocab, num_read = logits.shape[1], 2 * k
     values, ids = logits.topk(min(num_read, vocab))
-    while 0 < num_read < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
+    while 0 < num_read < vocab and bool((values[:, k - 1] == values[:, -1]).any()):
         num_read *= 2
         values, ids = logits.topk(min(num_read, vocab))
     ids = ids.sort(-1).values
     order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order[:, :count])
+    return ids.gather(-1, order[:, :k])
 
 
 def accumulation_dtype(logits: Tensor) -> torch.dtype:
@@ -48,10 +46,10 @@ def write_logprobs(
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
     ring: [entries, >= B, >= W, words(n)] int64, rows in the layout of espalier/logprobs.py; the rows of a request are
-    contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64, the row
-    of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a request's tokens
-    were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a
-    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Other words are undefined.
+    contiguous.  n: the most top tokens that a request may ask for.  logits: [B, D, V].  rows: [B, W] int64,
+    the row of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a
+    request's tokens were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants;
+    below 0 for a request without log-probabilities.  Tokens of equal logits are in order of ids.
     """
     if not bool((num_logprobs >= 0).any()):
         return
@@ -65,5 +63,5 @@ def write_logprobs(
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
     ids = _top_ids(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
-    written = logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
+    written = pack_logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
     ring[int(entry), b, w, : row_words(count)] = written

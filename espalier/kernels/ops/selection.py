@@ -25,10 +25,10 @@ MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows per group.  IndexScores also holds the highest score of each group, so that a selection reads few rows.
-GROUP_ROWS = 8
+# Adjacent rows per group.  A selection first reads the highest score of each group, so that it reads few rows.
+SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
-SPLIT_STEP = 64
+SPLIT_ALIGNMENT = 64
 # The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
 # SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles,
 # which have many.  A single tile of latent rows also gets short splits, because it reads slowly.
@@ -53,12 +53,11 @@ MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
 # The most float32 values in the partial results of a batch: 256 MiB.
 MAX_PARTIAL_VALUES = 2**26
-# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of this
-# request.
+# Columns of the table of splits: request, begin (multiple of SPLIT_ALIGNMENT), end (exclusive), the request's splits.
 SPLIT_COLUMNS = 4
 
 
-class IndexNorm(NamedTuple):
+class IndexerNorm(NamedTuple):
     """The LayerNorm of index keys: weight and bias [size], eps."""
 
     weight: Tensor
@@ -66,23 +65,23 @@ class IndexNorm(NamedTuple):
     eps: float
 
 
-class IndexRows(NamedTuple):
+class IndexerInputs(NamedTuple):
     """The indexer's values for new rows.
 
     q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64).
     rotation: the rotation of the first values of q and k.
-    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentForm.interleaved.
+    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentFormat.interleaved.
     """
 
     q: Tensor
     k: Tensor
     weights: Tensor
-    norm: IndexNorm
+    norm: IndexerNorm
     rotation: Rotation
     interleaved: bool
 
 
-class IndexQueries(NamedTuple):
+class IndexerQueries(NamedTuple):
     """The index queries of rows.  q: [.., heads, size], rotated.  weights: [.., heads]."""
 
     q: Tensor
@@ -90,11 +89,11 @@ class IndexQueries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class IndexKeys:
+class IndexerKeys:
     """The index keys of committed and staged rows.
 
-    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows first ..
-    length - 1 exist.  staged: [B, R, 1, size].
+    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
+    first_position .. length - 1 exist.  staged: [B, R, 1, size].
     """
 
     committed: Tensor
@@ -105,24 +104,26 @@ class IndexKeys:
     staged: Tensor
 
 
-class IndexScores(NamedTuple):
+class IndexerScores(NamedTuple):
     """Scores of C positions and R staged rows.
 
-    rows: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
-    groups: [B, Q, ceil(C / GROUP_ROWS) + ceil(R / GROUP_ROWS)] float32, the highest of each GROUP_ROWS positions, then
-    of each GROUP_ROWS staged rows.
+    row_scores: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
+    group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest of each
+    SCORE_GROUP_SIZE positions, then of each SCORE_GROUP_SIZE staged rows.
     Scores of positions past a request's length, and of groups that begin there, are undefined.
     """
 
-    rows: Tensor
-    groups: Tensor
+    row_scores: Tensor
+    group_scores: Tensor
 
     @classmethod
-    def empty(cls, batch: int, queries: int, capacity: int, staged: int, device: torch.device) -> IndexScores:
+    def empty(
+        cls, batch_size: int, num_queries: int, capacity: int, num_staged_rows: int, device: torch.device
+    ) -> IndexerScores:
         """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
-        sizes = capacity + staged, -(-capacity // GROUP_ROWS) + -(-staged // GROUP_ROWS)
+        sizes = (capacity + num_staged_rows, -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE))
         kept = (
-            torch.empty(batch, queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
+            torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
             for size in sizes
         )
         return cls(*kept)
@@ -141,7 +142,7 @@ class SelectedRows(NamedTuple):
     bits: Tensor
 
 
-def top_rows(scores: Tensor, topk: int) -> Tensor:
+def mark_top_rows(scores: Tensor, topk: int) -> Tensor:
     """Returns [..., N] bool: the topk highest of scores [..., N]; all scores above -inf if there are fewer.
 
     The columns are in order of position.  Among equal scores, later positions are chosen.
@@ -156,7 +157,7 @@ def top_rows(scores: Tensor, topk: int) -> Tensor:
     return above | equal & (equal.flip(-1).cumsum(-1).flip(-1) <= wanted)
 
 
-def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
+def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
     """Returns [B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
     q, weights = queries
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -171,64 +172,64 @@ def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
     return scores
 
 
-@op("espalier.kernels.layers.index_rows", tensor="index.q")
-def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """Norm and rotate the keys, and store them in rows [N] of plane [R, 1, size].  Returns the rotated q."""
-    norm, rotary = index.norm, index.rotation.cos.shape[1]
-    size = index.k.shape[-1]
-    k = F.layer_norm(index.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
-    q, k = (_rotated(x, index.rotation, rotary, index.interleaved) for x in (index.q, k))
-    plane.index_copy_(0, rows, k)
+@op("espalier.kernels.layers.index_rows", tensor="indexer_inputs.q")
+def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
+    """Norm and rotate the keys, and store them in cache_rows [N] of plane [R, 1, size].  Returns the rotated q."""
+    norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
+    size = indexer_inputs.k.shape[-1]
+    k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
+    q, k = (_rotated(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
+    plane.index_copy_(0, cache_rows, k)
     return q
 
 
-def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> Tensor:
-    if interleaved:
+def _rotated(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
+    if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         x = torch.cat((paired, x[..., rotary:]), -1)
     return rotate(x, *rotation)
 
 
 @op("espalier.kernels.attention.index_scores", tensor="queries.q")
-def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
+def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
     """Returns the scores of all rows for each query.
 
-    The score is -inf for rows that exist but that a query does not see: positions below `first`, and staged rows whose
-    bit is not set in ancestor_bits [B, Q, W].
+    The score is -inf for rows that exist but that a query does not see: positions below first_position, and staged rows
+    whose bit is not set in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
     positions = torch.arange(capacity, device=keys.length.device).expand(batch, -1)
     exists = (positions >= keys.first_position) & (positions < keys.length[:, None])
     committed = keys.committed[page_rows(keys.page_table, positions, keys.page_size, exists), 0]
-    scores = scores_of(queries, torch.cat((committed, keys.staged[:, :, 0]), 1))
+    scores = score_keys(queries, torch.cat((committed, keys.staged[:, :, 0]), 1))
     bits = torch.arange(num_staged, device=scores.device)
     seen = (ancestor_bits[..., bits // 64] >> bits % 64 & 1).bool()
     seen = torch.cat((exists[:, None].expand(-1, seen.shape[1], -1), seen), 2)
     scores.masked_fill_(~seen, -torch.inf)
-    return IndexScores(scores, highest_of_groups(scores, capacity))
+    return IndexerScores(scores, max_group_scores(scores, capacity))
 
 
-def highest_of_groups(rows: Tensor, capacity: int) -> Tensor:
-    """IndexScores.groups, of rows [..., C + R] for C = capacity."""
-    parts = [rows[..., :capacity], rows[..., capacity:]]
-    padded = [F.pad(part, (0, -part.shape[-1] % GROUP_ROWS), value=-torch.inf) for part in parts]
-    return torch.cat(padded, -1).unflatten(-1, (-1, GROUP_ROWS)).amax(-1)
+def max_group_scores(row_scores: Tensor, capacity: int) -> Tensor:
+    """Returns IndexerScores.groups for row_scores [..., C + R], with C = capacity."""
+    parts = [row_scores[..., :capacity], row_scores[..., capacity:]]
+    padded = [F.pad(part, (0, -part.shape[-1] % SCORE_GROUP_SIZE), value=-torch.inf) for part in parts]
+    return torch.cat(padded, -1).unflatten(-1, (-1, SCORE_GROUP_SIZE)).amax(-1)
 
 
-@op("espalier.kernels.attention.select_rows", tensor="scores.rows")
-def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+@op("espalier.kernels.attention.select_rows", tensor="scores.row_scores")
+def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """Chooses the rows with the topk highest scores.  Exact.
 
     scores: the result of index_scores.  length: [B] int64, the number of committed rows.
     page_table: [B, T] int32, for C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
-    rows = scores.rows
+    rows = scores.row_scores
     num_staged = rows.shape[2] - capacity
     past = torch.arange(rows.shape[2], device=rows.device).expand(len(length), -1)
     past = (past >= length[:, None]) & (past < capacity)
-    chosen = top_rows(rows.masked_fill(past[:, None], -torch.inf), topk)
+    chosen = mark_top_rows(rows.masked_fill(past[:, None], -torch.inf), topk)
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
@@ -253,60 +254,60 @@ class KVSplitPolicy:
     min_split_rows: int = MIN_SPLIT_ROWS
 
     @classmethod
-    def of(
+    def choose(
         cls,
-        batch: int,
-        queries: int,
+        batch_size: int,
+        num_queries: int,
         kv_heads: int,
-        group: int,
+        group_size: int,
         max_rows: int,
         v_size: int,
-        wide_latent: bool = False,
+        is_wide_latent: bool = False,
     ) -> KVSplitPolicy:
         """Returns the policy that fills a GPU with programs, within the limits of the partial results.
 
-        queries: per request.  group: query heads per KV head.  max_rows: the most committed rows of a request.  The
-        batch is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch get the same
-        splits.  wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
+        num_queries: per request.  group_size: query heads per KV head.  max_rows: the most committed rows of a request.
+        The batch_size is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch get
+        the same splits.  is_wide_latent: whether a kernel for wide latent rows runs (latent_attention.py,
+        hopper/latent.py).
         """
-        batch, packed_queries = next_bucket(batch), queries * group
+        batch_size, packed_queries = next_bucket(batch_size), num_queries * group_size
         programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
-        if wide_latent:
+        if is_wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE_QUERIES)
             min_split_rows = MIN_SHORT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
             max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
         elif packed_queries > LARGE_TILE_QUERIES // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
-            # Few programs get one warpgroup each (choose_hopper_config), because with two, short requests would leave
-            # most multiprocessors idle.
+            # Few programs get one warpgroup each (choose_hopper_config), because two would leave processors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
-            if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
+            if 4 * batch_size * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
             if 2 * kv_heads * num_tiles >= programs:
                 max_split_rows = MAX_MANY_TILES_SPLIT_ROWS
         elif packed_queries <= SMALL_TILE_QUERIES:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
-        wanted = programs // (batch * kv_heads * num_tiles)
-        if wide_latent:
+        wanted = programs // (batch_size * kv_heads * num_tiles)
+        if is_wide_latent:
             # With more splits, one request would have more work items than a GPU runs at once.
             limit = min(MAX_SPLITS_OF_FEW_HEADS, programs // num_tiles)
         else:
             limit = max(MAX_SPLITS, min(wanted, MAX_SPLITS_OF_FEW_HEADS))
-        values = batch * packed_queries * kv_heads * v_size
-        limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // queries)
+        values = batch_size * packed_queries * kv_heads * v_size
+        limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // num_queries)
         max_splits = max(1, min(limit, -(-max_rows // min_split_rows)))
         num_splits = min(max(1, wanted), max_splits)
         is_enough = max_rows <= num_splits * max_split_rows
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
-    def width(self, rows: int) -> int:
-        """The rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
+    def rows_per_split(self, num_rows: int) -> int:
+        """Returns the rows per split: an equal share of `num_rows`, rounded up to a multiple of SPLIT_ALIGNMENT.
 
         The last split may have fewer rows.
         """
-        wanted = max(min(-(-rows // self.min_split_rows), self.num_splits), -(-rows // self.max_split_rows))
+        wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
-        return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
+        return max(-(-num_rows // (count * SPLIT_ALIGNMENT)), 1) * SPLIT_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -314,10 +315,8 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
-    request are neighbours, in the order of their positions.  Requests with longer splits come first; with a window,
-    requests keep their order.
-    starts: [2 · B + 1] int32: the index of the first split of each request, the number of all splits, then the number
-    of splits of each request.
+    request are neighbours, in the order of their positions.  Requests with longer splits come first (no window).
+    starts: [2 · B + 1] int32: the index of the first split of each request, the sum of splits, then splits per request.
     """
 
     table: Tensor
@@ -325,7 +324,7 @@ class KVSplits:
     policy: KVSplitPolicy
 
     @property
-    def used(self) -> Tensor:
+    def used_rows(self) -> Tensor:
         """The rows of the table that hold splits."""
         return self.table[: int(self.starts[len(self.starts) // 2])]
 
@@ -334,7 +333,7 @@ class KVSplits:
 def kv_splits(
     length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
-    """Split the committed rows [first, length) of each request.
+    """Splits the committed rows first_position .. length - 1 of each request.
 
     length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries
     are in no split.  window: 0: no window, and positions may be None.
@@ -346,9 +345,9 @@ def kv_splits(
         begin = first_position
         if window and positions is not None:
             begin = max(first_position, int(positions[request].min()) - window + 1)
-        begin = begin // SPLIT_STEP * SPLIT_STEP
+        begin = begin // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
         num_rows = max(rows - begin, 0)
-        spans.append((request, begin, max(rows, begin), policy.width(num_rows)))
+        spans.append((request, begin, max(rows, begin), policy.rows_per_split(num_rows)))
     for request, begin, end, width in spans if window else sorted(spans, key=lambda span: -span[3]):
         starts[request], counts[request] = used, max(1, -(-(end - begin) // width))
         for low in range(begin, max(end, begin + 1), width):

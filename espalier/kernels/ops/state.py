@@ -1,7 +1,5 @@
 """Reads and writes of a launch's state: slots, chains of known tokens, rows of pages, results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,8 +18,7 @@ EMPTY_COLUMN = -1
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
     """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; False: the
-    dummy row.
+    Positions past the table, which only padding has, use the table's last column.  is_kept: False: the dummy row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
@@ -38,8 +35,7 @@ class AcceptedNodes(NamedTuple):
 class RowCopies(NamedTuple):
     """The rows to copy after a round.
 
-    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; a row with destination 0 is
-    not copied.
+    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; 0: the row is not copied.
     """
 
     source: Tensor
@@ -48,8 +44,7 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, the number of decided tokens that the history did not know.  copies: None without a
-    path."""
+    num_new_tokens: [B] int64, the number of decided tokens not yet in the history.  copies: None without a path."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
@@ -63,20 +58,20 @@ class TokenChain(NamedTuple):
     rows: Tensor
 
 
-def load_carried(slots: BatchState, name: str) -> Tensor:
-    """Returns the values [B, 1, H] that `store_carried` stored.  Exact."""
-    return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
+def load_carried_field(slots: BatchState, field_name: str) -> Tensor:
+    """Returns the values [B, 1, H] that `store_carried_field` stored.  Exact."""
+    return gather_rows(slots.index[None], slots.table.carried[field_name][None]).transpose(0, 1)
 
 
-def check_copies(
-    staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
+def check_row_copies(
+    staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Check the shapes of commit_rows.  Returns (staged, committed).
     FP8 tensors are returned as bytes, because PyTorch cannot copy FP8 rows by index."""
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
-    require("commit's source", source, (-1,), torch.int64, committed[0])
-    require("commit's rows", rows, tuple(source.shape), torch.int64, source)
+    require("commit's source", source_rows, (-1,), torch.int64, committed[0])
+    require("commit's rows", destination_rows, tuple(source_rows.shape), torch.int64, source_rows)
     staged, committed = (
         [tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in tensors]
         for tensors in (staged, committed)
@@ -86,30 +81,29 @@ def check_copies(
 
 @op("espalier.kernels.state.batch_state", tensor="picked_tokens")
 def advance(
-    slots: BatchState, length: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+    slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
-    """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
+    """Decide `num_tokens` [B] more tokens of each slot; the last of them becomes its root.
 
     picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
-    tokens are already in the history.  If the history knows a token at a position, that token stays, and the picked one
-    is dropped.
+    tokens are already in the history.  If the history knows a token at a position, the picked one is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
-    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with length 0 is
+    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with no tokens is
     padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.
     """
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)
-    decided = offsets < length[:, None]
-    places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
+    decided = offsets < num_tokens[:, None]
+    places = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
     # History entries of undecided tokens keep their present token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])
     tokens = torch.where(new, picked_tokens, table.history[slot, columns])
     table.history[slot, columns] = tokens
-    last = tokens.gather(1, (length.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
-    table.root[slots.index] = torch.where(length > 0, last, table.root[slots.index])
-    table.prefix_len[slots.index] = slots.prefix_len + length
+    last = tokens.gather(1, (num_tokens.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
+    table.root[slots.index] = torch.where(num_tokens > 0, last, table.root[slots.index])
+    table.prefix_len[slots.index] = slots.prefix_len + num_tokens
     if count_tokens:
         table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
     num_picked = new.sum(1)
@@ -122,77 +116,80 @@ def advance(
     return AdvanceResult(num_picked, RowCopies(path.rows + first[:, None], destination))
 
 
-@op("espalier.kernels.state.batch_state", tensor="index")
-def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
-    """Write `page_updates` to the page tables, then return the BatchState of the slots `index` [B] int64.  Exact.
+@op("espalier.kernels.state.batch_state", tensor="slot_indices")
+def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
+    """Writes `page_updates` to the page tables, then returns the BatchState of slots [B] int64.  Exact.
 
     page_updates: an update of any slots; if it has several values for one cell, they must be equal.
     """
     if page_updates is not None:
         table.write({"page_table": page_updates})
-    prefix_len = table.prefix_len[index]
-    left = table.layout.max_accept_depth(table.end[index], prefix_len)
+    prefix_len = table.prefix_len[slot_indices]
+    left = table.layout.max_accept_depth(table.end[slot_indices], prefix_len)
     return BatchState(
-        table=table, index=index, prefix_len=prefix_len, root=table.root[index], commit_from=table.commit_from[index],
-        num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
-        num_logprobs=table.num_logprobs[index], is_real=index > 0, page_table=table.page_table[index],
+        table=table, index=slot_indices, prefix_len=prefix_len, root=table.root[slot_indices],
+        commit_from=table.commit_from[slot_indices],
+        num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[slot_indices], left).clamp(min=0),
+        num_logprobs=table.num_logprobs[slot_indices], is_real=slot_indices > 0,
+        page_table=table.page_table[slot_indices],
     )  # fmt: skip
 
 
-@op("espalier.kernels.state.batch_state", tensor="length")
+@op("espalier.kernels.state.batch_state", tensor="num_tokens")
 def read_chain(
-    slots: BatchState, first_offset: int, length: Tensor, width: int, padding: int | None = None
+    slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
-    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first_offset` on, in `width`
-    rows.
+    """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on, in `row_width` rows.
 
-    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from have the
+    Later rows have the token `padding`; None: the root.  Later rows and rows below commit_from have the
     dummy row as their page row.  Exact.
     """
-    offsets = torch.arange(width, device=length.device)
+    offsets = torch.arange(row_width, device=num_tokens.device)
     positions = slots.prefix_len[:, None] + first_offset + offsets
-    known = offsets < length[:, None]
+    known = offsets < num_tokens[:, None]
     tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
     kept = known & (positions >= slots.commit_from[:, None])
     return TokenChain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
 
-@op("espalier.kernels.state.batch_state", tensor="length")
-def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for the slot's next launch.
+@op("espalier.kernels.state.batch_state", tensor="num_tokens")
+def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
+    """Store row num_tokens - 1 (row 0 for no tokens) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    name: the name of the carried field (DraftSpec.carried_shapes).  length: [B].  Exact.
+    field_name: the name of the carried field (DraftSpec.slot_tensor_shapes).  num_tokens: [B].  Exact.
     """
-    last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
-    slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
+    last = (num_tokens - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
+    slots.table.carried[field_name][slots.index] = values.gather(1, last)[:, 0]
 
 
-@op("espalier.kernels.state.commit", tensor="source")
-def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
+@op("espalier.kernels.state.commit", tensor="source_rows")
+def commit_rows(
+    staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
+) -> None:
+    """Copy rows `source_rows` [N] of the staged tensors to destination_rows [N] of the committed tensors.
 
-    Each tensor is [layers, rows, heads, size]: the stacked planes of a group of layers.  `rows` has no row twice,
-    except the dummy row 0, which is not written.
+    Each tensor is [layers, rows, heads, size]: the stacked planes of a group of layers.  `destination_rows` has no row
+    twice, except the dummy row 0, which is not written.
     Raises EspalierError if shapes do not agree.
     """
-    staged, committed = check_copies(staged, committed, source, rows)
+    staged, committed = check_row_copies(staged, committed, source_rows, destination_rows)
     for src, dst in zip(staged, committed, strict=True):
         dummy = dst[:, DUMMY_ROW].clone()
-        dst.index_copy_(1, rows, src.index_select(1, source))
+        dst.index_copy_(1, destination_rows, src.index_select(1, source_rows))
         dst[:, DUMMY_ROW] = dummy
 
 
 @op("espalier.kernels.state.commit")
-def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[int, Tensor]) -> None:
     """Write the first B rows of one entry of a ring.
 
-    ring: [entries, rows, width] int64, with adjacent columns.  entry: [1], the entry's index.  fields: tensors
-    [B, columns] int64 or float32, by their first column.  float32 is written as its bits.  Columns without a field
-    become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.  Exact.
+    ring: [entries, rows, width] int64, with adjacent columns.  entry_index: [1], the entry's index.  fields_by_column:
+    tensors [B, columns] int64 or float32, by their first column.  float32 is written as its bits.  Columns without a
+    field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.  Exact.
     """
-    batch = next(iter(fields.values())).shape[0]
+    batch = next(iter(fields_by_column.values())).shape[0]
     made = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)
-    for start, field in fields.items():
+    for start, field in fields_by_column.items():
         value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
         made[:, start : start + field.shape[1]] = value
-    ring[entry, torch.arange(batch, device=ring.device)] = made
+    ring[entry_index, torch.arange(batch, device=ring.device)] = made

@@ -5,8 +5,6 @@ a given number of rows.  Everything is computed in float32 (float64 for float64)
 and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -15,20 +13,20 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     ScanResult,
     ShortConv,
     StateRows,
     causal_mask,
+    conv_tail_after,
     convolve,
     l2_normalize,
     row_outputs,
     scan,
     solve_updates,
     state_after,
-    tail_after,
 )
 from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
@@ -91,7 +89,7 @@ class ConvColumns(NamedTuple):
         return columns | strides | {"K_SIZE": max(self.k_size, 1)} | channels
 
 
-def channels_in_order(
+def ordered_conv_columns(
     heads: int, k_heads: int, k_size: int, v_size: int, channels: int, normalizes_qk: bool
 ) -> ConvColumns:
     """Returns the Columns of inputs whose channels are in order, from column 0 on."""
@@ -99,11 +97,11 @@ def channels_in_order(
     return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
 
 
-def strided_columns(values: Tensor, num_groups: int, stride: int, size: int) -> Tensor:
-    """values [N, columns] -> [N, groups · size]: the groups of `size` columns that begin every `stride` columns."""
-    if stride == size:
-        return values[:, : num_groups * size]
-    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(size, device=values.device)
+def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) -> Tensor:
+    """values [N, columns] -> [N, groups · width]: the groups of `width` columns that begin every `stride` columns."""
+    if stride == width:
+        return values[:, : num_groups * width]
+    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(width, device=values.device)
     return values[:, at.flatten()]
 
 
@@ -124,17 +122,17 @@ class GateInputs(NamedTuple):
     column_stride: int
     dt_bounds: tuple[float | None, float | None] = (None, None)
 
-    def compute(self, dtype: torch.dtype) -> Tensor:
+    def compute_gates(self, dtype: torch.dtype) -> Tensor:
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
         exact = self.A_log.dtype
-        decay = strided_columns(sum_parts.reference(self.decay, dtype), *sizes).to(exact)
+        decay = strided_columns(add_partial_sums.reference(self.decay, dtype), *sizes).to(exact)
         t = F.softplus(decay + self.dt_bias)
         if self.dt_bounds != (None, None):
             t = t.clamp(*self.dt_bounds)
         beta = t
         if self.beta is not None:
-            beta = strided_columns(sum_parts.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
+            beta = strided_columns(add_partial_sums.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
@@ -142,8 +140,7 @@ class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  continues_previous: [B] bool, whether a batch row continues the request of the previous batch row; None:
-    always false.
+    None.  continues_previous: [B] bool, whether a batch row continues the request before it; None: no batch row does.
     """
 
     tail: Tensor
@@ -221,9 +218,9 @@ def prepare_rows(
 
     inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
     """
-    inputs = sum_parts.reference(inputs, rows.tail.dtype)
+    inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
     ordered = columns.in_channel_order(inputs)
-    tail = tail_before(ordered, rows)
+    tail = conv_tail_before(ordered, rows)
     convolution = convolve(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
     if out.inputs is not None:
         out.inputs.copy_(ordered)
@@ -231,9 +228,8 @@ def prepare_rows(
         out.v.copy_(convolution)
         return
     assert out.q is not None and out.k is not None
-    q, k, v = convolution.split(
-        (columns.num_q_channels, columns.num_q_channels, columns.channels - 2 * columns.num_q_channels), -1
-    )
+    q_channels = columns.num_q_channels
+    q, k, v = convolution.split((q_channels, q_channels, columns.channels - 2 * q_channels), -1)
     q, k = (x.unflatten(-1, (columns.k_heads, columns.k_size)) for x in (q, k))
     if columns.normalizes_qk:
         q, k = l2_normalize(q.to(out.q.dtype)) * columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
@@ -242,10 +238,10 @@ def prepare_rows(
     out.v.copy_(v.view(out.v.shape))
     if gates is not None:
         assert out.gates is not None
-        out.gates.copy_(gates.compute(rows.tail.dtype))
+        out.gates.copy_(gates.compute_gates(rows.tail.dtype))
 
 
-def tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
+def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
     """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels]."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
@@ -313,30 +309,31 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
     for layer, table in enumerate(tail):
         ordered = columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
-        before = tail_before(ordered, rows)
+        before = conv_tail_before(ordered, rows)
         own = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
-        path.store_states(table, *(tail_after(before, own, count) for count in path.update_counts))
+        path.store_states(table, *(conv_tail_after(before, own, count) for count in path.update_counts))
 
 
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
     values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every
-    `column_stride` columns.  before_norm: if true, the gate is applied before the norm, and the norm's weight covers
+    `column_stride` columns.  is_before_norm: if true, the gate is applied before the norm, and the norm's weight covers
     all groups; if false, after the norm, and all groups share the weight.
     """
 
     values: Tensor
     adjacent_groups: int
     column_stride: int
-    before_norm: bool
+    is_before_norm: bool
 
 
-def can_round_groups(size: int, groups: int, rounding: InputScales) -> bool:
+def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
     """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
-    columns = rounding.columns(size * groups)
-    is_whole = columns == size * groups and next_power_of_2(groups) * next_power_of_2(size) <= MAX_ROUNDED_VALUES
-    return is_whole or columns == size == next_power_of_2(size)
+    columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
+    row_values *= next_power_of_2(group_size)
+    is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
+    return is_whole or columns == group_size == next_power_of_2(group_size)
 
 
 @op("espalier.kernels.recurrence.gated_norm", condition=lambda x: _supports_kernels(x))
@@ -345,7 +342,7 @@ def gated_norm(
 ) -> InputRows:
     """Returns [N, groups · size]: each group of x [N, groups, size] with its RMS norm and the factor silu(gate).
 
-    gate.before_norm decides which of the two is applied first.
+    gate.is_before_norm decides which of the two is applied first.
     weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
     rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
     """
@@ -356,7 +353,7 @@ def gated_norm(
     groups, size = x.shape[1:]
     exact = torch.promote_types(x.dtype, torch.float32)
     values = strided_columns(
-        sum_parts.reference(gate.values, x.dtype),
+        add_partial_sums.reference(gate.values, x.dtype),
         groups // gate.adjacent_groups,
         gate.column_stride,
         gate.adjacent_groups * size,
@@ -364,7 +361,7 @@ def gated_norm(
     if weight is None:
         return (x * values.sigmoid()).flatten(1)
     values = F.silu(values.to(exact))
-    if gate.before_norm:
+    if gate.is_before_norm:
         gated = x.to(exact) * values
         normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
         return normed.flatten(1).to(x.dtype) * weight
@@ -380,14 +377,15 @@ def _make_piecewise_scan(continues_previous: Tensor):
     """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
 
     def scan_rows(
-        q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool
+        q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool
     ) -> ScanResult:
-        made, state = [], before[:1]
+        made, state = [], states[:1]
         for piece in range(len(q)):
             one = slice(piece, piece + 1)
-            state = state.where(continues_previous[one, None, None, None], before[one])
+            state = state.where(continues_previous[one, None, None, None], states[one])
             own = StateRows(*(values[one] for values in rows))
-            made.append(scan(q[one], own, state, count[one], None if marked is None else marked[one], delta))
+            own_snapshots = None if snapshots is None else snapshots[one]
+            made.append(scan(q[one], own, state, counts[one], own_snapshots, is_delta))
             state = made[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
 

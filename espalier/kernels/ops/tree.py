@@ -38,39 +38,39 @@ class Tree(NamedTuple):
     ancestors: Tensor
 
     @classmethod
-    def empty(cls, root: Tensor, nodes: int) -> Tree:
+    def empty(cls, root: Tensor, num_nodes: int) -> Tree:
         """Returns uninitialised trees for a kernel to write.  root: [B] int64."""
-        batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
-        tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
-        scores = root.new_empty(batch, nodes, dtype=torch.float32)
-        return cls(tokens, parents, depths, scores, root.new_empty(batch, nodes, num_words))
+        batch, num_words = root.shape[0], -(-num_nodes // ANCESTOR_BITS)
+        tokens, parents, depths = (root.new_empty(batch, num_nodes) for _ in range(3))
+        scores = root.new_empty(batch, num_nodes, dtype=torch.float32)
+        return cls(tokens, parents, depths, scores, root.new_empty(batch, num_nodes, num_words))
 
     @property
     def num_words(self) -> int:
         return self.ancestors.shape[2]
 
-    def first_nodes(self, nodes: int) -> Tree:
-        """Returns the trees of the first `nodes` nodes."""
-        cut = Tree(*(part[:, :nodes].contiguous() for part in self))
-        return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
+    def first_nodes(self, num_nodes: int) -> Tree:
+        """Returns the trees of the first `num_nodes` nodes."""
+        cut = Tree(*(part[:, :num_nodes].contiguous() for part in self))
+        return cut._replace(ancestors=cut.ancestors[..., : -(-num_nodes // ANCESTOR_BITS)].contiguous())
 
-    def best_nodes(self, rows: int) -> Tensor:
-        """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
+    def best_nodes(self, num_kept: int) -> Tensor:
+        """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.  rows:
-        at least B.
+        All roots are among them.  Ties go to the lower index, so ancestors are chosen too.  num_kept: at least B.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
-        return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
+        return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
 
-    def keep_nodes(self, indices: Tensor) -> Tree:
-        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No node moves."""
-        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
+    def keep_nodes(self, kept_nodes: Tensor) -> Tree:
+        """Returns the trees with all nodes void except the nodes at `kept_nodes` (see best_nodes).  No node moves."""
+        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, kept_nodes, False)
         return self._void_nodes(left_out.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
-        """Returns the trees with nodes below `max_depth` [B] void.  The root always stays.  No node moves."""
+        """Returns the trees without the nodes deeper than `max_depth` [B], which become void.
+        The root always stays."""
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
@@ -83,7 +83,7 @@ class Tree(NamedTuple):
             torch.where(is_void[..., None], itself, self.ancestors),
         )
 
-    def mask(self) -> Tensor:
+    def ancestor_mask(self) -> Tensor:
         """Returns [B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
@@ -93,14 +93,8 @@ class Tree(NamedTuple):
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
-def _level_starts(count: int, topk: int, beams: Tensor) -> Tensor:
-    """Returns [count]: for each beam, the pool index of the first candidate of its level."""
-    level = torch.arange(count, device=beams.device) // topk
-    return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
-
-
 def check_pool_sizes(
-    root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int
+    root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int
 ) -> tuple[int, int, int]:
     """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
     batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
@@ -114,10 +108,10 @@ def check_pool_sizes(
     for part in beams:
         require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
     steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
-    if excess or not 1 <= nodes <= size + 1:
+    if excess or not 1 <= num_nodes <= size + 1:
         raise EspalierError(
-            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
-            "the root: draft and select with the same layout"
+            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {num_nodes} nodes "
+            "with the root: draft and select with the same layout"
         )
     return batch, size, steps
 
@@ -125,13 +119,13 @@ def check_pool_sizes(
 class SelectedBeams(NamedTuple):
     """The beams of a level, best first.
 
-    scores: [B, K] float32.  places: [B, K] int64, each beam's index among the level's candidates.
+    scores: [B, K] float32.  candidate_indices: [B, K] int64, each beam's index among the level's candidates.
     parents: [B, K] int64, the index of each beam's parent among the P rows.  ancestor_bits: [B, K, W] int64, the bits
     of each beam's ancestors among the draft rows, and of the beam itself.
     """
 
     scores: Tensor
-    places: Tensor
+    candidate_indices: Tensor
     parents: Tensor
     ancestor_bits: Tensor
 
@@ -150,7 +144,9 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     width = scores.shape[-1]
     scores = comparable_scores(scores)
     best = (
-        scores.sort(dim=-1, descending=True, stable=True).indices if width <= MAX_SORTED else _topk_of_keys(scores, k)
+        scores.sort(dim=-1, descending=True, stable=True).indices
+        if width <= MAX_SORTED
+        else _topk_by_integer_keys(scores, k)
     )
     best = best[..., :k]
     values = scores.gather(-1, best)
@@ -161,7 +157,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, best
 
 
-def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
+def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
     A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
@@ -172,7 +168,7 @@ def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, width), -1).indices
 
 
-class Path(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The accepted path of each request.  All tensors are int64.
 
     rows: [B, S+1], the nodes of the path from the root down; zeros past length.
@@ -194,20 +190,20 @@ def deepest_node(is_kept: Tensor, depths: Tensor) -> Tensor:
     return torch.where(is_kept, depths * nodes + rank, -1).argmax(1)
 
 
-def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
-    """Returns the nodes [B, S+1] from the root to node `last` [B], indexed by depth; zeros at greater depths."""
+def path_rows(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) -> Tensor:
+    """Returns the nodes [B, S+1] from the root to node `last_node` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
-    path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
+    path = ancestors.gather(1, last_node[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes off the path are written to an extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack_bits(path, nodes), depths, dropped)
-    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
-    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
+    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last_node.device)
+    return rows.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :dropped]
 
 
 @op("espalier.kernels.tree.select_tree")
-def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
-    """Returns the tree of the root and the best nodes - 1 candidates, by descending score, then by index in the pool.
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
+    """Returns the tree of the root and the best num_nodes - 1 candidates, by score, then by index in the pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
     for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each
@@ -215,19 +211,21 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
-    the remaining nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if
-    sizes do not agree.  Exact.
+    the remaining nodes are void: token -1, parent 0, depth 1, no other ancestor.  Raises EspalierError.  Exact.
     """
-    _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
+    _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
     made_from = torch.cat([pool[:, :0], *beams], 1)
-    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
+    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1].sort(1).values
     void = path_scores.gather(1, best) == -torch.inf
-    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
+    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, num_nodes, device=best.device).expand_as(best))
+    # For each beam, the pool index of the first candidate of its level.
+    beam_level = torch.arange(made_from.shape[1], device=best.device) // topk
+    first_candidates = torch.where(beam_level > 0, topk + (beam_level - 1) * topk**2, 0)
     # Candidates of level 1 continue the root, which is node 0.
-    parent_node = torch.nn.functional.pad(
-        node_of.gather(1, made_from + _level_starts(made_from.shape[1], topk, made_from)), (1, 0)
-    ).gather(1, best // topk)
+    parent_node = torch.nn.functional.pad(node_of.gather(1, made_from + first_candidates), (1, 0)).gather(
+        1, best // topk
+    )
     level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
     # Prepend the root: node 0, depth 0, score 0, never void.
     parents, depths, void = (
@@ -243,7 +241,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
-    """Selects the K best of P · K candidates.  The new beams become the draft rows first to first + K - 1.
+    """Selects the K best of P · K candidates.  The new beams become the draft rows first_row .. first_row + K - 1.
 
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
     parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
@@ -262,14 +260,13 @@ def select_beams(
 @op("espalier.kernels.tree.accept", tensor="target_tokens")
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
-) -> Path:
+) -> AcceptedPath:
     """Returns the longest path that the target would have produced without a draft, for greedy and sampled requests.
 
     tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
     [B, D] bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never
     accepted.  is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node
-    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do
-    not agree.  Exact.
+    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError.  Exact.
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
@@ -282,7 +279,7 @@ def accept(
     emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
     length = torch.where(is_real, depth[:, 0] + 1, 0)
     num_finite = (is_finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
-    return Path(rows, length, emitted, num_finite)
+    return AcceptedPath(rows, length, emitted, num_finite)
 
 
 @op("espalier.kernels.tree.accept")

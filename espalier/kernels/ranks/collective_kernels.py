@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.layers.norm import NORM_WARP_VALUES
+from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, warps_for
@@ -186,7 +186,7 @@ def _launch_sum(
     memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
     """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
-    (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), NORM_WARP_VALUES)
+    (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), VALUES_PER_NORM_WARP)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, next_power_of_2(size)
     own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0

@@ -5,8 +5,6 @@ state is needed for: the inverse of its system, and the scores of its rows among
 holds a part of a head's state.  For each chunk, it computes the values that the rows add, the outputs and the state.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,9 @@ STEP_COLUMNS = 32
 
 
 @kernel
-def _inverse(system, PRECISION: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, BITS: tl.constexpr):
+def _invert_triangular_system(
+    system, PRECISION: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, BITS: tl.constexpr
+):
     """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
@@ -45,7 +45,7 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, ACC_D
 
 @kernel
 def _solve_kernel(
-    q_ptr, k_ptr, gates_ptr, row_counts_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows,
+    q_ptr, k_ptr, gates_ptr, row_counts_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows_per_request,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_COLUMNS: tl.constexpr, BITS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -58,8 +58,8 @@ def _solve_kernel(
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     order = tl.arange(0, CHUNK_ROWS)
     within = chunk * CHUNK_ROWS + order
-    first = request * rows + chunk * CHUNK_ROWS
-    is_row = within < rows
+    first = request * rows_per_request + chunk * CHUNK_ROWS
+    is_row = within < rows_per_request
     exists = is_row & (within < tl.load(row_counts_ptr + request))
     gate = gates_ptr + first * 2 * HEADS + head + order * 2 * HEADS
     decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(ACC_DTYPE), 0)
@@ -89,38 +89,40 @@ def _solve_kernel(
     if DELTA_RULE:
         beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(ACC_DTYPE)
         system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * carry, 0.0)
-        inverse = _inverse(system, PRECISION, PRODUCT_DTYPE, ACC_DTYPE, BITS)
+        inverse = _invert_triangular_system(system, PRECISION, PRODUCT_DTYPE, ACC_DTYPE, BITS)
         tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT_DTYPE))
 
 
 @kernel
-def _pieces(first, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
-    """Returns (whether batch row `first` begins a prompt, the number of its pieces, the number of their rows)."""
-    is_first, pieces, count = True, 1, tl.load(row_counts_ptr + first)
+def _prompt_pieces(batch_row, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
+    """Returns (whether batch row `batch_row` begins a prompt, the number of its pieces, the number of their rows)."""
+    is_first, pieces, count = True, 1, tl.load(row_counts_ptr + batch_row)
     if continues_ptr is not None:
-        others = first + 1 + tl.arange(0, BLOCK_B)
+        others = batch_row + 1 + tl.arange(0, BLOCK_B)
         goes_on = tl.load(continues_ptr + others, mask=others < batch, other=False).to(tl.int1)
         pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
         # All pieces before the last that has rows are full, so the existing rows come first.
-        count += tl.sum(tl.load(row_counts_ptr + others, mask=others < first + pieces, other=0), 0)
-        is_first = tl.load(continues_ptr + first) == 0
+        count += tl.sum(tl.load(row_counts_ptr + others, mask=others < batch_row + pieces, other=0), 0)
+        is_first = tl.load(continues_ptr + batch_row) == 0
     return is_first, pieces, count
 
 
 @kernel
-def _rows_added(
-    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists,
+def _values_added_to_state(
+    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, first_row, v_column, row_exists,
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns (k, v, the decay, the values that the rows add) of a chunk.  state_t: before the chunk.  row: the first
-    row.  The pointers of v and gates are those of the head."""
+    """Returns (k, v, the decay, the values that the rows add) of a chunk.  state_t: before the chunk.  first_row: the
+    first row.  The pointers of v and gates are those of the head."""
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
     k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
-    of_value = value[:, None] + order[None, :] * (HEADS * V_SIZE)
+    of_value = v_column[:, None] + order[None, :] * (HEADS * V_SIZE)
     v_t = tl.load(
-        v_ptr + row * HEADS * V_SIZE + of_value, mask=(value < V_SIZE)[:, None] & exists[None, :], other=0.0
+        v_ptr + first_row * HEADS * V_SIZE + of_value,
+        mask=(v_column < V_SIZE)[:, None] & row_exists[None, :],
+        other=0.0,
     ).to(ACC_DTYPE)
     decay = tl.load(decay_ptr + tile * CHUNK_ROWS + order)
     if DELTA_RULE:
@@ -129,41 +131,42 @@ def _rows_added(
         inverse = tl.load(inverse_ptr + tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :])
         new_t = tl.dot(new_t.to(PRODUCT_DTYPE), tl.trans(inverse), input_precision=PRECISION, out_dtype=ACC_DTYPE)
     else:
-        beta = tl.load(gates_ptr + row * 2 * HEADS + HEADS + order * 2 * HEADS, mask=exists, other=0.0)
+        beta = tl.load(gates_ptr + first_row * 2 * HEADS + HEADS + order * 2 * HEADS, mask=row_exists, other=0.0)
         new_t = beta.to(ACC_DTYPE)[None, :] * v_t
     return k, v_t, decay, new_t
 
 
 @kernel
 def _complete_snapshot(
-    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark_ptrs, mask, here, request, head, value, rows, chunks,
+    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, snapshot_ptrs, mask, rows_before_snapshot, request, head,
+    v_column, rows_per_request, num_chunks,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Moves the state at mark_ptrs from the start of its chunk to the snapshot.  here: the number of rows before it."""
-    at = (here - 1) // CHUNK_ROWS * CHUNK_ROWS
-    tile = (request * chunks + at // CHUNK_ROWS) * HEADS + head
+    """Moves the state at snapshot_ptrs from its chunk's start to the snapshot, after rows_before_snapshot rows."""
+    at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
+    tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
-    is_taken = row < here
-    state_t = tl.load(mark_ptrs, mask=mask, other=0.0)
-    k, _, decay, new_t = _rows_added(
+    is_taken = row < rows_before_snapshot
+    state_t = tl.load(snapshot_ptrs, mask=mask, other=0.0)
+    k, _, decay, new_t = _values_added_to_state(
         k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, (tile // GROUP_SIZE) * CHUNK_ROWS * K_SIZE,
-        request * rows + at, value, is_taken, HEADS, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS,
-        BLOCK_K,
+        request * rows_per_request + at, v_column, is_taken, HEADS, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION,
+        CHUNK_ROWS, BLOCK_K,
     )  # fmt: skip
-    whole = tl.sum(tl.where(row == here - 1, decay, 0.0), 0)
+    whole = tl.sum(tl.where(row == rows_before_snapshot - 1, decay, 0.0), 0)
     share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
     new_t = (share[None, :] * new_t).to(k.dtype)
     state_t = tl.exp(whole) * state_t
     state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
-    tl.store(mark_ptrs, state_t, mask=mask)
+    tl.store(snapshot_ptrs, state_t, mask=mask)
 
 
 @kernel
 def _scan_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr,
-    continues_ptr, decay_ptr, inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows, chunks, HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    continues_ptr, decay_ptr, inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows_per_request, num_chunks,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +177,7 @@ def _scan_kernel(
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
-    is_first, pieces, count = _pieces(first, continues_ptr, row_counts_ptr, batch, BLOCK_B)
+    is_first, pieces, count = _prompt_pieces(first, continues_ptr, row_counts_ptr, batch, BLOCK_B)
     if is_first:
         order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
         value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -185,19 +188,19 @@ def _scan_kernel(
         v_ptr, out_ptr, gates_ptr = v_ptr + head * V_SIZE, out_ptr + head * V_SIZE, gates_ptr + head
         own = state_ptr + tl.load(slots_ptr + first) * HEADS * K_SIZE * V_SIZE
         state_t = tl.load(own + place, mask=is_both, other=0.0)
-        for i in tl.range(0, pieces * chunks, num_stages=STAGES):
-            piece, at = i // chunks, i % chunks * CHUNK_ROWS
-            row = (first + piece) * rows + at
-            is_row = at + order < rows
-            exists = is_row & (piece * rows + at + order < count)
-            tile = (first * chunks + i) * HEADS + head
+        for i in tl.range(0, pieces * num_chunks, num_stages=STAGES):
+            piece, at = i // num_chunks, i % num_chunks * CHUNK_ROWS
+            row = (first + piece) * rows_per_request + at
+            is_row = at + order < rows_per_request
+            exists = is_row & (piece * rows_per_request + at + order < count)
+            tile = (first * num_chunks + i) * HEADS + head
             k_tile = (tile // GROUP_SIZE) * CHUNK_ROWS * K_SIZE
             if snapshot_counts_ptr is not None:
                 here = tl.load(snapshot_counts_ptr + first + piece) - at
                 if (here > 0) & (here <= CHUNK_ROWS):
                     mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
                     tl.store(mark + place, state_t, mask=is_both)
-            k, v_t, decay, new_t = _rows_added(
+            k, v_t, decay, new_t = _values_added_to_state(
                 k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists, HEADS,
                 K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
             )  # fmt: skip
@@ -226,8 +229,8 @@ def _scan_kernel(
                     mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
                     _complete_snapshot(
                         k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark + place, is_both, here, first + piece,
-                        head, value, rows, chunks, HEADS, GROUP_SIZE, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION,
-                        CHUNK_ROWS, BLOCK_K,
+                        head, value, rows_per_request, num_chunks, HEADS, GROUP_SIZE, K_SIZE, V_SIZE, DELTA_RULE,
+                        ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
                     )  # fmt: skip
 
 
@@ -239,8 +242,7 @@ def chain_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times the condition number of a chunk's
-    system."""
+    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times a chunk system's condition number."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]
@@ -249,7 +251,7 @@ def chain_outputs(
     if not batch or not count:
         return out
     chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
-    plan = choose_plan(products, is_delta_rule)
+    plan = choose_chain_plan(products, is_delta_rule)
     kept = table.new_empty(0, dtype=products.operand_dtype)
     decay = table.new_empty(batch, chunks, heads, CHUNK_ROWS)
     tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
@@ -268,34 +270,16 @@ def chain_outputs(
     }
     _solve_kernel[heads, chunks, batch](
         *(q, k, gates, path.row_counts, decay, tiles_q, tiles_k, inverse, scores, count),
-        STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]),
-        BITS=CHUNK_ROWS.bit_length() - 1,
-        num_warps=4,
-        num_stages=1,
-        maxnreg=plan.solve_registers,
-        **constants,
-    )
+        STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]), BITS=CHUNK_ROWS.bit_length() - 1,
+        num_warps=4, num_stages=1, maxnreg=plan.solve_registers, **constants,
+    )  # fmt: skip
     _scan_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(
-            tiles_q,
-            tiles_k,
-            v,
-            gates,
-            table,
-            slots,
-            path.row_counts,
-            path.snapshot_counts,
-            path.snapshot_rows,
-            path.continues_previous,
-        ),
+        *(tiles_q, tiles_k, v, gates, table, slots),
+        *(path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
         *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
-        V_SIZE=v_size,
-        BLOCK_V=plan.block_v,
-        BLOCK_B=next_power_of_2(batch),
-        STAGES=plan.stages,
-        num_warps=plan.num_warps,
-        **constants,
-    )
+        V_SIZE=v_size, BLOCK_V=plan.block_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.stages,
+        num_warps=plan.num_warps, **constants,
+    )  # fmt: skip
     return out
 
 
@@ -309,7 +293,7 @@ class ChainPlan(NamedTuple):
     solve_registers: int | None = None
 
 
-def choose_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
+def choose_chain_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
     """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
     With operands of 16 bits a program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows,

@@ -5,22 +5,20 @@ row is rounded to FP8 with one scale.  The kernel computes in float32 (float64 f
 reference rounds.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.norm import num_partial_sums
 from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, divide_by_scale, fp8_scale
 from espalier.kernels.layers.quantised import FP8_MAX, InputRows, InputScales
 from espalier.kernels.ops.states import OutputGate, can_round_groups
-from espalier.kernels.recurrence.inputs import num_partial_sums
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest values of a program: programs for small groups take several rows.
+# The fewest values per program.  For small groups, a program takes several groups.
 MIN_PROGRAM_VALUES = 512
 # Values of a whole row for each warp, and the most warps.
 WARP_VALUES, MAX_WARPS = 256, 16
@@ -89,13 +87,12 @@ def _gated_norm_kernel(
 def gated_norm(
     x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
-    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
-    quantise_rows."""
+    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result has the bits of quantise_rows."""
     x = x.contiguous()
     num_rows, groups, size = x.shape
     if rounding is not None and not can_round_groups(size, groups, rounding):
         raise EspalierError(
-            f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group}"
+            f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group_size}"
         )
     rounded = None if rounding is None else allocate_rounded_rows(x.flatten(1), rounding)
     out = torch.empty_like(x) if rounded is None else rounded.values
@@ -111,7 +108,7 @@ def gated_norm(
         *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static_scale),
         *(num_rows, values.stride(-2), values.stride(0)),
         GROUPS=groups, GROUP_COLUMNS=size, ADJACENT_GROUPS=gate.adjacent_groups, COLUMN_STRIDE=gate.column_stride,
-        GATE_BEFORE_NORM=gate.before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
+        GATE_BEFORE_NORM=gate.is_before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
         FP8_MAX=FP8_MAX, WHOLE_ROW=is_whole, BLOCK_R=block_r, BLOCK=block, num_warps=max(warps, 1),
         **pdl_arguments(chip(x)),
     )  # fmt: skip

@@ -5,11 +5,10 @@ convolves one head's channels.  Then it L2-normalises a head of q or k.  For a h
 Padding rows are computed too.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 
+from espalier.kernels.layers.norm import num_partial_sums
 from espalier.kernels.ops.recurrence import L2_NORM_EPS, ShortConv
 from espalier.kernels.ops.states import ConvColumns, GateInputs, PreparedRows, RowInputs
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -103,7 +102,7 @@ def _compute_gates(
 
 
 @kernel
-def _compute_q_or_k(
+def _convolve_q_or_k_head(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, row_in_request, slot,
     continues_previous, is_row, head_index, x_stride, x_split_stride,
     K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
@@ -135,25 +134,26 @@ def _compute_q_or_k(
 
 
 @kernel
-def _compute_v_and_gates(
+def _convolve_v_head_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
     staged_ptr, row, row_in_request, slot, continues_previous, is_row, head, x_stride, x_split_stride,
     gate_stride, gate_split_stride,
-    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, FIRST_CHANNEL: tl.constexpr, V_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     V_COLUMN: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, MIN_DT: tl.constexpr,
     MAX_DT: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, NUM_GATE_SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
+    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST_CHANNEL: of v."""
     of_head = tl.arange(0, BLOCK)
-    channel = FIRST + head * V_SIZE + of_head
+    channel = FIRST_CHANNEL + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
     column = V_COLUMN + head // GROUP_SIZE * V_GROUP_STRIDE + head % GROUP_SIZE * V_SIZE + of_head
     out = _convolve(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, row_in_request, slot, continues_previous,
         is_row, column, channel, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU, SPLITS, ACC_DTYPE,
     )  # fmt: skip
-    place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
+    place = row[:, None] * (CHANNELS - FIRST_CHANNEL) + head * V_SIZE + of_head[None, :]
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
     if A_log_ptr is not None:
         log_decay, beta = _compute_gates(
@@ -164,11 +164,11 @@ def _compute_v_and_gates(
         tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
 
 
-@kernel(do_not_specialize=["num_rows", "rows"])
+@kernel(do_not_specialize=["num_rows", "rows_per_request"])
 def _prepare_kernel(
     x_ptr, tail_ptr, slots_ptr, parent_ptr, continues_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
-    num_rows, rows, x_stride, x_split_stride, gate_stride, gate_split_stride,
+    num_rows, rows_per_request, x_stride, x_split_stride, gate_stride, gate_split_stride,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr, V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
     V_GROUP_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, MIN_DT: tl.constexpr, MAX_DT: tl.constexpr,
@@ -178,16 +178,15 @@ def _prepare_kernel(
 ):  # fmt: skip
     """For channels and columns see ops/states.py:ConvColumns.
 
-    This kernel waits for the kernel before it, then triggers the next one, because the next kernel may read states
-    before it waits (tree.py).
+    This kernel waits for the kernel before it, then triggers the next, which may read states before it waits (tree.py).
     """
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     part = tl.program_id(0)
     is_row = row < num_rows
-    request = row // rows
-    within = row % rows
+    request = row // rows_per_request
+    within = row % rows_per_request
     slot = tl.load(slots_ptr + request, mask=is_row, other=0)
     follows = is_row & False
     if continues_ptr is not None:
@@ -196,14 +195,14 @@ def _prepare_kernel(
     # For a convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
-            _compute_q_or_k(
+            _convolve_q_or_k_head(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
                 is_row, part, x_stride, x_split_stride, K_HEADS, K_SIZE, CHANNELS, Q_COLUMN, K_COLUMN, K_HEAD_STRIDE,
                 TAPS, SILU, SPLITS, NORMALIZES_QK, EPS, ACC_DTYPE, BLOCK_K,
             )  # fmt: skip
     if part >= 2 * K_HEADS:
         GROUP_SIZE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
-        _compute_v_and_gates(
+        _convolve_v_head_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
             gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split_stride,
             gate_stride, gate_split_stride, HEADS, GROUP_SIZE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
@@ -211,16 +210,10 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
-def num_partial_sums(values: Tensor) -> int:
-    """Returns the number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
-    return len(values) if values.ndim == 3 else 1
-
-
 def prepare_rows(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
-    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
-    for float64)."""
+    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of the result."""
     num_rows = inputs.shape[-2]
     if not num_rows:
         return
@@ -238,10 +231,11 @@ def prepare_rows(
         *of_gates,
         *out,
         *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
-        HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size, CHANNELS=columns.channels,
+        HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size,
+        CHANNELS=columns.channels,
         Q_COLUMN=columns.q_column, K_COLUMN=columns.k_column, V_COLUMN=columns.v_column,
-        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step, MIN_DT=low,
-        MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.silu, SPLITS=num_partial_sums(inputs),
+        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step,
+        MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.applies_silu, SPLITS=num_partial_sums(inputs),
         NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.normalizes_qk, EPS=L2_NORM_EPS,
         ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),

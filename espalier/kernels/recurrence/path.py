@@ -2,11 +2,8 @@
 
 A tail holds the last inputs of a convolution.  Rows are applied to a state one after another, in float32 (float64 for
 float64), with the same operations in the same order.  So a state does not depend on the division of a text into
-rounds.  Each program keeps a part of a state in registers, and reads and writes this part of memory once.  Grid: (parts
-of a state, requests, layers).
+rounds.  Each program keeps a part of a state in registers, and accesses it once.  Grid: (parts, requests, layers).
 """
-
-from __future__ import annotations
 
 import triton.language as tl
 from torch import Tensor
@@ -25,13 +22,13 @@ BLOCK_V, BLOCK_C = 32, 256
 @kernel
 def _commit_states_kernel(
     state_ptr, k_ptr, v_ptr, gates_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr,
-    snapshot_rows_ptr, width, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
+    snapshot_rows_ptr, rows_per_request, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """count: the accepted rows of each request; `source` holds their row indices.
+    """row_counts: the accepted rows of each request.  source_rows: the indices of these rows.
 
-    marked: a snapshot: after this many rows of the request, the state is also saved to the table row `mark_row`.
+    After snapshot_counts rows of a request, the state is also saved to the request's table row in snapshot_rows.
     snapshot_counts_ptr: None if no request has a snapshot.
     """
     pdl_trigger_and_wait(USE_PDL)
@@ -50,7 +47,7 @@ def _commit_states_kernel(
         if snapshot_counts_ptr is not None:
             marked = tl.load(snapshot_counts_ptr + request)
         for i in range(count):
-            row = tl.load(source_rows_ptr + request * width + i)
+            row = tl.load(source_rows_ptr + request * rows_per_request + i)
             gates = gates_ptr + layer * gates_layer_stride + row * 2 * HEADS + head
             k_row = k_ptr + layer * k_layer_stride + row * (HEADS // GROUP_SIZE) * K_SIZE + head // GROUP_SIZE * K_SIZE
             v_row = v_ptr + layer * v_layer_stride + (row * HEADS + head) * V_SIZE
@@ -103,13 +100,13 @@ def _require_rows_contiguous(*tensors: Tensor) -> None:
 @kernel
 def _commit_tails_kernel(
     tail_ptr, x_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr, continues_ptr,
-    is_last_row_ptr, width, x_stride, tail_layer_stride, x_layer_stride,
+    is_last_row_ptr, rows_per_request, x_stride, tail_layer_stride, x_layer_stride,
     CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
     V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
     Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """source_rows_ptr: None if x has `width` rows for each request, in order.  continues_ptr, is_last_row_ptr: None
-    unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in _commit_states_kernel."""
+    """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
+    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: may be None."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -140,7 +137,7 @@ def _commit_tails_kernel(
             # i ascends, so that each old input is read before it is overwritten.
             for i in tl.static_range(TAIL_ROWS):
                 at = count - TAIL_ROWS + i
-                row = request * width + at
+                row = request * rows_per_request + at
                 is_new = (at >= 0) | follows
                 if source_rows_ptr is not None:
                     row = tl.load(source_rows_ptr + row, mask=is_new, other=0)

@@ -8,11 +8,9 @@ So a shallow tree takes few small products for any number of nodes, and errors d
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 
-A single row needs no tensor cores.  _row_kernel sums in float32, needs few registers, and loads its whole part of
-the state before it waits for the previous kernel.
+A single row needs no tensor cores.  _single_row_kernel sums in float32, needs few registers, and loads its whole part
+of the state before it waits for the previous kernel.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -29,8 +27,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
 LINE_VALUES = 128
-# Columns of a state per program for a single row.  [1]: if there are few heads, so that all multiprocessors read.
-SINGLE_ROW_BLOCKS = (64, 32)
+# Columns of a state per program for a single row.  The second number is for few heads: then more programs read.
+SINGLE_ROW_BLOCK_V = (64, 32)
 
 
 @kernel
@@ -46,26 +44,29 @@ def _prefetch_state(
 
 @kernel
 def _solve_tree(
-    initial_t, products, seen_t, beta, carry_t,
+    first_values_t, key_products, seen_t, beta, decay_between_nodes_t,
     PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    initial_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
-    keys.
+    first_values_t: what each node would add without ancestors, in this shape.  key_products: products of keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
-    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT_DTYPE)
-    new_t = initial_t
+    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * key_products * decay_between_nodes_t).to(
+        PRODUCT_DTYPE
+    )
+    new_t = first_values_t
     for _ in range(depth):
-        new_t = initial_t - tl.dot(new_t.to(PRODUCT_DTYPE), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        new_t = first_values_t - tl.dot(
+            new_t.to(PRODUCT_DTYPE), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE
+        )
     return new_t
 
 
 @kernel
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, num_nodes, num_words,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -83,9 +84,9 @@ def _tree_kernel(
     pdl_wait(USE_PDL)
     # Values with names in _t are transposed: they have a column for each node.
     node = tl.arange(0, BLOCK_R)
-    is_node = node < rows
-    row = request * rows + node
-    word = tl.load(bits_ptr + row * words, mask=is_node, other=0)
+    is_node = node < num_nodes
+    row = request * num_nodes + node
+    word = tl.load(bits_ptr + row * num_words, mask=is_node, other=0)
     seen_t = (((word[None, :] >> node[:, None]) & 1) != 0) & is_node[:, None]
     gate = gates_ptr + row * 2 * HEADS + head
     log_decay = tl.load(gate, mask=is_node, other=0.0).to(ACC_DTYPE)
@@ -136,7 +137,7 @@ def _tree_kernel(
 
 
 @kernel
-def _row_kernel(
+def _single_row_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, skip_ptr, out_ptr,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
@@ -178,7 +179,7 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance: the rounding of products' operands (Products), times the condition number of the
+    """See ops/states.py.  Tolerance: the rounding of the operands (ProductPrecision), times the condition number of the
     tree's system.  No state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
@@ -190,32 +191,26 @@ def tree_outputs(
         return out
     assert count <= MAX_TREE_ROWS
     q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
-    sizes = {
-        "HEADS": heads,
-        "GROUP_SIZE": heads // k.shape[2],
-        "K_SIZE": k.shape[3],
-        "V_SIZE": v_size,
-        "DELTA_RULE": is_delta_rule,
-    }
+    sizes = {"HEADS": heads, "GROUP_SIZE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size}
     if count == 1:
         is_few = batch * heads < chip(v).processors
-        block_v = min(next_power_of_2(v_size), SINGLE_ROW_BLOCKS[is_few])
-        _row_kernel[heads * -(-v_size // block_v), batch](
+        block_v = min(next_power_of_2(v_size), SINGLE_ROW_BLOCK_V[is_few])
+        _single_row_kernel[heads * -(-v_size // block_v), batch](
             *(q, k, v, gates, table, slots, skip_weight, out),
-            **sizes, ACC_DTYPE=acc_dtype(table.dtype), BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v,
-            num_warps=4, **pdl_arguments(chip(v)),
+            **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype),
+            BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v, num_warps=4, **pdl_arguments(chip(v)),
         )  # fmt: skip
         return out
     block_k = max(next_power_of_2(k.shape[3]), MIN_BLOCK)
     block_r, products = max(next_power_of_2(count), MIN_BLOCK), choose_precision(v, table)
-    plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
+    plan = choose_tree_plan(v_size, batch * heads, block_r, products, chip(v).processors)
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
         *(count, ancestor_bits.shape[2]),
-        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type, PRECISION=products.precision,
-        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step, block_k),
-        STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
-        **pdl_arguments(chip(v)),
+        **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type,
+        PRECISION=products.precision, BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v,
+        STEP_COLUMNS=min(plan.step_rows, block_k), STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize,
+        num_warps=plan.num_warps, **pdl_arguments(chip(v)),
     )  # fmt: skip
     return out
 
@@ -232,28 +227,26 @@ class ProductPrecision(NamedTuple):
         return tl.bfloat16 if self.operand_dtype == torch.bfloat16 else acc_dtype(self.operand_dtype)
 
 
-def choose_precision(v: Tensor, table: Tensor) -> ProductPrecision:
+def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
     """Chooses operands that are as fine as the model's dtype.
 
-    v: in the model's dtype.  table: the states.  float16 models use TF32, which has the same mantissa, because
-    float16's range may be too small for a state.
+    v: in the model's dtype.  state_table: the states.  float16 models use TF32, because float16's range is too small.
     """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
         return ProductPrecision(v.dtype, "tf32")
-    return ProductPrecision(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
+    return ProductPrecision(state_table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step: rows of a state that are multiplied at once.
-    stages: how many such steps are in flight."""
+    """Launch parameters.  block_v: state columns per program.  step_rows: rows per step.  stages: pipeline stages."""
 
     block_v: int
-    step: int
+    step_rows: int
     stages: int
     num_warps: int
 
 
-def choose_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
+def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the sum over requests.
 
     If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a

@@ -29,58 +29,58 @@ MAX_BLOCK = 1024
 PAGE_UPDATE_BLOCK = 128
 
 
-def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
-    (batch,), width = index.shape, table.page_table.shape[1]
-    require("gather: index", index, (-1,), torch.int64, table.page_table)
-    at, values = (index[:0], index[:0]) if page_updates is None else page_updates
+def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
+    (batch,), width = slot_indices.shape, table.page_table.shape[1]
+    require("gather: index", slot_indices, (-1,), torch.int64, table.page_table)
+    at, values = (slot_indices[:0], slot_indices[:0]) if page_updates is None else page_updates
     for name, cells in (("at", at), ("values", values)):
         require(f"gather: {name}", cells, tuple(at.shape), torch.int64, table.page_table)
-    scalars = [torch.empty_like(index) for _ in range(6)]
-    real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
+    scalars = [torch.empty_like(slot_indices) for _ in range(6)]
+    real, pages = torch.empty_like(slot_indices, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(next_power_of_2(width), MAX_BLOCK)
         # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
-            *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
-            *(index.stride(0), width, at.shape[0]),
+            *(slot_indices, table.ints, table.page_table, *scalars, real, pages, at, values),
+            *(slot_indices.stride(0), width, at.shape[0]),
             -table.layout.max_accept_depth(0, 0), COLUMNS=COLUMNS, BLOCK=block, UPDATE_BLOCK=PAGE_UPDATE_BLOCK,
-            num_warps=4, **pdl_arguments(chip(index)),
+            num_warps=4, **pdl_arguments(chip(slot_indices)),
         )  # fmt: skip
     prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
     return BatchState(
-        table, index, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
+        table, slot_indices, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
     )
 
 
 def read_chain(
-    slots: BatchState, first_offset: int, length: Tensor, width: int, padding: int | None = None
+    slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
-    require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
-    made = TokenChain(*(length.new_empty(batch, width) for _ in range(3)))
+    require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
+    made = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
     if batch:
-        block = min(next_power_of_2(width), MAX_BLOCK)
-        _chain_kernel[(batch, -(-width // block))](
+        block = min(next_power_of_2(row_width), MAX_BLOCK)
+        _chain_kernel[(batch, -(-row_width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
-            *(length, *made, slots.index.stride(0), length.stride(0)),
-            *(table.history.stride(0), slots.page_table.shape[1], first_offset, width, page_size),
+            *(num_tokens, *made, slots.index.stride(0), num_tokens.stride(0)),
+            *(table.history.stride(0), slots.page_table.shape[1], first_offset, row_width, page_size),
             -1 if padding is None else padding, BLOCK=block, num_warps=1 if block <= 128 else 4,
-            **pdl_arguments(chip(length)),
+            **pdl_arguments(chip(num_tokens)),
         )  # fmt: skip
     return made
 
 
-def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    kept = slots.table.carried[name]
+def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
+    kept = slots.table.carried[field_name]
     batch, size = slots.batch, kept.shape[1]
     require("carry: values", values, (batch, -1, size), kept.dtype, kept)
-    require("carry: length", length, (batch,), torch.int64, kept)
+    require("carry: length", num_tokens, (batch,), torch.int64, kept)
     values = values.contiguous()
     if batch:
         block = min(next_power_of_2(size), MAX_BLOCK)
         _carry_kernel[(batch, -(-size // block))](
-            *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
-            HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(length)),
+            *(slots.index, num_tokens, values, kept, slots.index.stride(0), num_tokens.stride(0), values.shape[1]),
+            HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(num_tokens)),
         )  # fmt: skip
 
 
@@ -160,12 +160,12 @@ def _carry_kernel(
 
 
 def advance(
-    slots: BatchState, length: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+    slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
     table, (batch, width) = slots.table, picked_tokens.shape
     require("advance: picked", picked_tokens, (slots.batch, -1), torch.int64, table.history)
-    require("advance: length", length, (batch,), torch.int64, picked_tokens)
-    num_picked, copies = torch.empty_like(length), None
+    require("advance: length", num_tokens, (batch,), torch.int64, picked_tokens)
+    num_picked, copies = torch.empty_like(num_tokens), None
     if path is not None:
         require("advance: rows", path.rows, (batch, width), torch.int64, picked_tokens)
         copies = RowCopies(*(picked_tokens.new_empty(batch, width) for _ in range(2)))
@@ -173,10 +173,10 @@ def advance(
         rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes_per_request)
         source, destination = (None, None) if copies is None else copies
         _advance_kernel[(batch,)](
-            *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked_tokens.contiguous()),
-            rows,
+            *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, num_tokens),
+            *(picked_tokens.contiguous(), rows),
             *(table.ints, table.history, table.counts if count_tokens else None, num_picked, source, destination),
-            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1]),
+            *(slots.index.stride(0), num_tokens.stride(0), slots.page_table.shape[1]),
             *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
             COLUMNS=COLUMNS, WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=1,
             **pdl_arguments(chip(picked_tokens)),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import EMPTY_COLUMN, check_copies
+from espalier.kernels.ops.state import EMPTY_COLUMN, check_row_copies
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -55,10 +55,12 @@ def _commit_kernel(
                 )  # fmt: skip
 
 
-def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+def commit_rows(
+    staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
+) -> None:
     """See ops/state.py.  The kernel copies bytes, so the result equals the reference's."""
-    staged, committed = check_copies(staged, committed, source, rows)
-    if not source.shape[0]:
+    staged, committed = check_row_copies(staged, committed, source_rows, destination_rows)
+    if not source_rows.shape[0]:
         return
     # Layers may have any order in memory, but the values of one row must be contiguous.
     for i, buffer in enumerate((*staged, *committed)):
@@ -69,7 +71,7 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
             )
     for first in range(0, len(staged), TENSORS_PER_LAUNCH):
         some = slice(first, first + TENSORS_PER_LAUNCH)
-        _launch(staged[some], committed[some], source.contiguous(), rows.contiguous())
+        _launch(staged[some], committed[some], source_rows.contiguous(), destination_rows.contiguous())
 
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
@@ -86,15 +88,15 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
     )  # fmt: skip
 
 
-def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[int, Tensor]) -> None:
     _, rows, width = ring.shape
-    batch = next(iter(fields.values())).shape[0]
+    batch = next(iter(fields_by_column.values())).shape[0]
     require("write_results: ring", ring, (-1, -1, -1), torch.int64, ring)
-    require("write_results: entry", entry, (1,), torch.int64, ring)
-    for start, field in fields.items():
+    require("write_results: entry", entry_index, (1,), torch.int64, ring)
+    for start, field in fields_by_column.items():
         dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
         require(f"write_results: the field of column {start}", field, (batch, -1), dtype, ring)
-    ends = [start + field.shape[1] for start, field in fields.items()]
+    ends = [start + field.shape[1] for start, field in fields_by_column.items()]
     if max(ends) > width or batch > rows:
         raise EspalierError(
             f"write_results: fields of {batch} rows up to column {max(ends)} need a ring that holds them, and it is "
@@ -105,9 +107,10 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
     if batch:
         block = next_power_of_2(width)
         _write_results_kernel[(batch,)](
-            *(ring, entry, *ring.stride()[:2], width, tuple(field.contiguous() for field in fields.values())),
-            NUM_FIELDS=len(fields), FIRST_COLUMNS=tuple(fields), END_COLUMNS=tuple(ends), EMPTY_VALUE=EMPTY_COLUMN,
-            BLOCK=block, num_warps=min(max(block // 128, 1), 8), **pdl_arguments(chip(ring)),
+            *(ring, entry_index, *ring.stride()[:2], width),
+            tuple(field.contiguous() for field in fields_by_column.values()),
+            NUM_FIELDS=len(fields_by_column), FIRST_COLUMNS=tuple(fields_by_column), END_COLUMNS=tuple(ends),
+            EMPTY_VALUE=EMPTY_COLUMN, BLOCK=block, num_warps=min(max(block // 128, 1), 8), **pdl_arguments(chip(ring)),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.tree import Path, Tree
+from espalier.kernels.ops.tree import AcceptedPath, Tree
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -22,7 +22,7 @@ from espalier.layout import ANCESTOR_BITS
 
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
-) -> Path:
+) -> AcceptedPath:
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
@@ -33,7 +33,7 @@ def accept(
     require("accept: max_accept_depth", max_accept_depth, (batch,), torch.int64, tokens)
     require("accept: real", is_real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
-    path = Path(*(tokens.new_empty(size) for size in sizes))
+    path = AcceptedPath(*(tokens.new_empty(size) for size in sizes))
     if batch:
         inputs = (tokens, parents, depths, ancestors, target_tokens, is_finite, max_accept_depth, is_real)
         _accept_kernel[(batch,)](

@@ -19,23 +19,24 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 BLOCK = 1024
 
 
-def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    (batch,), width = index.shape, history.shape[1]
-    require("find_matches: history", history, (-1, -1), torch.int64, root)
-    require("find_matches: index", index, (batch,), torch.int64, root)
-    require("find_matches: root", root, (batch,), torch.int64, root)
+def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
+    (batch,), width = history_rows.shape, history.shape[1]
+    require("find_matches: history", history, (-1, -1), torch.int64, root_positions)
+    require("find_matches: index", history_rows, (batch,), torch.int64, root_positions)
+    require("find_matches: root", root_positions, (batch,), torch.int64, root_positions)
     blocks = -(-width // BLOCK)
-    keys, next_tokens = (root.new_empty(batch, blocks * topk) for _ in range(2))
-    matches = NgramMatches(root.new_empty(batch, topk), root.new_empty(batch, topk))
+    keys, next_tokens = (root_positions.new_empty(batch, blocks * topk) for _ in range(2))
+    matches = NgramMatches(root_positions.new_empty(batch, topk), root_positions.new_empty(batch, topk))
     if batch:
-        strides = (index.stride(0), root.stride(0))
+        strides = (history_rows.stride(0), root_positions.stride(0))
         _block_matches_kernel[(batch, blocks)](
-            *(history, index, root, keys, next_tokens, *strides, history.stride(0), width, blocks),
-            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root)),
+            *(history, history_rows, root_positions, keys, next_tokens, *strides, history.stride(0), width, blocks),
+            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root_positions)),
         )  # fmt: skip
         _merge_matches_kernel[(batch,)](
-            *(root, keys, next_tokens, *matches, root.stride(0), width, blocks * topk),
-            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4, **pdl_arguments(chip(root)),
+            *(root_positions, keys, next_tokens, *matches, root_positions.stride(0), width, blocks * topk),
+            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4,
+            **pdl_arguments(chip(root_positions)),
         )  # fmt: skip
     return matches
 

@@ -27,18 +27,18 @@ MAX_ONE_WARP_KEYS = 256
 MAX_PREFETCHED_CANDIDATES = 2048
 
 
-def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    batch, steps, rows, topk = check_path_sizes(root, candidates, nodes)
-    tree = Tree.empty(root, nodes)
+def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
+    batch, steps, rows, topk = check_path_sizes(root, candidates, num_nodes)
+    tree = Tree.empty(root, num_nodes)
     if batch:
         # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
-        block = max(next_power_of_2(nodes), 32)
+        block = max(next_power_of_2(num_nodes), 32)
         # A path has at most steps + 1 nodes.
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
             *tree,
-            NODES=nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_words, NUM_DOUBLINGS=steps.bit_length(),
+            NODES=num_nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_words, NUM_DOUBLINGS=steps.bit_length(),
             BLOCK=block, NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
             num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4, **pdl_arguments(chip(root)),
         )  # fmt: skip

@@ -108,11 +108,11 @@ def _select_beams_kernel(
 MAX_PARTS = 16
 
 
-def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
     if len(tokens) > MAX_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
-    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
-    tree = Tree.empty(root, nodes)
+    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
+    tree = Tree.empty(root, num_nodes)
     if batch:
         block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
         # Without beams, the kernel gets placeholder tensors, which it does not read.
@@ -121,7 +121,8 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
             root.contiguous(),
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
-            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=nodes, WORDS=tree.num_words, BLOCK=block,
+            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=num_nodes, WORDS=tree.num_words,
+            BLOCK=block,
             BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16), **pdl_arguments(chip(root)),
         )  # fmt: skip
     return tree

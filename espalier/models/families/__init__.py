@@ -26,7 +26,7 @@ FAMILIES: dict[str, Family] = {
         *(qwen.QWEN2_MOE, qwen.QWEN3_MOE, gpt_oss.FAMILY),
         *(gemma3.GEMMA2, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, mistral.PHI3, llama.SMOLLM3),
-        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, llama.OLMO2, llama.OLMO3, laguna.FAMILY),
+        *(granite.FAMILY, granite.MOE, granite.MOE_SHARED, granite.HYBRID, llama.OLMO2, llama.OLMO3, laguna.FAMILY),
         *(muse_glimmer.FAMILY, llama.EXAONE4),
         *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),

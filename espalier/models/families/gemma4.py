@@ -32,7 +32,7 @@ from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_
 from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm
 from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
@@ -62,24 +62,24 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
-        # Outputs of void rows are never read, so the token of such a row does not matter.
+        # Rows without a token have token -1.  Their outputs are never read, so any token may replace it.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.second_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        s.per_layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
         return s
 
 
 @dataclass(eq=False, slots=True)
-class SecondInput:
+class PerLayerInputBlock:
     """The block of a layer that reads its second input: x + norm(project(gelu(gate(x)) · input))."""
 
     gate: Linear
     project: Linear
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, second_input: Tensor) -> Tensor | Unsummed:
-        """Returns the block's output before the norm, [N, H] or partial sums.  second_input: [N, P]."""
-        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * second_input)
+    def __call__(self, x: Tensor, per_layer_input: Tensor) -> Tensor | UnsummedOutput:
+        """Returns the block's output before the norm, [N, H] or partial sums.  per_layer_input: [N, P]."""
+        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * per_layer_input)
 
 
 class ParallelMLPRows(NamedTuple):
@@ -91,7 +91,8 @@ class ParallelMLPRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ParallelMLP:
-    """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
+    """A dense MLP and, in parallel, routed experts.  The MLP and the experts read the residual, each through its own
+    norm.
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
     MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
 
@@ -108,20 +109,21 @@ class ParallelMLP:
         total, (mlp_rows, rows, of_router) = delta.add_and_norms(x, (norm, self.norm, self.router_norm))
         return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
-    def __call__(self, rows: ParallelMLPRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
+    def __call__(
+        self, rows: ParallelMLPRows, live: Tensor | None
+    ) -> tuple[tuple[Tensor | UnsummedOutput, RMSNorm], ...]:
         """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
         return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
-    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then SecondInput.  The result is
-    multiplied by scale.
+    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then PerLayerInputBlock.  The
+    result is multiplied by scale.
 
-    index: the layer's index in the pass.  second_input: None if the layer has no second input.  post_mlp_norm: the norm
-    of the MLP's output, whose weight includes `scale`; with a second input, the norm of that block includes `scale`
-    instead.
-    """
+    index: the layer's index in the pass.  per_layer_input: None if the layer has no such input.  post_mlp_norm: the
+    norm of the MLP's output, whose weight includes `scale`; with per_layer_input, the norm of that block includes
+    `scale` instead."""
 
     index: int
     attention_norm: RMSNorm
@@ -130,23 +132,24 @@ class Gemma4Layer:
     mlp_norm: RMSNorm
     mlp: GatedMLP | ParallelMLP
     post_mlp_norm: RMSNorm
-    second_input: SecondInput | None
+    per_layer_input: PerLayerInputBlock | None
     scale: float
 
     def __call__(self, s: Residual, p: Pass) -> None:
         attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
         rows = s.add_and_norm(self.mlp_norm, self.mlp)
-        scale = self.scale if self.second_input is None else 1.0
+        scale = self.scale if self.per_layer_input is None else 1.0
         if isinstance(self.mlp, ParallelMLP):
             out = NormedOutputs(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
         else:
             out = NormedOutputs((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
-        if self.second_input is not None:
-            assert s.second_inputs is not None
+        if self.per_layer_input is not None:
+            assert s.per_layer_inputs is not None
             s.x, _ = out.add_and_norms(s.x, ())
             out = NormedOutputs(
-                (self.second_input(s.x, s.second_inputs[:, self.index]), self.second_input.norm), scale=self.scale
+                (self.per_layer_input(s.x, s.per_layer_inputs[:, self.index]), self.per_layer_input.norm),
+                scale=self.scale,
             )
         s.add(out)
 
@@ -286,11 +289,11 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     is_wide = fields["use_double_wide_mlp"] and spec.shares_with is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), fields["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
-    second_input = None
+    per_layer_input = None
     if size:
         gate = weights.linear(prefix, ("per_layer_input_gate",), (whole_part(size),), hidden, bias=False)
         project = weights.linear(prefix, ("per_layer_projection",), (whole_part(hidden),), size, bias=False)
-        second_input = SecondInput(gate, project, norm("post_per_layer_input_norm", scale))
+        per_layer_input = PerLayerInputBlock(gate, project, norm("post_per_layer_input_norm", scale))
     return Gemma4Layer(
         index=layer,
         attention_norm=norm("input_layernorm"),
@@ -299,7 +302,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         mlp_norm=norm("pre_feedforward_layernorm"),
         mlp=mlp if config.experts is None else _load_experts(weights, config, config.experts, prefix, mlp),
         post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
-        second_input=second_input,
+        per_layer_input=per_layer_input,
         scale=scale,
     )
 
@@ -308,7 +311,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     shards, size, eps = weights.shards, spec.cache_spec.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
         shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
-        shards.kv_heads(spec.cache_spec.kv_heads).scaled(size),
+        shards.kv_heads_part(spec.cache_spec.kv_heads).scaled(size),
     )
     [own] = specs_of_rank([spec], shards)
     names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_with is not None else 2 if spec.v_is_k else 3]
@@ -322,7 +325,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
         )
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
-        weights.ignore_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
+        weights.allow_unused_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
     return Attention(qkv, out, own.projected_heads, rope, norms)
 

@@ -1,4 +1,5 @@
-"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have factors.
+"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits are multiplied by
+factors from config.json.
 
 In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
 """
@@ -59,7 +60,7 @@ MOE = replace(
     experts=_experts,
     supported_fields=(*FACTOR_FIELDS, "num_local_experts"),
 )
-SHARED = replace(
+MOE_SHARED = replace(
     MOE,
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
@@ -151,7 +152,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 HYBRID = replace(
-    SHARED,
+    MOE_SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     defaults={
@@ -173,7 +174,7 @@ HYBRID = replace(
     layer_ropes=_ropes,
     names=LayerNames(mlp_prefix="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
-    supported_fields=(*SHARED.supported_fields, "position_embedding_type"),
+    supported_fields=(*MOE_SHARED.supported_fields, "position_embedding_type"),
     normalise_fields=_normalise_fields,
     extra_layer_types=(LINEAR,),
     layer_specs=_layer_specs,

@@ -99,7 +99,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     bias = weights.load(f"{prefix}conv.bias", hidden) if has_bias else None
     return GatedConv(
         weights.linear(prefix, ("in_proj",), (3 * hidden,), hidden, has_bias),
-        ShortConv(weights.load(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, silu=False),
+        ShortConv(weights.load(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, applies_silu=False),
         weights.linear(prefix, ("out_proj",), (hidden,), hidden, has_bias),
     )
 

@@ -82,7 +82,7 @@ OLMO2 = replace(
     model_type="olmo2",
     defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
     qk_norm=True,
-    wide_qk_norm=True,
+    qk_norm_over_all_heads=True,
     layer_norms=LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
     usable_in_drafts=False,
 )

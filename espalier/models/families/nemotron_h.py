@@ -10,7 +10,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
 from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
-from espalier.models.layers.decoder import BlockLayer
+from espalier.models.layers.decoder import SingleBlockLayer
 from espalier.models.layers.linear import Embedding
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
@@ -96,19 +96,19 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE_LAYER: nothing, MLP_LAYER: nothing})
 
 
-def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> SingleBlockLayer:
     """Loads a layer.  See config.py:LoadLayer."""
     kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
     if kind == LINEAR:
-        return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
+        return SingleBlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL_ATTENTION:
-        return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
+        return SingleBlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
     if kind == MLP_LAYER:
         sizes = config.hidden_size, config.intermediate_size
-        return BlockLayer(layer, norm, mlp=weights.mlp(under, *sizes, False, RELU2, names=UP_DOWN))
+        return SingleBlockLayer(layer, norm, mlp=weights.mlp(under, *sizes, False, RELU2, names=UP_DOWN))
     assert config.experts is not None
-    return BlockLayer(layer, norm, mlp=load_experts(weights, config.experts, under, config.hidden_size, RELU2))
+    return SingleBlockLayer(layer, norm, mlp=load_experts(weights, config.experts, under, config.hidden_size, RELU2))
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:

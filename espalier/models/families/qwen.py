@@ -49,7 +49,7 @@ MIMO = replace(
     architecture="MiMoForCausalLM",
     model_type="mimo",
     supported_fields=("num_nextn_predict_layers",),
-    mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_first=True),
+    mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_before_embedding=True),
 )
 
 

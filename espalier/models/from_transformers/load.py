@@ -19,7 +19,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
+from espalier.models.config import IGNORED_FIELDS, Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.config_values import with_overrides
 from espalier.models.from_transformers.probe import ProbeResult, probe
 from espalier.models.from_transformers.shrink import refusal_reason
 from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersTarget
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def load_by_transformers(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, capture: tuple[int, ...]
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, captured_layers: tuple[int, ...]
 ) -> TransformersTarget:
     """Load a target whose config is `probe_result`.
 
@@ -40,7 +41,7 @@ def load_by_transformers(
     """
     probed = config.probe_result
     assert probed is not None
-    if capture and not probed.can_capture:
+    if captured_layers and not probed.can_capture:
         raise EspalierError(
             f"{path}: the layers of {config.architecture} do not pass on one row for each token, so the draft cannot "
             "read them; use speculation algorithm 'ngram'"
@@ -53,14 +54,14 @@ def load_by_transformers(
             f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
             "belong together: download both again"
         )
-    return build_by_transformers(config, dtype, torch.device(device), capture)
+    return build_by_transformers(config, dtype, torch.device(device), captured_layers)
 
 
 def build_by_transformers(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    capture: tuple[int, ...],
+    captured_layers: tuple[int, ...],
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
     """Returns the target that the config's class of transformers runs.
@@ -94,7 +95,7 @@ def build_by_transformers(
             bars.enable_progress_bar()
     _require_all(found, config)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
-    return TransformersTarget(config, model.to(device).eval().requires_grad_(False), capture)
+    return TransformersTarget(config, model.to(device).eval().requires_grad_(False), captured_layers)
 
 
 def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
@@ -133,7 +134,7 @@ def read_by_transformers(
             f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
         )
     config_class = CONFIG_MAPPING[raw["model_type"]]
-    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT_FIELDS, *QUANTISATION_FIELDS}
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
     full = with_overrides(raw, overrides or {}, known_fields)
     # Fields that begin with "_" may name code.
     fields = {name: value for name, value in full.items() if not name.startswith("_")}
@@ -172,7 +173,7 @@ def _probed(model_type: str, fields: str) -> ProbeResult:
 def _config(
     probed: ProbeResult, full: Json, path: Path, overrides: Mapping[str, Any] | None, generation: Json | None
 ) -> ModelConfig:
-    """Returns the ModelConfig that `parse` would return for a plain model with these sizes.
+    """Returns the ModelConfig that `parse_config` would return for a plain model with these sizes.
     Fields that only Espalier's own layers read have neutral values."""
     hf, first = probed.config, probed.specs[0]
     windows = tuple(spec.window for spec in probed.specs)
@@ -198,7 +199,7 @@ def _config(
         layer_specs=lambda config: probed.specs,
     )
     eos = {name: value for name, value in (overrides or {}).items() if name == "eos_token_id"}
-    return replace(parse(plain, family, path, eos, generation), raw=full, probe_result=probed)
+    return replace(parse_config(plain, family, path, eos, generation), raw=full, probe_result=probed)
 
 
 def _longest(hf: Any) -> Any:

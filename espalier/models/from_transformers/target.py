@@ -18,7 +18,7 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec, RotatedHeads
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
@@ -86,8 +86,10 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         run, weights = CURRENT_RUN.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
         live = None if run is None else run.live
-        parts = grouped_experts(hidden_states, gate_up, down, top_k_index, weights, live=live, activation=activation)
-        return sum_parts(parts, hidden_states.dtype)
+        parts = grouped_experts(
+            hidden_states, gate_up, down, top_k_index, weights, live_rows=live, activation=activation
+        )
+        return add_partial_sums(parts, hidden_states.dtype)
 
     return run_experts
 
@@ -133,10 +135,12 @@ class TransformersModel:
     """A causal model of transformers in two parts: tokens to hidden states, and hidden states to logits.
 
     replacements: by class of transformers, what runs in place of a module's forward.
-    capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
+    captured_layers: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     """
 
-    def __init__(self, model: Any, replacements: Mapping[type, MakeForward], capture: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Any, replacements: Mapping[type, MakeForward], captured_layers: tuple[int, ...] = ()
+    ) -> None:
         self.model = model
         head = model.get_output_embeddings()
         self.head = linear_of(head)
@@ -152,7 +156,7 @@ class TransformersModel:
                 # the model to short texts: in longer ones, every new token would change all cached keys.
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
         layers = layers_of(model)
-        _capture(layers, capture)
+        _capture(layers, captured_layers)
         decoder = next(child for child in model.children() if layers in child.modules()).get_decoder()
         self._decode = decoder.forward
         # So the whole model computes logits from the hidden states that it is given.
@@ -186,7 +190,7 @@ class HiddenOutput(tuple[Tensor]):
         return None
 
 
-def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
+def _capture(layers: nn.ModuleList, captured_layers: tuple[int, ...]) -> None:
     """Copy the inputs of layers when they run, because a class may write to the residual that it gets."""
 
     def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -195,7 +199,7 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         CURRENT_RUN.get().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
 
-    for index in capture:
+    for index in captured_layers:
         if index == len(layers):
             layers[-1].register_forward_hook(behind)
         else:
@@ -205,10 +209,10 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
 class TransformersTarget(TransformersModel):
     """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
-    def __init__(self, config: ModelConfig, model: Any, capture: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, model: Any, captured_layers: tuple[int, ...]) -> None:
         assert config.probe_result is not None
-        super().__init__(model, config.probe_result.replacements, capture)
-        self.config, self.capture, self.layer_specs = config, capture, config.probe_result.specs
+        super().__init__(model, config.probe_result.replacements, captured_layers)
+        self.config, self.captured_layers, self.layer_specs = config, captured_layers, config.probe_result.specs
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: config.vocab_size])
@@ -222,7 +226,7 @@ class TransformersTarget(TransformersModel):
         if kept is not None:
             hidden = hidden.flatten(0, 1)[kept][:, None]
             inputs |= {i: x.flatten(0, 1)[kept][:, None] for i, x in inputs.items() if i == last}
-        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
+        return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def _attend(
         self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *given: Tensor, **options: Any

@@ -17,8 +17,8 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
-from espalier.shards import WHOLE, Shards
+from espalier.models.weight_formats.sharded import UnsummedOutput
+from espalier.shards import SINGLE_RANK, Shards
 
 
 class AllHeadsNorms(NamedTuple):
@@ -26,7 +26,7 @@ class AllHeadsNorms(NamedTuple):
 
     q: RMSNorm
     k: RMSNorm
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     def norm_q_and_k(self, qkv: Tensor) -> Tensor:
         """Returns a tensor like qkv [N, q + k + v columns], in which q and k are normed."""
@@ -60,7 +60,7 @@ class AttentionBlock:
     __slots__ = ()
     sink: Tensor | None = None
 
-    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the result of Pass.write."""
         raise NotImplementedError
 
@@ -69,26 +69,28 @@ class AttentionBlock:
         rows: [N, in].  kept_rows: the indices of the rows that the layer keeps; None if it keeps all rows."""
         return None
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
         """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  See Mixer."""
-        q, kept = self.write(layer, rows, p), p.kept_rows(layer)
+        q, kept = self.write_kv(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
             s.keep_rows(kept)
-        attended = p.attend(layer, q, self.sink)
-        return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
+        attention_output = p.attend(layer, q, self.sink)
+        return self.project(
+            attention_output if gate is None else attention_output * gate.view(*attention_output.shape[:3], -1)
+        )
 
 
 @dataclass(eq=False, slots=True)
 class Attention(AttentionBlock):
     """The attention block with K and V heads.
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
-    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.  At
-    least one of the two is None.
+    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.
+    `norms` or `all_heads_norms` is None, or both.
     output_gate: None if there is no gate."""
 
     qkv: Linear
@@ -104,7 +106,7 @@ class Attention(AttentionBlock):
         # With a gate, the norm is not rounded, because the gate may have another storage format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
-    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
             self.qkv.partial_sums(rows)
             if self.all_heads_norms is None
@@ -120,8 +122,8 @@ class Attention(AttentionBlock):
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept_rows is None else rows[kept_rows]))
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
-        return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
+        return self.out.residual_delta(attention_output.reshape(-1, self.out.shape[1]))
 
 
 @dataclass(eq=False, slots=True)
@@ -138,11 +140,11 @@ class GatedAttention:
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         return self.qkv.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  See decoder.py:Mixer."""
         qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep_rows(p.kept_rows(layer))
-        attended = p.attend(layer, q).flatten(0, 1)
+        attention_output = p.attend(layer, q).flatten(0, 1)
         gate = HeadGate(select_kept_rows(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
-        return self.out.residual_delta(gate_for_projection(self.out, attended, gate, None))
+        return self.out.residual_delta(gate_for_projection(self.out, attention_output, gate, None))

@@ -21,20 +21,20 @@ from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import NormReader, Residual
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 
 class Mixer(NormReader, Protocol):
     """A block that mixes the rows of a request, such as attention or a recurrence."""
 
-    def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Writes rows to the cache, drops all rows except `p.kept_rows` (`s.keep_rows`), then attends.
         layer: the layer's index in the pass.  rows: the result of norm_input.
         Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
         ...
 
 
-class PlainNorm:
+class PlainNormReader:
     """A NormReader that reads the norm as a plain tensor."""
 
     @staticmethod
@@ -43,7 +43,7 @@ class PlainNorm:
 
 
 @dataclass(eq=False, slots=True)
-class BlockLayer:
+class SingleBlockLayer:
     """A layer of one block: x + block(norm(x)).  The block is a mixer or an MLP.
     index: the layer's index in the pass, from 0."""
 
@@ -61,7 +61,7 @@ class BlockLayer:
         if kept is None:
             s.add(mlp(s.add_and_norm(self.norm, mlp), s.live))
             return
-        rows = s.add_and_norm(self.norm, PlainNorm)[kept]
+        rows = s.add_and_norm(self.norm, PlainNormReader)[kept]
         s.keep_rows(kept)
         s.add(mlp(mlp.route_rows(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
 
@@ -103,7 +103,7 @@ class Decoder:
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
-    capture: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     rope: RopeTables
     embed: Embedding
     layers: Sequence[Layer]
@@ -114,12 +114,12 @@ class Decoder:
     def __call__(self, p: Pass) -> ModelOutput:
         s = self.embed(p, self.rope)
         for i, layer in enumerate(self.layers):
-            if i in self.capture:
-                s.capture(i)
+            if i in self.captured_layers:
+                s.capture_input(i)
             layer(s, p)
         x, hidden = s.final_norm(self.norm, p.out_shape)
-        inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
-        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
+        inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.captured_inputs.items()} | {len(self.layers): x}
+        return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return cap_logits(self.head(hidden), self.config.logit_cap, self.config.logit_scale)

@@ -13,17 +13,17 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import can_round_norm
 from espalier.kernels.ops.rope import LatentFormat, Rotation, head_product
-from espalier.kernels.ops.selection import IndexNorm, IndexRows
+from espalier.kernels.ops.selection import IndexerInputs, IndexerNorm
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import router_logits
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 # The eps of the norm of index keys, a constant in the publishers' code.
 INDEX_NORM_EPS = 1e-6
@@ -41,7 +41,7 @@ def norm_for_indexer(
     down: Linear, indexer: "Indexer", norm: AnyNorm, delta: BlockOutput, x: Tensor
 ) -> tuple[Tensor, IndexerLayerInput]:
     """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
-    rounding = common_rounding(down.rounding, indexer.k.rounding) if x.is_cuda else None
+    rounding = common_input_scales(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (
         len(x) > max_kernel_rows(rounding, chip(x)) or not can_round_norm(x.shape[1], rounding)
     ):
@@ -50,17 +50,12 @@ def norm_for_indexer(
     return total, IndexerLayerInput(normed, rounded)
 
 
-def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
+def common_input_scales(first: InputScales | None, second: InputScales | None) -> InputScales | None:
     """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
-    if (
-        one is None
-        or other is None
-        or one.static_scale is not None
-        or other.static_scale is not None
-        or one.group != other.group
-    ):
+    if first is None or second is None:
         return None
-    return one
+    are_equal = first.static_scale is second.static_scale is None and first.group_size == second.group_size
+    return first if are_equal else None
 
 
 @dataclass(frozen=True)
@@ -69,26 +64,26 @@ class Indexer:
     (kernels/ops/selection.py).
 
     q: maps the queries' latent to [heads · size].  k: maps the hidden state to [size].  norm: the norm of index keys.
-    score_weights: [heads, hidden].  interleaved: see IndexRows.
+    score_weights: [heads, hidden].  interleaved: see IndexerInputs.
     """
 
     q: Linear
     k: Linear
-    norm: IndexNorm
+    norm: IndexerNorm
     score_weights: Tensor
     interleaved: bool
 
-    def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexRows:
+    def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexerInputs:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
         parts = router_logits(rows.x, self.score_weights)
         # The published factor of scores is omitted, because it does not change the choice.
-        weights = sum_parts(parts, parts.dtype)
+        weights = add_partial_sums(parts, parts.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
-        return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
+        return IndexerInputs(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
-# The eps of the norms of both latents, a constant in the publishers' code.  rms_norm_eps of config.json is for all
-# other norms.
+# The eps of the norms of both latents, a constant in the publishers' code.  All other norms have rms_norm_eps of
+# config.json.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -98,7 +93,7 @@ class LatentAttention(AttentionBlock):
     down: maps the hidden state to the queries' latent [q_rank] and to the latent row [kv_rank + rope], in one product.
     q_norm, q: map the queries' latent to [heads · (nope + rope)]; None if `down` returns the queries.
     latent_format: the format of the latent row.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
-    row_size: kv_rank + rope.
+    cache_row_size: kv_rank + rope.
     indexer: chooses the rows that queries attend to; None for all rows, or an earlier layer's choice."""
 
     down: Linear
@@ -108,7 +103,7 @@ class LatentAttention(AttentionBlock):
     k_up: Tensor
     v_up: Tensor
     out: Linear
-    row_size: int
+    cache_row_size: int
     rope: RopeTables
     indexer: Indexer | None = None
 
@@ -117,9 +112,9 @@ class LatentAttention(AttentionBlock):
             return self.down.norm_input(norm, delta, x)
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
-    def write(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
         down = self.down(rows.projection_rows if isinstance(rows, IndexerLayerInput) else rows)
-        q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
+        q, latent = down[:, : -self.cache_row_size], down[:, -self.cache_row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
@@ -128,9 +123,9 @@ class LatentAttention(AttentionBlock):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """Returns the block's output; see AttentionBlock.project.  attended: the weighted sums of latents."""
-        latents = attended.flatten(0, 1)
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
+        """Returns the block's output; see AttentionBlock.project.  attention_output: the weighted sums of latents."""
+        latents = attention_output.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
         return self.out.residual_delta(values.flatten(1))

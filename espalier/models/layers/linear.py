@@ -14,8 +14,8 @@ from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import Weight
-from espalier.models.weight_formats.sharded import Unsummed
-from espalier.shards import WHOLE, Shards
+from espalier.models.weight_formats.sharded import UnsummedOutput
+from espalier.shards import SINGLE_RANK, Shards
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +30,7 @@ class Linear:
         return self.weight.shape
 
     def rows_from(self, first_row: int) -> "Linear":
-        """Returns a layer for the outputs first_row .. out-1.  It uses the same memory."""
+        """Returns a layer for the outputs first_row .. out-1, in the same memory."""
         return Linear(self.weight.rows_from(first_row), None if self.bias is None else self.bias[first_row:])
 
     @property
@@ -48,20 +48,20 @@ class Linear:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def residual_delta(self, x: InputRows) -> Tensor | Unsummed:
-        """Returns the result of partial_sums.  If ranks divide the columns, the result is Unsummed, and the next norm
-        sums it over the ranks."""
-        product: Tensor | Unsummed = self.weight.residual_delta(x, self.bias)
+    def residual_delta(self, x: InputRows) -> Tensor | UnsummedOutput:
+        """Returns the result of partial_sums.  If ranks divide the columns, the result is UnsummedOutput, and the next
+        norm sums it over the ranks."""
+        product: Tensor | UnsummedOutput = self.weight.residual_delta(x, self.bias)
         return product
 
     def partial_sums(self, x: InputRows) -> Tensor:
         """Multiplies x [rows, in].  Returns [rows, out], or float32 partial sums [parts, rows, out], which
         RMSNorm.add_and_norm adds."""
-        return self.weight.parts(x, self.bias)
+        return self.weight.partial_sums(x, self.bias)
 
-    def write_parts(self, x: InputRows, out: Tensor) -> None:
-        """Multiplies x [rows, in].  Writes partial sums to out [num_parts, rows, out], float32 or float64."""
-        self.weight.write_parts(x, self.bias, out)
+    def write_partial_sums(self, x: InputRows, out: Tensor) -> None:
+        """Multiplies x [rows, in].  Writes partial sums to out [num_partial_sums, rows, out], float32 or float64."""
+        self.weight.write_partial_sums(x, self.bias, out)
 
     def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
         """Multiplies x [rows, in] and applies the activation.  Returns [rows, inner].
@@ -83,7 +83,7 @@ class Embedding:
     scale: float = 1.0
     row_norm: RMSNorm | None = None
     vocab_size: int | None = None
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class Embedding:
 
     def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers the embeddings of tokens from all ranks.  Returns (the row of each token in a table, the table)."""
-        own = self.shards.tokens(self.shape[0])
+        own = self.shards.vocab_part(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
         if len(own):
@@ -122,4 +122,4 @@ class Embedding:
         if self.shards.count > 1:
             padding = self.shards.max_tokens_per_rank(vocab_size) - len(self.weight)
             self.weight = self.shards.all_gather(F.pad(self.weight, (0, 0, 0, padding))).flatten(0, 1)[:vocab_size]
-            self.shards = WHOLE
+            self.shards = SINGLE_RANK

@@ -20,12 +20,12 @@ from espalier.kernels.ops.experts import (
     route,
     scale_by_gate,
 )
-from espalier.kernels.ops.linear import linear_parts
+from espalier.kernels.ops.linear import linear_partial_sums
 from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_in_launch, sum_if_unsummed
-from espalier.models.weight_formats.sharded import Unsummed
-from espalier.shards import WHOLE, Shards
+from espalier.models.weight_formats.sharded import UnsummedOutput
+from espalier.shards import SINGLE_RANK, Shards
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class GatedMLP:
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         return self.gate_up.norm_input(norm, delta, x)
 
-    def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | Unsummed:
+    def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output
         (RMSNorm.add_and_norm).
 
@@ -53,13 +53,13 @@ class GatedMLP:
         add up to the output."""
         return self.down.partial_sums(self._activated_rows(x))
 
-    def num_parts(self, rows: int) -> int:
-        """Returns the number of partial sums that `write_parts` writes."""
-        return self.down.weight.num_parts(rows)
+    def num_partial_sums(self, rows: int) -> int:
+        """Returns the number of partial sums that `write_partial_sums` writes."""
+        return self.down.weight.num_partial_sums(rows)
 
-    def write_parts(self, x: Tensor, out: Tensor) -> None:
-        """Writes partial sums of the output to out [num_parts, B·Q, hidden], float32 or float64."""
-        self.down.write_parts(self._activated_rows(x), out)
+    def write_partial_sums(self, x: Tensor, out: Tensor) -> None:
+        """Writes partial sums of the output to out [num_partial_sums, B·Q, hidden], float32 or float64."""
+        self.down.write_partial_sums(self._activated_rows(x), out)
 
     def whole_output(self, x: Tensor) -> Tensor:
         """Returns the output [B·Q, hidden] as one tensor, never as partial sums."""
@@ -89,36 +89,35 @@ class RoutedRows(NamedTuple):
 class MixtureMLP:
     """The mixture-of-experts MLP: the weighted sum of each row's experts, plus the output of the shared experts.
 
-    router: [E, H].  bias: [E], the router's bias (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
+    router: [E, H].  router_bias: [E] (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
     activation has no gate.  down: [E, H, I].
     gate_up and down are dense or quantised.
-    shared: the MLP of the shared experts, which computes every row.  shared_gate: [1, H]; the output of `shared` is
-    multiplied by the sigmoid of shared_gate · row.
-    biases, activation: the biases and the activation of the routed experts.  scale: [E], the factors of routing
+    shared_expert: the MLP of the shared experts, which computes every row.  shared_expert_gate: [1, H]; the output of
+    shared_expert is multiplied by the sigmoid of shared_expert_gate · row.
+    biases, activation: the biases and the activation of the routed experts.  expert_scales: [E], the factors of routing
     weights, or None.
     shards: the ranks that divide the experts.  Each rank has a part of the intermediate size of every expert.
-    shared_tiles: the weights of `shared`, for the kernels of the routed experts, which also compute the shared MLP if
-    there are few rows.  None if the shared MLP always has its own kernel launches.
-    """
+    shared_expert_tiles: the weights of shared_expert, for the kernels of the routed experts, which also compute the
+    shared MLP if there are few rows.  None if the shared MLP always has its own kernel launches."""
 
     routing: Routing
     router: Tensor
-    bias: Tensor | None
+    router_bias: Tensor | None
     gate_up: ExpertMatrix
     down: ExpertMatrix
-    shared: GatedMLP | None = None
-    shared_gate: Linear | None = None
+    shared_expert: GatedMLP | None = None
+    shared_expert_gate: Linear | None = None
     biases: ExpertBiases | None = None
     activation: Activation = SILU
-    scale: Tensor | None = None
-    shards: Shards = WHOLE
-    shared_tiles: SharedExperts | None = field(default=None, init=False)
+    expert_scales: Tensor | None = None
+    shards: Shards = SINGLE_RANK
+    shared_expert_tiles: SharedExperts | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        shared = self.shared
+        shared = self.shared_expert
         are_silu = self.activation.is_silu and (shared is None or shared.activation.is_silu)
-        if shared is not None and self.shared_gate is None and self.biases is None and are_silu:
-            self.shared_tiles = _shared_expert_tiles(shared, self.gate_up, self.down)
+        if shared is not None and self.shared_expert_gate is None and self.biases is None and are_silu:
+            self.shared_expert_tiles = _shared_expert_tiles(shared, self.gate_up, self.down)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
@@ -136,28 +135,35 @@ class MixtureMLP:
         """Returns RoutedRows for normed rows [N, hidden]."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
-    def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
+    def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
         live: [N] bool, the rows that experts compute; None for all rows."""
         parts = self._sum_of_experts(*routed, live)
-        return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
+        return parts if self.shards.count == 1 else UnsummedOutput(parts, self.shards, routed.x.dtype)
 
     def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
-        ids, weights = route(logits, self.bias, self.routing, self.scale)
-        if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
+        ids, weights = route(logits, self.router_bias, self.routing, self.expert_scales)
+        if self.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
-                expert_rows, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
+                expert_rows,
+                self.gate_up,
+                self.down,
+                ids,
+                weights,
+                live_rows=live,
+                shared_experts=self.shared_expert_tiles,
             )
-        extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
+        shared, gate = self.shared_expert, self.shared_expert_gate
+        extra = 0 if shared is None else 1 if gate is not None else shared.num_partial_sums(len(x))
         experts = (expert_rows, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(
-            *experts, live=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
+            *experts, live_rows=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
         )
-        if self.shared is not None and self.shared_gate is not None:
-            rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
-            _write_gated_shared_mlp(self.shared, self.shared_gate, x, rows, parts[-1])
-        elif self.shared is not None:
-            self.shared.write_parts(x, parts[-extra:])
+        if shared is not None and gate is not None:
+            rows = _shared_mlp_rows(shared, self.gate_up, x, expert_rows)
+            _write_gated_shared_mlp(shared, gate, x, rows, parts[-1])
+        elif shared is not None:
+            shared.write_partial_sums(x, parts[-extra:])
         return parts
 
 
@@ -174,17 +180,20 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
     """Returns the rows in the form that the shared MLP takes.
     The result is `expert_rows` if the shared MLP quantises rows in the same way as the experts, else x."""
     rounding = shared.gate_up.rounding
-    if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
+    if rounding is None or isinstance(gate_up, Tensor) or gate_up.input_scales is None:
         return x
-    is_same = rounding.static_scale is gate_up.inputs.static_scale and rounding.group == gate_up.inputs.group
+    is_same = (
+        rounding.static_scale is gate_up.input_scales.static_scale
+        and rounding.group_size == gate_up.input_scales.group_size
+    )
     return expert_rows if is_same and is_rounded_in_launch(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     """Returns how the norm kernel quantises rows x for the routed experts; None if it does not quantise them."""
-    if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
+    if isinstance(gate_up, Tensor) or gate_up.input_scales is None or gate_up.column_order is not None or not x.is_cuda:
         return None
-    return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
+    return gate_up.input_scales if can_round_norm(x.shape[1], gate_up.input_scales) else None
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
@@ -207,6 +216,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:
-            return linear_parts.triton(x, weight, None, ROUTER_PLAN)
+            return linear_partial_sums.triton(x, weight, None, ROUTER_PLAN)
         return torch.mm(x, weight.T, out_dtype=exact)
     return F.linear(x.to(exact), weight.to(exact))

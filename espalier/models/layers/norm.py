@@ -8,22 +8,22 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import (
     NormWeight,
     add_normed,
     add_rms_norm,
     can_round_norm,
-    norm_by_length,
-    norm_by_length_constants,
     rms_norm,
+    rms_norm_by_length,
+    rms_norm_by_length_constants,
     rounded_norm,
 )
 from espalier.kernels.runtime.launch import chip
-from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
+from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_ranks
 
 # The types of a block's output, which the next norm adds to the residual.
-BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
+BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
@@ -48,12 +48,12 @@ class RMSNorm:
         self.weight = weight
         self.eps = eps
         has_constants = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        self._constants = norm_by_length_constants(weight, eps) if has_constants else None
+        self._constants = rms_norm_by_length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the norm of x [..., H], in the same shape."""
         if self._constants is not None and x.dtype == self.weight.dtype:
-            return norm_by_length(x, *self._constants)
+            return rms_norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
@@ -81,19 +81,19 @@ class RMSNorm:
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, norm of that sum), [N, H] each.
         delta: a block's output [N, H], or float32 or float64 partial sums [parts, N, H] (Linear.partial_sums,
-        MixtureMLP), which are added in order; None before the first block.  An Unsummed output is first summed over the
+        MixtureMLP), which are added in order; None before the first block.  An UnsummedOutput is first summed over the
         ranks, if possible by the same kernel.  NormedOutputs are first normed, on a GPU by the same kernel."""
         if isinstance(delta, NormedOutputs):
             total, [normed] = delta.add_and_norms(residual, (self,))
             return total, normed
-        if isinstance(delta, Unsummed):
+        if isinstance(delta, UnsummedOutput):
             joined = delta.add_norm(residual, self.weight, self.eps)
             return self.add_and_norm(delta.summed(), residual) if joined is None else joined
         if delta is None:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
-            total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
-            return total, norm_by_length(total, *self._constants)
+            total = residual + (delta if delta.ndim == 2 else add_partial_sums.reference(delta, residual.dtype))
+            return total, rms_norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)
 
 
@@ -105,7 +105,7 @@ class NormedOutputs:
     __slots__ = ("outputs", "norm", "scale")
 
     def __init__(
-        self, *outputs: tuple[Tensor | Unsummed, RMSNorm], norm: RMSNorm | None = None, scale: float = 1.0
+        self, *outputs: tuple[Tensor | UnsummedOutput, RMSNorm], norm: RMSNorm | None = None, scale: float = 1.0
     ) -> None:
         self.outputs = outputs
         self.norm = norm
@@ -118,7 +118,7 @@ class NormedOutputs:
             of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
             behind = None if self.norm is None else _norm_weight(self.norm)
             return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
-        normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
+        normed = [own(add_partial_sums(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
         total = (x if self.scale == 1 else x * self.scale) + added
@@ -154,12 +154,12 @@ class NoNorm:
             total, _ = delta.add_and_norms(residual, ())
             return total, total
         own = sum_if_unsummed(delta)
-        total = residual if own is None else residual + sum_parts(own, residual.dtype)
+        total = residual if own is None else residual + add_partial_sums(own, residual.dtype)
         return total, total
 
 
-def sum_if_unsummed(delta: Tensor | Unsummed | None) -> Tensor | None:
-    """Returns delta.  An Unsummed delta is first summed over the ranks."""
+def sum_if_unsummed(delta: Tensor | UnsummedOutput | None) -> Tensor | None:
+    """Returns delta.  An UnsummedOutput delta is first summed over the ranks."""
     return None if delta is None else sum_over_ranks(delta)
 
 

@@ -23,11 +23,11 @@ from espalier.models.layers.norm import (
     sum_if_unsummed,
 )
 from espalier.models.layers.residual import Residual
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 # The largest number of rows for which a convolution reads partial sums of its input.  The convolution reads each
-# partial sum once for each tap, so for more rows it is faster to add them first.
-MAX_ROWS_IN_PARTS = 32
+# partial sum once for each tap, so for more rows it is faster to add the partial sums first.
+MAX_ROWS_WITH_PARTIAL_SUMS = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -35,63 +35,65 @@ class Mamba2:
     """The Mamba 2 block.
     input_projection: the stacked projections of the gate, x, B, C and dt.  conv: the convolution of the channels of C,
     B and x, in this order.
-    A_log, dt_bias, skip: [heads], float32 or float64.  skip · x is added to the output.
+    A_log, dt_bias, D: [heads], float32 or float64.  D · x is added to the output.
     dt_limits: the minimum and maximum of dt.  norm: the norm of the gated output, applied to each group of heads that
     share B and C.
     columns: the first column of each tensor in the projections' output."""
 
-    keeps: RecurrentState
+    state_spec: RecurrentState
     input_projection: Linear
     conv: ShortConv
     A_log: Tensor
     dt_bias: Tensor
-    skip: Tensor
+    D: Tensor
     dt_limits: tuple[float, float]
     norm: RMSNorm
     out: Linear
     columns: ConvColumns = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps = self.keeps
-        inner, shared = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size
+        state_spec = self.state_spec
+        inner, shared = state_spec.heads * state_spec.v_size, state_spec.k_heads * state_spec.k_size
         # The stored order is the gate, x, B, C, dt.
-        self.columns = keeps.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
+        self.columns = state_spec.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
         residual.py:NormReader."""
         return self.input_projection.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        inputs, keeps = self.input_projection(rows), self.keeps
+        inputs, state_spec = self.input_projection(rows), self.state_spec
         low, high = self.dt_limits
         bounds = low if low > 0 else None, high if high < inf else None
-        share = keeps.heads // keeps.k_heads
-        dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
+        share = state_spec.heads // state_spec.k_heads
+        dt = GateInputs(inputs[:, -state_spec.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
         q = p.write(layer, inputs, dt, self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
-        read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
-        gate = OutputGate(select_kept_rows(inputs, layer, p), 1, share * keeps.v_size, True)
+        read = p.attend(layer, q, self.D).flatten(2).view(-1, state_spec.k_heads, share * state_spec.v_size)
+        gate = OutputGate(select_kept_rows(inputs, layer, p), 1, share * state_spec.v_size, True)
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
 
 @dataclass(eq=False, slots=True)
 class GatedConv:
     """A short convolution whose input and output are multiplied by gates.
-    gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
+    input_projection: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden,
+    hidden]."""
 
-    gates: Linear
+    input_projection: Linear
     conv: ShortConv
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum in the form that `gates` takes).  See residual.py:NormReader."""
-        return self.gates.norm_input(norm, delta, x)
+        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
+        residual.py:NormReader."""
+        return self.input_projection.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        before, behind, inputs = self.gates(rows).chunk(3, -1)
+        before, behind, inputs = self.input_projection(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
         return self.out.residual_delta(select_kept_rows(behind, layer, p) * convolved)
@@ -112,7 +114,7 @@ class DeltaNet:
     z_column: the first column of z in the output of qkvz.
     """
 
-    keeps: RecurrentState
+    state_spec: RecurrentState
     qkvz: Linear
     ba: Linear
     is_grouped: bool
@@ -126,17 +128,17 @@ class DeltaNet:
     z_column: int = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps = self.keeps
-        self.v_heads_per_k_head = keeps.heads // keeps.k_heads
-        self.columns = keeps.columns
-        self.z_column = keeps.channels
+        state_spec = self.state_spec
+        self.v_heads_per_k_head = state_spec.heads // state_spec.k_heads
+        self.columns = state_spec.columns
+        self.z_column = state_spec.channels
         if self.is_grouped:
-            of_group = self.v_heads_per_k_head * keeps.v_size
-            step = 2 * keeps.k_size + 2 * of_group
-            self.columns = keeps.columns._replace(
-                k_column=keeps.k_size, v_column=2 * keeps.k_size, k_head_stride=step, v_group_stride=step
+            of_group = self.v_heads_per_k_head * state_spec.v_size
+            step = 2 * state_spec.k_size + 2 * of_group
+            self.columns = state_spec.columns._replace(
+                k_column=state_spec.k_size, v_column=2 * state_spec.k_size, k_head_stride=step, v_group_stride=step
             )
-            self.z_column = 2 * keeps.k_size + of_group
+            self.z_column = 2 * state_spec.k_size + of_group
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
         """Returns (x + delta, (the norm of that sum in the form that qkvz takes, the product of that norm with ba)).
@@ -151,9 +153,9 @@ class DeltaNet:
         total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, (of_qkvz, self.ba.partial_sums(normed))
 
-    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        qkvz = self.qkvz.partial_sums(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
+        qkvz = self.qkvz.partial_sums(rows[0]) if len(rows[0]) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz(rows[0])
         ba = rows[1]
         q = p.write(layer, qkvz, self._gate_inputs(ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
@@ -171,6 +173,6 @@ class DeltaNet:
         apart, step = (
             (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
             if self.is_grouped
-            else (self.keeps.heads, self.v_heads_per_k_head)
+            else (self.state_spec.heads, self.v_heads_per_k_head)
         )
         return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.v_heads_per_k_head, step)

@@ -1,15 +1,14 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual immediately.  The kernel of the next norm adds it, so each row is
-read once.
-"""
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so each
+row is read once."""
 
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm
-from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
+from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_ranks
 
 
 class NormReader(Protocol):
@@ -32,21 +31,21 @@ class PendingAdd(Protocol):
 class Residual:
     """The residual stream of the N rows of a pass, from the embedding to the final norm.
     x: [N, H], the residual.  delta: the previous block's output, which the next norm adds to x.
-    live: [N] bool, whether a row has a token.  Experts do not compute void nodes and padding.
+    live: [N] bool, whether a row has a token.  Experts skip rows without a token.
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
-    second_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families without
-    it.
-    inputs: the captured inputs of layers, by layer index."""
+    per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families
+    without it.
+    captured_inputs: the captured inputs of layers, by layer index."""
 
-    __slots__ = ("x", "delta", "live", "first_input", "second_inputs", "inputs", "_captured_layer")
+    __slots__ = ("x", "delta", "live", "first_input", "per_layer_inputs", "captured_inputs", "_captured_layer")
 
     def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
         self.delta: BlockOutput | PendingAdd = None
         self.live = live
         self.first_input = first_input
-        self.second_inputs: Tensor | None = None
-        self.inputs: dict[int, Tensor] = {}
+        self.per_layer_inputs: Tensor | None = None
+        self.captured_inputs: dict[int, Tensor] = {}
         self._captured_layer: int | None = None
 
     def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
@@ -56,23 +55,26 @@ class Residual:
             rows, self.first_input = self.first_input, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+        if self.delta is None or isinstance(self.delta, Tensor | UnsummedOutput | NormedOutputs):
             self.x, rows = reader.norm_input(norm, self.delta, self.x)
         else:
             self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
         if self._captured_layer is not None:
-            self.inputs[self._captured_layer], self._captured_layer = self.x, None
+            self.captured_inputs[self._captured_layer], self._captured_layer = self.x, None
         return rows
 
     def add(
-        self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
+        self,
+        delta: Tensor | UnsummedOutput | NormedOutputs | PendingAdd,
+        norm: RMSNorm | None = None,
+        scale: float = 1.0,
     ) -> None:
         """Stores a block's output, [N, H] or partial sums of it.  The next norm adds this output to x.
         norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
         """
         if norm is not None or scale != 1:
-            assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
+            assert isinstance(delta, Tensor | UnsummedOutput) and (norm is None or scale == 1)
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
         self.delta = delta
 
@@ -81,15 +83,15 @@ class Residual:
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
-            self.second_inputs = None if self.second_inputs is None else self.second_inputs[rows]
+            self.per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
 
-    def capture(self, layer: int) -> None:
-        """Makes the next norm store its sum, which is the input of this layer, in `inputs`."""
+    def capture_input(self, layer: int) -> None:
+        """Makes the next norm store its sum, which is the input of this layer, in `captured_inputs`."""
         self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+        if self.delta is None or isinstance(self.delta, Tensor | UnsummedOutput | NormedOutputs):
             x, normed = norm.add_and_norm(self.delta, self.x)
         else:
             x, normed = self.delta.add_and_norm(norm, self.x)

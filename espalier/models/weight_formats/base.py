@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation, gated_activation
-from espalier.shards import Part
+from espalier.shards import RankPart
 
 
 class Weight(ABC):
@@ -43,20 +43,20 @@ class Weight(ABC):
     def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
         """Raises EspalierError if no kernel supports inputs of this dtype on the weight's device."""
 
-    def parts(self, x: Any, bias: Tensor | None) -> Tensor:
+    def partial_sums(self, x: Any, bias: Tensor | None) -> Tensor:
         """Returns the result of `apply`, or its float32 partial sums [parts, rows, out], which the next norm adds."""
         return self.apply(x, bias)
 
     def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
-        """Returns the result of `parts`, or Unsummed if ranks divide the columns (sharded.py)."""
-        return self.parts(x, bias)
+        """Returns the result of `parts`, or UnsummedOutput if ranks divide the columns (sharded.py)."""
+        return self.partial_sums(x, bias)
 
-    def num_parts(self, rows: int) -> int:
-        """Returns the number of partial sums that `write_parts` writes."""
+    def num_partial_sums(self, rows: int) -> int:
+        """Returns the number of partial sums that `write_partial_sums` writes."""
         return 1
 
-    def write_parts(self, x: Any, bias: Tensor | None, out: Tensor) -> None:
-        """Writes partial sums of the result of `apply` to out [num_parts, rows, out], float32 or float64."""
+    def write_partial_sums(self, x: Any, bias: Tensor | None, out: Tensor) -> None:
+        """Writes partial sums of the result of `apply` to out [num_partial_sums, rows, out], float32 or float64."""
         out[0].copy_(self.apply(x, bias))
 
     def gated(
@@ -67,7 +67,7 @@ class Weight(ABC):
 
     @property
     def rounding(self) -> InputScales | None:
-        """How RoundedRows must be quantised for this weight; None if the weight does not take RoundedRows."""
+        """How inputs must be quantised (RoundedRows) for this weight; None if the weight takes only plain tensors."""
         return None
 
     def rows_from(self, first_row: int) -> "Weight":
@@ -76,7 +76,8 @@ class Weight(ABC):
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  A product computes all rows."""
+    """The last rows of a weight whose format cannot be sliced.  Each product computes all rows and drops the first
+    ones."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -117,7 +118,7 @@ class StoredTensor:
     dtype, or one of these dtypes, and is not cast.
     row_dim: the dimension that corresponds to the matrix's rows; None if every row of the matrix needs the whole
     tensor.
-    column_dim: the dimension that corresponds to the matrix's columns.  entry_rows, entry_columns: the numbers
+    column_dim: the dimension that corresponds to the matrix's columns.  rows_per_entry, columns_per_entry: the numbers
     of rows and columns of the matrix that one entry of the tensor covers.
     """
 
@@ -126,19 +127,19 @@ class StoredTensor:
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
     column_dim: int | None = None
-    entry_rows: int = 1
-    entry_columns: int = 1
+    rows_per_entry: int = 1
+    columns_per_entry: int = 1
 
-    def part_slices(self, rows: Part, columns: Part) -> tuple[slice, ...]:
+    def part_slices(self, rows: RankPart, columns: RankPart) -> tuple[slice, ...]:
         """Returns the slices of the tensor, one per dimension, that store a part of the matrix.
         Raises EspalierError for a part that begins or ends inside an entry."""
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
-            (self.row_dim, rows, self.entry_rows),
-            (self.column_dim, columns, self.entry_columns),
+            (self.row_dim, rows, self.rows_per_entry),
+            (self.column_dim, columns, self.columns_per_entry),
         ):
             if dim is not None and not part.is_whole:
-                slices[dim] = part.in_units(unit).slice
+                slices[dim] = part.in_blocks_of(unit).slice
         return tuple(slices)
 
 
@@ -150,7 +151,7 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
-    # Whether an embedding may also be stored in this format.  Loading dequantises such an embedding.
+    # Whether a checkpoint may store its embedding in this format.  Loading dequantises the embedding.
     can_store_embedding: ClassVar[bool] = False
 
     @property
@@ -175,10 +176,10 @@ class WeightFormat(ABC):
         Other tensors are stacked: an additional first dimension has one entry for each matrix."""
 
     def tensors_of_part(
-        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+        self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, as arguments of `build`.  Numbers of rows and columns in the
-        tensors are changed to those of the part."""
+        """Returns the tensors of a part of a matrix, as arguments of `build`.  If a tensor holds the matrix's shape,
+        the result holds the part's shape."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
+from espalier.kernels.layers.quantised import QuantisedMatrix, make_nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_NAMES, NVFP4_GROUP_SIZE, Nvfp4Format
@@ -31,7 +31,7 @@ from espalier.models.weight_formats.quantised import (
     require_multiple_of,
     unpack_int32,
 )
-from espalier.shards import Part
+from espalier.shards import RankPart
 
 SUPPORTED_SCHEMES = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
 # The class name that stands for all linear layers in the targets of config_groups.
@@ -59,8 +59,8 @@ class PackedFormat(QuantisedFormat):
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
         of_groups = None if self.group_size is None else 1
         tensors = [
-            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, entry_columns=NIBBLES_OF_INT32),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, entry_columns=group),
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, columns_per_entry=NIBBLES_OF_INT32),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, columns_per_entry=group),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.has_zero_points:
@@ -73,7 +73,7 @@ class PackedFormat(QuantisedFormat):
         return tuple(tensors)
 
     def tensors_of_part(
-        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+        self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
         _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
         own = torch.tensor([(len(part), len(columns)) for part in rows])
@@ -90,7 +90,7 @@ class PackedFormat(QuantisedFormat):
         if order is not None:
             stored = codes
             codes = pack_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
-        return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
+        return make_nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
 
 def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:

@@ -1,7 +1,7 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
 On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear takes 2 to 4 times as long for the
-few rows of a decoding step (docs/log.md).  Both results agree within float32 rounding.
+few rows of a decoding step (docs/log.md).  The two kernels' results agree within float32 rounding.
 
 On a GPU, a table of measurements decides for each shape and number of rows whether Espalier's kernel or F.linear is
 used (kernels/layers/linear_plans.py).
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, LinearPlans, TritonPlan, dense_plans_for
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, LinearPlans, TritonPlan, plans_for_dense_weight
 from espalier.kernels.layers.quantised import InputScales
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
+from espalier.kernels.ops.linear import linear, linear_gated, linear_partial_sums, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
 # oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is nearly the best for 1 to 128 rows.
@@ -59,26 +59,26 @@ class TunedWeight(DenseWeight):
         self._plans = plans
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
+        return linear(x, self.tensor, bias, LINEAR_TUNING.plan_for_count(self._plans, len(x)))
 
-    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_parts(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
+    def partial_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_partial_sums(x, self.tensor, bias, LINEAR_TUNING.plan_for_count(self._plans, len(x)))
 
-    def num_parts(self, rows: int) -> int:
-        plan = LINEAR_TUNING.plan_at(self._plans, rows)
+    def num_partial_sums(self, rows: int) -> int:
+        plan = LINEAR_TUNING.plan_for_count(self._plans, rows)
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
-    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        plan = LINEAR_TUNING.plan_at(self._plans, len(x))
+    def write_partial_sums(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        plan = LINEAR_TUNING.plan_for_count(self._plans, len(x))
         if isinstance(plan, TritonPlan):
             write_parts.triton(x, self.tensor, bias, plan, out)
         else:
-            super().write_parts(x, bias, out)
+            super().write_partial_sums(x, bias, out)
 
     def gated(
         self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Tensor:
-        return linear_gated(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)), activation)
+        return linear_gated(x, self.tensor, bias, LINEAR_TUNING.plan_for_count(self._plans, len(x)), activation)
 
 
 class PackedWeight(Weight):
@@ -98,7 +98,7 @@ class PackedWeight(Weight):
         return out
 
     # These aliases avoid the nested calls of Weight's methods, because a round has hundreds of products.
-    parts = residual_delta = apply
+    partial_sums = residual_delta = apply
 
 
 class DenseFormat(WeightFormat):
@@ -123,7 +123,7 @@ def dense_weight(tensor: Tensor) -> Weight:
     """Returns a weight for a tensor [out, in].  The weight uses the tensor's memory, unless it is a PackedWeight."""
     if has_onednn_layout(tensor):
         return PackedWeight(tensor)
-    plans = dense_plans_for(tensor)
+    plans = plans_for_dense_weight(tensor)
     return DenseWeight(tensor) if plans is None else TunedWeight(tensor, plans)
 
 

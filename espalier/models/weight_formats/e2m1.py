@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, nibble_matrix
+from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, make_nibble_matrix
 from espalier.model_files import read_json
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -59,12 +59,14 @@ class Mxfp4Format(QuantisedFormat):
         require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
         shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
         return (
-            StoredTensor("_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
-            StoredTensor("_scales", shape, torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
+            StoredTensor(
+                "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE
+            ),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
+        return make_nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
@@ -98,13 +100,13 @@ W4A4_WARNING = (
 class Nvfp4Suffixes:
     """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
-    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs."""
+    whether scales are multiplied or divided by the factor.  input_scale: float32 [1], the scale of 4-bit inputs."""
 
     codes: str
     scales: str
     factor: str
     factor_use: Literal["multiplied", "divided"]
-    inputs: str
+    input_scale: str
 
 
 COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
@@ -129,11 +131,13 @@ class Nvfp4Format(QuantisedFormat):
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
-        inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
+        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_inputs else ()
         return (
             # Ranks hold whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, entry_columns=2),
-            StoredTensor(names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, entry_columns=NVFP4_GROUP_SIZE),
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
+            StoredTensor(
+                names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
+            ),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )
@@ -154,11 +158,11 @@ class Nvfp4Format(QuantisedFormat):
         each = factor if self.names.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
         row_scales = each.repeat_interleave(lengths)
-        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
+        return make_nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
-        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
+        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.input_scale))
 
 
 MODELOPT_FORMATS: Mapping[str, WeightFormat] = {

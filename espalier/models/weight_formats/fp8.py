@@ -62,61 +62,62 @@ class Fp8Format(QuantisedFormat):
         return self if scale is None else replace(self, scale_suffix=scale[0], input_scale_suffix=scale[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        row_block, column_block = self.block_shape
-        if row_block is None:
+        rows_per_scale, column_block = self.block_shape
+        if rows_per_scale is None:
             scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
         else:
-            shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
+            shape = (-(-rows // rows_per_scale), -(-columns // (column_block or columns)))
             of_columns = None if column_block is None else 1
             scale = StoredTensor(
-                self.scale_suffix, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns
+                self.scale_suffix, shape, SCALE_DTYPES, 0, of_columns, rows_per_scale, column_block or columns
             )
         static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, row_block = self._stacked_scales(tensors[self.scale_suffix], rows)
+        scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], rows)
         inputs = None
         if self.inputs is not None:
             inputs = InputScales(
                 self.group_size, _common_scale(tensors[self.input_scale_suffix]) if self.inputs == "static" else None
             )
         return QuantisedMatrix(
-            "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, row_block, inputs=inputs
+            "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, rows_per_scale, input_scales=inputs
         )
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors of stacked experts; see WeightFormat.  Their names have no `.weight`."""
-        row_block, column_block = self.block_shape
-        if row_block is None or column_block is None:
+        rows_per_scale, column_block = self.block_shape
+        if rows_per_scale is None or column_block is None:
             return super().expert_tensors(count, rows, columns)
-        shape = (count, -(-rows // row_block), -(-columns // column_block))
+        shape = (count, -(-rows // rows_per_scale), -(-columns // column_block))
         return (
             StoredTensor("", (count, rows, columns), FP8, 1, 2),
-            StoredTensor(STACK_SCALE_SUFFIX, shape, SCALE_DTYPES, 1, 2, row_block, column_block),
+            StoredTensor(STACK_SCALE_SUFFIX, shape, SCALE_DTYPES, 1, 2, rows_per_scale, column_block),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        (row_block, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
-        assert row_block is not None and column_block is not None
-        if codes.shape[1] % row_block:
+        (rows_per_scale, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
+        assert rows_per_scale is not None and column_block is not None
+        if codes.shape[1] % rows_per_scale:
             # If an expert begins inside a block of the stacked rows, scales are repeated to have one scale per row.
-            scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
+            scales, rows_per_scale = scales.repeat_interleave(rows_per_scale, 1)[:, : codes.shape[1]].contiguous(), 1
         inputs = None if self.inputs is None else InputScales(self.group_size)
-        return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
+        return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, rows_per_scale, input_scales=inputs))
 
     def _stacked_scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
         """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
-        row_block = self.block_shape[0]
+        rows_per_scale = self.block_shape[0]
         lengths = torch.tensor(rows, device=scales.device)
-        if row_block is None:
+        if rows_per_scale is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
-        if len(rows) == 1 or not any(count % row_block for count in rows):
-            return scales, row_block
+        if len(rows) == 1 or not any(count % rows_per_scale for count in rows):
+            return scales, rows_per_scale
         # If a matrix begins inside a block of the stacked rows, scales are repeated to have one scale per row.
-        starts = [-(-count // row_block) for count in rows]
+        starts = [-(-count // rows_per_scale) for count in rows]
         own = (
-            part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)
+            part.repeat_interleave(rows_per_scale, 0)[:count]
+            for part, count in zip(scales.split(starts), rows, strict=True)
         )
         return torch.cat(list(own)), 1
 

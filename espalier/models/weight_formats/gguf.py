@@ -63,7 +63,7 @@ class GGUFFormat(WeightFormat):
         kind = BLOCK_TYPES[self.type]
         require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.block_values)
         shape = (rows, columns // kind.block_values, kind.block_bytes)
-        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, entry_columns=kind.block_values),)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, columns_per_entry=kind.block_values),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, make_nibble_matrix
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
@@ -32,7 +32,7 @@ from espalier.models.weight_formats.quantised import (
     require_multiple_of,
     unpack_int32,
 )
-from espalier.shards import Part
+from espalier.shards import RankPart
 
 # Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from nibbles
 # of 0.
@@ -61,15 +61,15 @@ class GptqFormat(QuantisedFormat):
         of_groups = None if self.group_size is None else 0
         return (
             StoredTensor(
-                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, entry_columns=NIBBLES_OF_INT32
+                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, columns_per_entry=NIBBLES_OF_INT32
             ),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
     def tensors_of_part(
-        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+        self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
         if columns.is_whole:
             return tensors
@@ -85,7 +85,7 @@ class GptqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
+        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
@@ -130,7 +130,7 @@ class AwqFormat(QuantisedFormat):
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
@@ -141,7 +141,7 @@ class AwqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
+        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:

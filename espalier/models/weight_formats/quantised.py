@@ -11,12 +11,12 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, pack_nibbles
-from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.layers.quantised_plans import require_supported_weight
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_partial_sums
 from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.shards import Part
+from espalier.shards import RankPart
 from espalier.tokenizer_files import may_be_exponential
 
 # The dtypes that scales may have.  Loading does not cast scales.
@@ -37,13 +37,13 @@ class QuantisedWeight(Weight):
         self.format = format
 
     def require_kernels(self, dtype: torch.dtype) -> None:
-        require_supported(self.matrix, dtype)
+        require_supported_weight(self.matrix, dtype)
 
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
 
-    def parts(self, x: InputRows, bias: Tensor | None) -> Tensor:
-        return linear_quantised_parts(x, self.matrix, bias)
+    def partial_sums(self, x: InputRows, bias: Tensor | None) -> Tensor:
+        return linear_quantised_partial_sums(x, self.matrix, bias)
 
     def gated(
         self, x: InputRows, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
@@ -52,10 +52,10 @@ class QuantisedWeight(Weight):
 
     @property
     def rounding(self) -> InputScales | None:
-        return self.matrix.inputs if self.matrix.order is None else None
+        return self.matrix.input_scales if self.matrix.column_order is None else None
 
     def rows_from(self, first_row: int) -> Weight:
-        if first_row % self.matrix.row_block:
+        if first_row % self.matrix.rows_per_scale:
             return super().rows_from(first_row)
         return QuantisedWeight(self.matrix.rows_from(first_row), self.format)
 
@@ -79,10 +79,10 @@ class QuantisedFormat(WeightFormat):
 
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
+    """Returns the matrix in the form that products on its device take.  On a CPU, inputs are not quantised.
     A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
     value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
-    return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
+    return replace(matrix, input_scales=None) if matrix.device.type == "cpu" else matrix
 
 
 def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> None:
@@ -177,7 +177,7 @@ def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None
     return None if size == -1 else int(size)
 
 
-def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) -> Tensor:
     """Returns the group index of each column of a part, relative to the part's first group.
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
     not sorted by group, because their scales may be on another rank."""

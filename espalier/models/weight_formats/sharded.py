@@ -2,14 +2,14 @@
 
 A rank's `SummedWeight` has a part of the columns, and its products are summed over the ranks.  A rank's
 `GatheredWeight` has a part of the rows, and its products are concatenated.  Both return the product of the whole
-matrix.  A product may also stay `Unsummed`: one kernel can then sum it, add it to the residual and compute the norm.
-"""
+matrix.  A product may also be returned as `UnsummedOutput`.  One kernel then sums it over the ranks, adds it to the
+residual and computes the norm."""
 
 import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows, InputScales
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
 
@@ -47,14 +47,14 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def residual_delta(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
+    def residual_delta(self, x: InputRows, bias: Tensor | None) -> "UnsummedOutput":
         """Returns the product before the sum over the ranks.
         Only one rank adds the bias."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        return Unsummed(self.own_part.parts(x, once), self.shards, x.dtype)
+        return UnsummedOutput(self.own_part.partial_sums(x, once), self.shards, x.dtype)
 
 
-class Unsummed:
+class UnsummedOutput:
     """A block's output on one rank, which the next norm must sum over the ranks.
     parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order."""
 
@@ -67,7 +67,7 @@ class Unsummed:
 
     def summed(self) -> Tensor:
         """Returns the sum over the ranks, [N, H] in `dtype`."""
-        return self.shards.all_reduce(sum_parts(self.parts, self.dtype))
+        return self.shards.all_reduce(add_partial_sums(self.parts, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is
@@ -77,9 +77,9 @@ class Unsummed:
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
-def sum_over_ranks(output: Tensor | Unsummed) -> Tensor:
-    """Returns a block's output.  An Unsummed output is first summed over the ranks."""
-    return output.summed() if isinstance(output, Unsummed) else output
+def sum_over_ranks(output: Tensor | UnsummedOutput) -> Tensor:
+    """Returns a block's output.  An UnsummedOutput output is first summed over the ranks."""
+    return output.summed() if isinstance(output, UnsummedOutput) else output
 
 
 class GatheredWeight(ShardedWeight):

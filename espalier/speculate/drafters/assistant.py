@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes, Prefix
-from espalier.kernels.ops.state import load_carried, store_carried
+from espalier.kernels.ops.state import load_carried_field, store_carried_field
 from espalier.models.draft import DraftOutput
 from espalier.slots import BatchState
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, TreeRows
@@ -29,7 +29,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])
-        out = self._run_module(rows, slots.root[:, None], load_carried(slots, "hidden"), None)
+        out = self._run_module(rows, slots.root[:, None], load_carried_field(slots, "hidden"), None)
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
@@ -53,4 +53,4 @@ class AssistantDrafter(AutoregressiveDrafter):
             target_features, length = target_features.gather(1, row), torch.ones_like(length)
             target_features, length = last_tokens.of_last_pieces(target_features), last_tokens.of_last_pieces(length)
             slots = replace(slots, index=last_tokens.slots)
-        store_carried(slots, "hidden", target_features, length)
+        store_carried_field(slots, "hidden", target_features, length)

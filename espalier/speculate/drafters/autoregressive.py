@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
 from espalier.kernels.attention.ancestor_bits import self_bits
-from espalier.kernels.ops.state import TokenChain, load_carried, read_chain, store_carried
+from espalier.kernels.ops.state import TokenChain, load_carried_field, read_chain, store_carried_field
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import DraftedAncestors
@@ -62,27 +62,27 @@ class TreeRows:
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate_tensors(self) -> None:
         layout, device = self.layout, self.device
-        self.feeds = feeds_class(self.spec.form)
+        self.feeds = feeds_class(self.spec.hidden_source)
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.row_depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
         self.row_bits = self_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
-        depths = range(self.spec.modules)
+        depths = range(self.spec.num_modules)
         self.deeper_row_bits = torch.stack(
             [self.row_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths]
         )
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
-        more = self.spec.modules - 1
+        more = self.spec.num_modules - 1
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        at, topk, modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.modules
+        at, topk, modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_from_hidden(load_carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(load_carried_field(slots, "hidden"))
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _grow_tree(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -98,7 +98,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
-                pool.set_beams(beams.places)
+                pool.set_beams(beams.candidate_indices)
                 rows.beam_levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
@@ -110,7 +110,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self.draft.modules[self._module_index(level) - 1]
 
     def _module_index(self, level: int) -> int:
-        return min(level, self.spec.modules)
+        return min(level, self.spec.num_modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
         """Returns [B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
@@ -122,7 +122,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         out: the output of the level before.  Returns [B, Q]; the last rows are the beams of the level before.
         """
         module, end = self._module_index(level), self.layout.draft_rows_above(level)
-        first = 0 if level <= self.spec.modules else self.layout.draft_rows_above(level - 1)
+        first = 0 if level <= self.spec.num_modules else self.layout.draft_rows_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
         tokens = rows.tokens[:, first:end]
@@ -146,8 +146,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         beams, module, topk = rows.beam_levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
-        if level <= self.spec.modules:
-            feed = self.feeds.tree_feed(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
+        if level <= self.spec.num_modules:
+            feed = self.feeds.tree_feed(rows.slots, self.spec.num_modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
         if module > 2:
             # After a prompt shorter than the number of modules, the first rows do not exist, but attend to themselves.
@@ -160,16 +160,16 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.modules)
+        features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.num_modules)
         is_split = last_tokens is not None and last_tokens.piece is not None
-        feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
+        feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.num_modules > 1 else None
         # Only the output at the last token is kept, unless a next module reads all rows.
         needed = None if last_tokens is None or feeds is not None else last_tokens.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
         if feeds is not None:
             feeds.outputs.append(hidden)
-            for module in range(2, self.spec.modules + 1):
+            for module in range(2, self.spec.num_modules + 1):
                 feed = feeds.feed_of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.state_to_carry(module)
@@ -180,7 +180,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 for name, (values, count) in kept.items()
             }
         for name, (values, count) in kept.items():
-            store_carried(slots, name, values, count)
+            store_carried_field(slots, name, values, count)
 
     def _extend_module(
         self,
@@ -209,7 +209,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             layers=self._module_layers(module),
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
-            commits_by_layer=is_split or self.spec.modules > 1,
+            commits_by_layer=is_split or self.spec.num_modules > 1,
             needed_row=needed,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)

@@ -1,4 +1,4 @@
-"""Chooses the hidden state that feeds each row of a draft module, by DraftSpec.form.
+"""Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
 A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
 Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, by form:
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Prefix
-from espalier.kernels.ops.state import load_carried
+from espalier.kernels.ops.state import load_carried_field
 from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
@@ -101,7 +101,7 @@ class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
         before, own = self.rows[module - 2], self.rows[module - 1]
         previous_output = self.outputs[module - 2]
-        first = load_carried(self.slots, feed_name(module))
+        first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
             last = (before.length(self.length) - 1).clamp(min=0)
             first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], previous_output))
@@ -116,7 +116,7 @@ class ChainFeeds(ModuleFeeds):
     def tree_feed(
         slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
-        first = load_carried(slots, feed_name(module))
+        first = load_carried_field(slots, feed_name(module))
         return first if module == 2 else torch.cat((first, previous_output), 1), parents
 
 
@@ -147,18 +147,18 @@ class TargetFeeds(ModuleFeeds):
 
 
 def feeds_class(form_name: str) -> type[ModuleFeeds]:
-    """Returns the class of a form (DraftSpec.form)."""
+    """Returns the class of a form (DraftSpec.hidden_source)."""
     return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
 
 
 def feed_name(module: int) -> str:
-    """Returns the name in DraftSpec.carried_shapes of the state that a module (2 to N) reads after the root."""
+    """Returns the name in DraftSpec.slot_tensor_shapes of the state that a module (2 to N) reads after the root."""
     return f"feed{module}"
 
 
 def _carried_features(slots: BatchState, modules: int) -> Tensor:
     """Returns [B, N-1, H]: feedN, ..., feed2."""
-    return torch.cat([load_carried(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
+    return torch.cat([load_carried_field(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate_tensors(self) -> None:
         # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.device
-        self.block_width = spec.first_proposing_row + layout.steps if all(spec.causal) else layout.block_rows
+        self.block_width = spec.first_proposing_row + layout.steps if all(spec.is_causal_layer) else layout.block_rows
         self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.block_width, self.block_width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
@@ -45,14 +45,14 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def begin(self, slots: BatchState) -> GrowTree:
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
-        edges = None if self.draft.edges is None else self.draft.edges.block_edges(logits, hidden)
+        edges = None if self.draft.edge_scorer is None else self.draft.edge_scorer.score_edges(logits, hidden)
         roots = DepthRows(slots.root[:, None], self.root_trees.scores[: slots.batch])
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing_row
-        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.block_width, self.spec.mask_token)
+        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.block_width, self.spec.mask_token_id)
         prefix = Prefix(slots.page_table, slots.prefix_len)
         nodes = self._block_nodes(slots, rows.positions)
         hidden = self.draft(self.cache.begin_pass(prefix, nodes, rows.tokens, rows.positions))
@@ -61,12 +61,12 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def _block_nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
         """Returns the Nodes of each layer: which rows the rows of a block attend to."""
         # Attention uses positions for windows only.
-        at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_from_root else positions
+        at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_end_at_root else positions
         nodes = {
             is_causal: Nodes(at, at, self.ancestor_bits[is_causal].expand(slots.batch, -1, -1))
-            for is_causal in sorted(set(self.spec.causal))
+            for is_causal in sorted(set(self.spec.is_causal_layer))
         }
-        return [nodes[is_causal] for is_causal in self.spec.causal]
+        return [nodes[is_causal] for is_causal in self.spec.is_causal_layer]
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.kernels.ops.state import load_carried
+from espalier.kernels.ops.state import load_carried_field
 from espalier.kernels.tree.edges import DepthRows
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import PEagleDraft
@@ -27,7 +27,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        out = self.draft.output_from_hidden(load_carried(slots, "hidden"))
+        out = self.draft.output_from_hidden(load_carried_field(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)
@@ -36,7 +36,7 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
         width = self.layout.steps - 1
-        rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token)
+        rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token_id)
         # The rows of tokens 1 .. n are committed; token n is the root.
         prefix = Prefix(slots.page_table, slots.num_tokens, first_position=1)
         p = self.cache.begin_pass(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))

@@ -23,7 +23,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.loading import is_multimodal, read_raw_config
 from espalier.models.weight_files import safetensors_files
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards
+from espalier.shards import SINGLE_RANK, Shards
 from espalier.speculate.drafters.assistant import AssistantDrafter
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
@@ -239,8 +239,9 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; WHOLE for all parts."""
-    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_sharded else WHOLE
+    """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; SINGLE_RANK for all
+    parts."""
+    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_sharded else SINGLE_RANK
 
 
 def load_draft(
@@ -250,19 +251,21 @@ def load_draft(
     dtype: torch.dtype,
     device: torch.device | str,
     position_rows: int,
-    shards: Shards = WHOLE,
+    shards: Shards = SINGLE_RANK,
 ) -> DraftModel:
-    """Loads a draft.  The target must have been loaded with capture=read_draft(path, target.config).spec.capture.
+    """Loads a draft.  The target must have been loaded with captured_layers=read_draft(path,
+    target.config).spec.captured_layers.
 
     shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
     Raises EspalierError, which names the part that does not fit.
     """
     path = Path(path)
     config = read_draft(path, target.config)
-    if target.capture != config.spec.capture:
+    if target.captured_layers != config.spec.captured_layers:
         raise EspalierError(
-            f"{path} reads the inputs of target layers {config.spec.capture}, but the target was loaded to capture "
-            f"{target.capture}; load the target with capture={config.spec.capture}"
+            f"{path} reads the inputs of target layers {config.spec.captured_layers}, but the target was "
+            f"loaded to capture {target.captured_layers}; load the target with captured_layers="
+            f"{config.spec.captured_layers}"
         )
     own = draft_shards(config.spec.algorithm, shards)
     weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own)

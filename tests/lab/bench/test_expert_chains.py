@@ -159,10 +159,10 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, x, gate_up, down, ids, weights, live=None, biases=None, activation=layer.SILU, **others):
-        named = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights, "live": live}
-        self.calls.append({**named, "biases": biases, "activation": activation, "shared": others.get("shared")})
-        return grouped_experts.reference(x, gate_up, down, ids, weights, live, biases, activation, **others)
+    def __call__(self, x, gate_up, down, ids, weights, live_rows=None, biases=None, activation=layer.SILU, **others):
+        named = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights, "live": live_rows}
+        self.calls.append({**named, "biases": biases, "activation": activation, "shared": others.get("shared_experts")})
+        return grouped_experts.reference(x, gate_up, down, ids, weights, live_rows, biases, activation, **others)
 
 
 DENSE = [(name, "dense") for name in WITH_EXPERTS if not name.endswith("-dense")]

@@ -43,7 +43,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(tune_experts, name, 1)
-    for name in ("experts_tiles.make_tiles", "experts.gated_triton", "experts.down_triton"):
+    for name in ("experts_tiles.make_expert_tiles", "experts.launch_gate_and_up", "experts.launch_down"):
         monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
     monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
@@ -57,10 +57,10 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
         [plan] = {each.plan for each in bucket}
-        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.bucket(bucket[0].rows)][1]
-        assert plan.rows in tile_rows
+        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.pairs_bucket(bucket[0].rows)][1]
+        assert plan.tile_rows in tile_rows
         # The timer says that the second of all contenders is the fastest.
-        assert plan.gated == candidate_plans(plan.rows, 2, H200)[1]
+        assert plan.gated == candidate_plans(plan.tile_rows, 2, H200)[1]
         assert all(
             each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
         )
@@ -114,7 +114,9 @@ def test_a_dense_target_touches_no_experts():
 
 def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():
     shape = ExpertsShape(128, 8, 2048, 768)
-    tiles = {rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
+    tiles = {
+        rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).tile_rows for rows in (2, 128, 512, 2048, 8192)
+    }
     assert tiles == {2: 16, 128: 16, 512: 32, 2048: 128, 8192: 128}
     assert experts_plan_by_rule(shape, 33, torch.bfloat16, H200) == experts_plan_by_rule(
         shape, 64, torch.bfloat16, H200

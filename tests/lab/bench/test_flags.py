@@ -4,7 +4,7 @@ import pytest
 
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.bench.shapes import SHAPES
-from espalier.models.mtp import HIDDEN_FORMS
+from espalier.models.mtp import HIDDEN_SOURCES
 from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import DEFAULT_PAGE_SIZE
 from lab.__main__ import main, make_parser
@@ -19,10 +19,10 @@ FOUNDRY = ("foundry", "--shape", "llama-3.1-8b", "--out", "x")
 def test_the_names_are_all_that_there_are():
     assert tuple(SHAPES) == SHAPE_NAMES
     assert tuple(QUANTISERS) == SHAPE_WEIGHTS
-    assert tuple(name for name, each in QUANTISERS.items() if not each.only_experts) == DRAFT_WEIGHTS
+    assert tuple(name for name, each in QUANTISERS.items() if not each.quantises_only_experts) == DRAFT_WEIGHTS
 
 
-@pytest.mark.parametrize(("flag", "values"), [("mode", MODES), ("mtp_form", HIDDEN_FORMS)])
+@pytest.mark.parametrize(("flag", "values"), [("mode", MODES), ("mtp_form", HIDDEN_SOURCES)])
 def test_foundry_takes_every_mode_and_form(flag, values):
     for value in values:
         assert getattr(make_parser().parse([*FOUNDRY, "--" + flag.replace("_", "-"), value]), flag) == value

@@ -509,7 +509,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     layer, size = sizes.mtp.layer, 2 * 3 * 100
     cost = round_attention(sizes, RoundSize(3, TreeShape(3, 2, 6), 100))
     # The target, the levels 2 and 3, two extends.
-    assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
+    assert cost.num_bytes == size * target.latent.cache_row_size * (target.num_layers + 2 + 2)
     assert cost.flops == 3 * 100 * attention_flops(sizes.specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]

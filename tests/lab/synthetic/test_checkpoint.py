@@ -102,7 +102,9 @@ def an_engine(recipe: Recipe, tree: tuple[int, int, int], dtype: torch.dtype, ba
     target, draft = models(recipe, dtype)
     steps, topk, nodes = tree
     spec = recipe.draft_config.spec
-    layout = RoundLayout(batch, steps, topk, nodes, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
+    layout = RoundLayout(
+        batch, steps, topk, nodes, 16, 256, spec.num_recomputed_tokens, 256, block_rows=spec.block_rows
+    )
     config = config_without_files(layout, spec.algorithm if steps else "none", "sdpa", dtype, CPU)
     return assemble_engine(LoadedModels(config, target, draft if steps else None))
 
@@ -151,11 +153,13 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [shard.name for shard in shards]
     loading = {"dtype": torch.float32, "device": CPU, "position_rows": POSITIONS}
-    target = load_target(path, capture=read_draft(draft_path, read_config(path)).spec.capture, **loading)
+    target = load_target(
+        path, captured_layers=read_draft(draft_path, read_config(path)).spec.captured_layers, **loading
+    )
     draft = load_draft(draft_path, target, **loading)
     made, made_draft = models(recipe, torch.float32)
-    assert (made.capture, made.layer_specs, made_draft.layer_specs) == (
-        target.capture,
+    assert (made.captured_layers, made.layer_specs, made_draft.layer_specs) == (
+        target.captured_layers,
         target.layer_specs,
         draft.layer_specs,
     )
@@ -180,7 +184,7 @@ def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     one, other = (m(DensePass(tokens, m.layer_specs, positions)) for m in (native, hosted))
-    assert native.capture == hosted.capture and native.layer_specs != ()
+    assert native.captured_layers == hosted.captured_layers and native.layer_specs != ()
     torch.testing.assert_close(hosted.logits(other.hidden), native.logits(one.hidden), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(other.captured, one.captured, atol=1e-4, rtol=1e-4)
 

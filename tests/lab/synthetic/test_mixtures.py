@@ -124,7 +124,7 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
             self.mlp, self.norm_input, self.router = mlp, mlp.norm_input, mlp.router
 
         def __call__(self, rows: RoutedRows, live: torch.Tensor | None = None) -> torch.Tensor:
-            seen.append(route(rows.logits, self.mlp.bias, self.mlp.routing)[0])
+            seen.append(route(rows.logits, self.mlp.router_bias, self.mlp.routing)[0])
             return self.mlp(rows, live)
 
     for layer in target.layers:

@@ -171,7 +171,7 @@ def an_engine(recipe, tree, device, kv_dtype=None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target, draft = build(recipe, dtype, device, POSITIONS)
     spec = recipe.draft_config.spec
-    layout = RoundLayout(4, *tree, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
+    layout = RoundLayout(4, *tree, 16, 256, spec.num_recomputed_tokens, 256, block_rows=spec.block_rows)
     algorithm = spec.algorithm if tree != PLAIN else "none"
     chosen = {"overlap": True, "graph_batch": layout.max_batch} if device.type == "cuda" else {}
     if kv_dtype is not None:
