@@ -35,7 +35,7 @@ def dataset_of_flags(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[
         ran.append(launch_input)
         run_dummy_launch(executor, launch_input)
 
-    monkeypatch.setattr(CudaExecutor, "compile", lambda executor, launches: compiled.extend(launches))
+    monkeypatch.setattr(CudaExecutor, "compile_kernels", lambda executor, launches: compiled.extend(launches))
     monkeypatch.setattr(CudaExecutor, "run_dummy_launch", running)
     executor = CudaExecutor(SETUP.engine().executor.runner, graph_batch=0, capture_stages=True)
     needs = measure_launch_memory(executor, SETUP.layout, torch.device("cpu"), graph_batch)
