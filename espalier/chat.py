@@ -15,13 +15,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
+# Refuses a rendered text that is too long, before it is tokenized.
+TextCheck = Callable[[str], None]
 REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
@@ -32,8 +34,7 @@ class ChatOptions(TypedDict, total=False):
     does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
     end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools: tool
     definitions for the template; ignored if the template reads no tools.  add_special_tokens: beside the template's
-    special tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a
-    special token in a message becomes that token.
+    special tokens, add those of plain text.  allow_special_tokens_in_messages: in a message, their text becomes tokens.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -44,7 +45,7 @@ class ChatOptions(TypedDict, total=False):
     allow_special_tokens_in_messages: bool | None
 
 
-BOOLEANS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
+BOOLEAN_OPTIONS = tuple(name for name, kind in get_type_hints(ChatOptions).items() if kind == bool | None)
 
 
 class Rendering(NamedTuple):
@@ -71,58 +72,59 @@ def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer.  Without a template, only `steps` raises an error."""
+    """The chat template of a Hugging Face tokenizer.  Without a template, only `encode_steps` raises an error."""
 
     def __init__(self, hf: Any):
         self.hf = hf
 
     @cached_property
-    def special(self) -> "SpecialTokens":
+    def special_tokens(self) -> "SpecialTokens":
         return SpecialTokens(self.hf)
 
     @property
-    def text(self) -> str:
+    def source(self) -> str:
         """Returns the template, or "" without one.  Of several templates, returns the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
-    def reads(self, variable: str) -> bool:
+    def reads_variable(self, variable: str) -> bool:
         """Whether the template reads a variable."""
         try:
-            return variable in _variables_of(self.text)
+            return variable in _variables_of(self.source)
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> RenderLoop:
+    def encode_steps(self, messages: Messages, options: ChatOptions, check_text: TextCheck | None = None) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
-        check: called with the rendered text before tokenization.  The steps raise EspalierError.
+        check_text: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.text:
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.source:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
         given = options.get("tools")
         tools, adds = None if given is None else list(given), bool(options.get("add_special_tokens"))
         plain = [dict(message) for message in messages]
         text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
-        if check is not None:
-            check(text)
+        if check_text is not None:
+            check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
-            self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+            self.special_tokens.insert_marks(each, mark) | ({"role": each["role"]} if "role" in each else {})
+            for each in plain
         ]
-        marked_tools = self.special.with_marks(tools, mark)
+        marked_tools = self.special_tokens.insert_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
-        prompt = self.special.without_marks((yield Rendering(marked, marked_tools, variables)), mark)
-        if prompt.names == self.special.special_tokens_in(text):
+        prompt = self.special_tokens.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
+        if prompt.names == self.special_tokens.find_special_tokens(text):
             return self._encode(text, adds)
-        return self.special.encode(prompt, adds)
+        return self.special_tokens.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
-        for name in BOOLEANS:
+        for name in BOOLEAN_OPTIONS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
         continues, generates = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
@@ -217,17 +219,17 @@ class SpecialTokens:
         self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
         self._joined_names = "\n".join(self.names)
 
-    def with_marks(self, value: Any, mark: str) -> Any:
+    def insert_marks(self, value: Any, mark: str) -> Any:
         """Returns a message, or a value in it, with marks in each text that may become part of a special token."""
         if isinstance(value, str):
-            return self._text_with_marks(value, mark)
+            return self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            return {self.with_marks(name, mark): self.with_marks(each, mark) for name, each in value.items()}
+            return {self.insert_marks(name, mark): self.insert_marks(each, mark) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.with_marks(each, mark) for each in value]
+            return [self.insert_marks(each, mark) for each in value]
         return value
 
-    def _text_with_marks(self, text: str, mark: str) -> str:
+    def _insert_marks_in_text(self, text: str, mark: str) -> str:
         """Marks special tokens, and parts of them, because a template may join texts, or remove part of a text."""
         first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
         places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
@@ -237,15 +239,17 @@ class SpecialTokens:
         edges = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
 
-    def special_tokens_in(self, text: str) -> list[str]:
+    def find_special_tokens(self, text: str) -> list[str]:
         return [match[0] for match in self._any_token.finditer(text) if match[0] in self.names]
 
-    def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
+    def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
         """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
-        return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
+        # A span has a mark inside if fewer marks are at or before its start than before its end.
+        own = [(start, end) for start, end in spans if bisect_right(marks, start) >= bisect_left(marks, end)]
+        return RenderedPrompt(text, own)
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
         """Returns token ids, in which only the template's special tokens are special.  Raises EspalierError."""
@@ -304,11 +308,6 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
-
-
-def _any_between(places: Sequence[int], start: int, end: int) -> bool:
-    """Whether any place is strictly between start and end.  places: ascending."""
-    return bisect_right(places, start) < bisect_left(places, end)
 
 
 def _random_digits() -> str:

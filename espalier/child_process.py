@@ -7,8 +7,7 @@ from pathlib import Path
 def environment(**changes: str) -> dict[str, str]:
     """Returns a copy of os.environ with changes.
 
-    `python -m` imports from the working directory first.  That directory may hold another espalier, such as a clone
-    beside an installed release.
+    `python -m` imports from the working directory first, which may hold another espalier, such as a clone.
     """
     is_here = Path(__file__).parents[1] == Path.cwd()
     return {**os.environ, **({} if is_here else {"PYTHONSAFEPATH": "1"}), **changes}

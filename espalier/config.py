@@ -199,8 +199,7 @@ class ResolvedConfig:
     def as_dict(self) -> dict[str, Any]:
         """Returns all fields and all fields of the layout, by name, except round_costs.
 
-        by_batch maps a batch size to the fields of the tree that applies from this size on. choices maps it to the
-        fields of several trees.
+        by_batch maps a batch size to the fields of the tree from this size on; choices, to those of several trees.
         """
         sizes = asdict(self.layout)
         del sizes["trees"]
@@ -225,15 +224,15 @@ def is_unresolved(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def check_fields(config: Any, user_name: Callable[[str], str] = str) -> None:
+def check_fields(config: Any, public_name: Callable[[str], str] = str) -> None:
     """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
-    user_name: returns the name of a field as the user knows it, such as the flag.
+    public_name: returns the name of a field as the user knows it, such as the flag.
     """
     for f in fields(config):
         value = getattr(config, f.name)
         if not (_fits_type(value, f.type) and _is_within_limits(value, f.metadata)):
-            raise EspalierError(f"{user_name(f.name)}={shown(value)} is not supported; use {supported_values(f)}")
+            raise EspalierError(f"{public_name(f.name)}={shown(value)} is not supported; use {supported_values(f)}")
 
 
 def supported_values(f: Field) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 CPU_DIRECTORY = Path("/sys/devices/system/cpu")
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-# A thread of this priority gets a tenth of another's share.  With the lowest priority, the thread could hold the GIL
-# for long while it waits for a core.
+# A thread of this priority gets a tenth of another's share.  With the lowest priority, it could hold the GIL for long.
 LOW_PRIORITY = 10
 # How long the process waits at exit for a daemon thread that is inside a library's call.
 MAX_EXIT_WAIT_S = 10.0

@@ -13,8 +13,7 @@ from typing import Any
 
 
 class EngineLock:
-    """`with turn.run_postponed_after(), turn.lock:` is a turn, in which only this thread uses the engine.  Turns may
-    nest.
+    """`with lock.run_postponed_after(), lock.lock:` is a turn: only this thread uses the engine.  Turns may nest.
 
     lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
     after the lock is taken or before it is released, and every other thread would wait forever.
@@ -27,7 +26,8 @@ class EngineLock:
 
     @contextmanager
     def run_postponed_after(self) -> Iterator[None]:
-        """Runs, after the block, the actions that `run` postponed during the block.  Does not take the lock."""
+        """Runs, after the block, the actions that `run_when_free` postponed during the block.  Does not take the
+        lock."""
         try:
             yield
         finally:
@@ -44,9 +44,8 @@ class EngineLock:
             finally:
                 self._is_uninterrupted = False
 
-    def run(self, action: Callable[[], None]) -> None:
-        """Runs `action` in a turn, without waiting: now, or after another thread's turn or this thread's uninterrupted
-        turn."""
+    def run_when_free(self, action: Callable[[], None]) -> None:
+        """Runs `action` in a turn, without waiting: now, or after the turn that keeps it from running now."""
         self._postponed.append(action)
         self._run_postponed()
 

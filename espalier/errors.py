@@ -18,7 +18,7 @@ from espalier import other_engines
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MAX_REPR = 160
+MAX_REPR_CHARS = 160
 # Less similar names belong to different settings, such as presence_penalty and length_penalty.
 MIN_SIMILARITY = 0.8
 
@@ -28,7 +28,7 @@ class EspalierError(ValueError):
 
 
 @contextmanager
-def clear_frames_on_error() -> Iterator[None]:
+def clear_error_frames() -> Iterator[None]:
     """Clears the frames of an EspalierError that leaves this block, so that the error keeps no local variables alive.
 
     Such variables may be models on a GPU.  The handler of the error needs their memory for the next try.
@@ -46,7 +46,7 @@ def clear_frames_on_error() -> Iterator[None]:
 def shown(value: Any) -> str:
     """Returns a value's repr in one line; a long repr is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR // 2]} ... {text[-MAX_REPR // 2 :]}"
+    return text if len(text) <= MAX_REPR_CHARS else f"{text[: MAX_REPR_CHARS // 2]} ... {text[-MAX_REPR_CHARS // 2 :]}"
 
 
 def install_command(extra: str) -> str:
@@ -86,8 +86,7 @@ def output_too_long(
 def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
     """Returns (a text with the limit, the advice to raise the limit).
 
-    The text has the words that clients search for, even if the engine sets the limit.  The advice is empty if the model
-    has no more positions.
+    The text has the words that clients search for.  The advice is empty if the model has no more positions.
     """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
     if max_context == max_position:
@@ -113,7 +112,7 @@ def convert_tokenizer_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        why = " ".join(str(error).split())[:MAX_REPR]
+        why = " ".join(str(error).split())[:MAX_REPR_CHARS]
         raise EspalierError(f"the text cannot be tokenized ({why}); give token ids, or another text") from None
 
 
@@ -196,12 +195,12 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
     known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+    def call_checked(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= known:  # every request makes SamplingParams, so this test must be fast
             require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 
-    setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
+    setattr(cls, "__init__", call_checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
     return cls
 
 
@@ -211,12 +210,12 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
     options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
     """
 
-    def decorated(method: Callable[P, T]) -> Callable[P, T]:
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
         known = list(inspect.signature(method).parameters)
         inner = {f.name for f in fields(options)}
 
         @wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call_checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name in inner:
                     raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
@@ -224,6 +223,6 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
                     raise unknown_name(method_name, name, known[1:])
             return method(*args, **kwargs)
 
-        return checked
+        return call_checked
 
-    return decorated
+    return decorate

@@ -1,18 +1,18 @@
 """Turns user input into engine input: texts and conversations into tokens, SamplingParams into ResolvedParams.
 
-LLM and the server's front share this module, so that a prompt gives the same tokens offline and over HTTP.
+LLM and the API server share this module, so that a prompt gives the same tokens offline and over HTTP.
 """
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Unpack
 
 from tokenizers import pre_tokenizers
 
-from espalier.chat import ChatOptions, RenderLoop, run_steps
+from espalier.chat import ChatOptions, Messages, RenderLoop, TextCheck, run_steps
 from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name
 from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
@@ -31,7 +31,6 @@ LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 # These steps keep all characters unless their behavior is "Removed".
 SPLITTING_STEPS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
 
 
 class TextLimit:
@@ -105,7 +104,7 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character has tokens.  A model drops other characters, or fuses several into one token."""
+    """Whether the vocabulary has tokens for every character.  Other characters are dropped, or fused into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False
@@ -129,7 +128,7 @@ class ConversationOptions(ChatOptions, total=False):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
     model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
@@ -149,12 +148,11 @@ class ModelFacts:
 class InputProcessor:
     """Turns prompts and parameters into engine input, and refuses those that the model does not support.
 
-    tokenizer: None if the model has none; prompts must then be token ids.  allow_special_tokens_in_messages: the
-    default for chat.
+    tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: for chats.
     """
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
-        self.facts = facts
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
+        self.model_info = info
         self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
         self.text_limit = TextLimit(None if tokenizer is None else tokenizer.backend)
@@ -180,31 +178,31 @@ class InputProcessor:
         else:
             tokens = list(prompt)
         tokens = tokens if keep_last is None else tokens[-keep_last:]
-        check_prompt(tokens, self.facts.vocab_size, self.facts.max_context, self.facts.max_position)
+        check_prompt(tokens, self.model_info.vocab_size, self.model_info.max_context, self.model_info.max_position)
         return tokens
 
     def require_text_fits(self, text: str) -> None:
         """Refuse a text that certainly has more tokens than fit max_context.  Raises EspalierError."""
-        if self.text_limit.exceeds(text, self.facts.max_context - 1):
-            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
+        if self.text_limit.exceeds(text, self.model_info.max_context - 1):
+            raise prompt_too_long(f"{len(text)} characters", self.model_info.max_context, self.model_info.max_position)
 
     def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
-        self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
+        self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
     ) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
 
-        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
+        check_text: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.require_tokenizer("a conversation").template.steps(messages, options, check)
+        return self.require_tokenizer("a conversation").template.encode_steps(messages, options, check_text)
 
-    def conversation(
+    def prepare_conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
@@ -215,7 +213,7 @@ class InputProcessor:
                 raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
-        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
         prompt = self.prompt_tokens(self.chat_tokens(plan.messages(messages), **of_template))
         self.require_room(prompt, params)
@@ -228,12 +226,12 @@ class InputProcessor:
         the model's default, which only limits the output.  name: the user's name for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
-        if limit is not None and len(prompt) + limit > self.facts.max_context:
-            raise output_too_long(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
+        if limit is not None and len(prompt) + limit > self.model_info.max_context:
+            raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
-        return self.checked(plan.params(params, prompt))
+        return self.require_supported(plan.params(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns the parameters with defaults filled in and values checked.  Raises EspalierError.
@@ -242,7 +240,9 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        resolved = self.require_supported(
+            params.resolve(self.model_info.generation_config, self.model_info.eos_token_ids)
+        )
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
@@ -250,12 +250,13 @@ class InputProcessor:
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
         """
-        if "prediction" not in self.facts.sources:
+        if "prediction" not in self.model_info.sources:
             raise EspalierError(
                 "prediction is not supported by this engine, whose sources beside the draft are "
-                f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
+                f"{', '.join(self.model_info.sources) or 'none'}; leave it out, or start the engine with "
+                "sources=prediction"
             )
-        most = self.facts.max_context
+        most = self.model_info.max_context
         if isinstance(prediction, str):
             tokenizer = self.require_tokenizer("a prediction")
             is_long = self.text_limit.exceeds(prediction, most)
@@ -266,9 +267,9 @@ class InputProcessor:
             raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
         return replace(params, prediction=tuple(prediction))
 
-    def checked(self, params: ResolvedParams) -> ResolvedParams:
+    def require_supported(self, params: ResolvedParams) -> ResolvedParams:
         """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
-        params.validate(self.facts.vocab_size, self.tokenizer is not None)
+        params.validate(self.model_info.vocab_size, self.tokenizer is not None)
         if params.grammar is not None:
             check_grammar(params.grammar)
         return params
@@ -277,7 +278,7 @@ class InputProcessor:
         """Returns the tokenizer.  purpose: the use of the tokenizer, for the EspalierError if there is none."""
         if self.tokenizer is None:
             raise EspalierError(
-                f"{purpose} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give "
+                f"{purpose} needs a tokenizer, and {self.model_info.model} has none; add its tokenizer.json, or give "
                 "token ids"
             )
         return self.tokenizer
@@ -303,14 +304,14 @@ def _check_messages(messages: Any) -> None:
                 require_text("the prompt", value)
 
 
-def text_sink(
+def make_detokenizer(
     tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
 ) -> TextStream | MessageStream | None:
     """Returns the stream that turns a request's tokens into text; None without a tokenizer."""
     if tokenizer is None:
         return None
-    if params.form is not None:
-        return message_stream(tokenizer, prompt, params, parser_for_form(params.form))
+    if params.output_form is not None:
+        return message_stream(tokenizer, prompt, params, parser_for_form(params.output_form))
     return text_stream(tokenizer, prompt, params, params.stop)
 
 
@@ -324,7 +325,7 @@ def message_stream(
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
     """Returns the stream that turns a request's tokens into text and finds stop strings in it."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
-    return tokenizer.sink(
+    return tokenizer.text_stream(
         prompt,
         stop,
         params.min_tokens,

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
-ROUNDS_IN_FLIGHT = 2
+MAX_ROUNDS_IN_FLIGHT = 2
 # Limits of captured prefill passes of fewer than chunk_size rows: the widths of their pieces, and the most pieces and
 # rows.  For an 8B model in FP8, a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run
 # 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
-CAPTURED_PIECES = 16
-CAPTURED_ROWS = 2048
+MAX_CAPTURED_PIECES = 16
+MAX_CAPTURED_ROWS = 2048
 # The row of the page buffers that padding uses.  The row stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
@@ -103,10 +103,10 @@ class TreeShape:
 
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN_TREE = TreeShape(steps=0, topk=1, num_draft_tokens=1)
-TARGET_ALONE = replace(PLAIN_TREE, extends=False)
+TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 
-def bucket_of(batch: int, buckets: Iterable[int]) -> int:
+def padded_batch(batch: int, buckets: Iterable[int]) -> int:
     """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
 
     buckets: ascending.  A batch above the largest bucket is not padded.
@@ -215,9 +215,9 @@ class RoundLayout:
         return self.num_recomputed_tokens > 0 or self.block_rows > 0
 
     @property
-    def without_draft(self) -> TreeShape:
+    def tree_without_draft(self) -> TreeShape:
         """The tree of rounds in which no request speculates, now or in a later round."""
-        return TARGET_ALONE if self.has_draft_model else PLAIN_TREE
+        return TARGET_ONLY if self.has_draft_model else PLAIN_TREE
 
     @property
     def calibrates_scores(self) -> bool:
@@ -245,7 +245,7 @@ class RoundLayout:
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """Returns the forms of rounds in these buckets, in descending order of their rows."""
-        alone = (self.without_draft,) if self.steps else ()
+        alone = (self.tree_without_draft,) if self.steps else ()
         trees = {batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
@@ -330,8 +330,8 @@ class RoundLayout:
 
         Forms with fewer rows come first; of forms with equally many rows, the wider one.
         """
-        sizes = {(width, pieces) for width in CAPTURED_WIDTHS for pieces in self.batch_buckets(CAPTURED_PIECES)}
-        most_rows = min(CAPTURED_ROWS, self.chunk_size)
+        sizes = {(width, pieces) for width in CAPTURED_WIDTHS for pieces in self.batch_buckets(MAX_CAPTURED_PIECES)}
+        most_rows = min(MAX_CAPTURED_ROWS, self.chunk_size)
         fitting = {(width, pieces) for width, pieces in sizes if width * pieces <= most_rows}
         # Full passes: the host needs longer to launch a pass of many small layers than a GPU to run it (docs/log.md).
         full = {(width, self.max_pieces(width)) for width in CAPTURED_WIDTHS[1:] if width <= self.chunk_size}
@@ -343,8 +343,7 @@ class RoundLayout:
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the largest number of tokens from the last root that the host knows: the root, and what rounds
-        decide.
+        """Returns the most tokens from the last root that the host knows: the root, and the tokens that rounds decide.
 
         rounds: rounds in flight, the next launch included.
         """
@@ -384,7 +383,7 @@ class RoundLayout:
 
     def max_appended_pages(self, batch: int) -> int:
         """Returns the most entries that the page tables of a batch gain from one round to the next."""
-        return batch * (1 + self.pages_for(self.max_tokens_ahead(ROUNDS_IN_FLIGHT)))
+        return batch * (1 + self.pages_for(self.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT)))
 
     def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
         """Returns the padded batch sizes of rounds, up to `max_batch_size` (see next_bucket)."""
@@ -392,7 +391,7 @@ class RoundLayout:
 
     @property
     def history_width(self) -> int:
-        return self.max_context + self.max_tokens_ahead(ROUNDS_IN_FLIGHT)
+        return self.max_context + self.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT)
 
     @property
     def table_width(self) -> int:

@@ -1,7 +1,6 @@
 """Limits on sampling parameters: on one value, on values that depend on each other, and on values for one model.
 
-Each field of SamplingParams (espalier/request.py) names the check of its own value.  All checks raise EspalierError
-with the value, the range and the remedy.
+Each field of SamplingParams (espalier/request.py) names its check, which raises EspalierError with range and remedy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +11,16 @@ from espalier.errors import EspalierError, require_int, require_number, require_
 # A function of (name, value) that refuses a value that no model supports.
 Check = Callable[[str, Any], None]
 
-MAX_BIAS = 512
+MAX_BIASES = 512
 MAX_STOP_IDS = 64
 # After every token, the text is searched for each stop string.
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
-MAX_COUNT = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 # Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the lower limit is greedy.
 TEMPERATURE_RANGE = (1e-4, 1e30)
-REPETITION_PENALTIES = (0.01, 100.0)
+REPETITION_PENALTY_RANGE = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000
 MAX_SEED = 2**63 - 1
 
@@ -36,7 +35,7 @@ def range_check(low: float, high: float, remark: str) -> Check:
     return number_check(lambda value: low <= value <= high, f"{low} to {high} ({remark})")
 
 
-def int_check(low: int, high: int = MAX_COUNT, remark: str = "") -> Check:
+def int_check(low: int, high: int = MAX_INT32, remark: str = "") -> Check:
     """Returns a check for integers from low to high, both included.  remark: follows the range in the error text."""
     remedy = f" ({remark})" if remark else ""
     return lambda name, value: require_int(name, value, low, high, remedy=remedy)
@@ -71,7 +70,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         if getattr(params, name) != value and not has_tokenizer:
             raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
     if params.grammar is not None:
-        check_with_grammar(params, has_tokenizer)
+        check_grammar_combinations(params, has_tokenizer)
     for token in params.stop_token_ids:
         require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
     for token in params.prediction:
@@ -80,7 +79,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
 
-def check_with_grammar(params: Any, has_tokenizer: bool) -> None:
+def check_grammar_combinations(params: Any, has_tokenizer: bool) -> None:
     """Refuse parameters that cannot be combined with a grammar.  params: ResolvedParams."""
     if not has_tokenizer:
         raise EspalierError("a grammar needs text and this model has no tokenizer; leave it out")
@@ -95,7 +94,7 @@ def check_with_grammar(params: Any, has_tokenizer: bool) -> None:
         raise EspalierError("a grammar needs an end token and this model has none; give one as stop_token_ids")
 
 
-def as_stop_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
+def stop_strings_as_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Returns stop strings as a tuple; a single string gives a tuple of one."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
@@ -103,7 +102,7 @@ def as_stop_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
 def check_stop_strings(name: str, stop: Any) -> None:
     if not isinstance(stop, str):
         _require_list(name, stop, "a string or a list of strings")
-    texts = as_stop_tuple(stop)
+    texts = stop_strings_as_tuple(stop)
     if len(texts) > MAX_STOP_STRINGS:
         raise EspalierError(f"{name} with {len(texts)} strings is not supported; use {MAX_STOP_STRINGS} at most")
     if not all(isinstance(text, str) and text for text in texts):
@@ -119,16 +118,16 @@ def check_stop_ids(name: str, tokens: Any) -> None:
             f"{len(tokens)} stop token ids (the model's own included) are not supported; use {MAX_STOP_IDS} at most"
         )
     for token in tokens:
-        require_int(f"{name} entry", token, 0, MAX_COUNT)
+        require_int(f"{name} entry", token, 0, MAX_INT32)
 
 
 def check_bias_values(name: str, bias: Any) -> None:
     if not isinstance(bias, Mapping):
         raise EspalierError(f"{name}={shown(bias)} is not supported; use a dict from token id to number")
-    if len(bias) > MAX_BIAS:
-        raise EspalierError(f"{name} with {len(bias)} entries is not supported; use {MAX_BIAS} at most")
+    if len(bias) > MAX_BIASES:
+        raise EspalierError(f"{name} with {len(bias)} entries is not supported; use {MAX_BIASES} at most")
     for token, added in bias.items():
-        require_int(f"{name} token", token, 0, MAX_COUNT)
+        require_int(f"{name} token", token, 0, MAX_INT32)
         require_number(
             f"{name}[{token}]",
             added,
@@ -143,7 +142,7 @@ def check_prediction(name: str, prediction: Any) -> None:
         return
     _require_list(name, prediction, "text, or a list of token ids")
     for token in prediction:
-        require_int(f"{name} token id", token, 0, MAX_COUNT)
+        require_int(f"{name} token id", token, 0, MAX_INT32)
 
 
 def _require_list(name: str, value: Any, supported: str) -> None:

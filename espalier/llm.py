@@ -15,10 +15,9 @@ from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED_THREADS
 from espalier.engine_lock import EngineLock
-from espalier.errors import EspalierError, clear_frames_on_error, refuse_unknown_keywords, require_fields, shown
+from espalier.errors import EspalierError, clear_error_frames, refuse_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
-from espalier.grammar.token_masker import TokenMasker
-from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
+from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelInfo, Prompt, make_detokenizer
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import low_acceptance_advice
@@ -29,8 +28,8 @@ from espalier.text import load_tokenizer
 from espalier.tool_calls.message_stream import ChatOutput, chat_output
 
 ROUNDS_BEFORE_WARNING = 256
-LOWEST_ACCEPTANCE = 0.05
-BYTES_TYPES = bytes | bytearray | memoryview
+LOW_ACCEPTANCE = 0.05
+BYTES_LIKE = bytes | bytearray | memoryview
 log = logging.getLogger("espalier")
 
 
@@ -42,13 +41,13 @@ class LLM:
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
         _require_settings(settings)
-        self._load(prepare(EngineConfig(model=model, **settings)))
+        self._load_engine(prepare(EngineConfig(model=model, **settings)))
 
     @classmethod
-    def from_prepared(cls, prepared: "Prepared") -> "LLM":
+    def from_prepared(cls, prepared: "PreparedEngine") -> "LLM":
         """Returns an LLM from prepare(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
-        llm._load(prepared)
+        llm._load_engine(prepared)
         return llm
 
     @classmethod
@@ -61,27 +60,27 @@ class LLM:
         llm._set_engine(engine, config, inputs)
         return llm
 
-    def _load(self, prepared: "Prepared") -> None:
+    def _load_engine(self, prepared: "PreparedEngine") -> None:
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
-        with clear_frames_on_error():
+        with clear_error_frames():
             self._set_engine(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
     def _set_engine(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
         self.engine, self.config, self.inputs = engine, config, inputs
         self.model_config = engine.executor.runner.target.config
         self.tokenizer = inputs.tokenizer
-        self.generation_config = inputs.facts.generation_config
+        self.generation_config = inputs.model_info.generation_config
         tokenizer = inputs.tokenizer
-        self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.facts.vocab_size)
+        self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.model_info.vocab_size)
         # Unread chunks by request id; the requests of one call share a queue.
-        self._unread: dict[str, deque[OutputChunk]] = {}
+        self._unread_chunks: dict[str, deque[OutputChunk]] = {}
         # A thread holds this lock while it uses the engine and the tokenizer: `generate` holds it for the whole call, a
         # stream for one step.
         self._engine_lock = EngineLock()
         self._num_requests = 0
-        self._warned = False
-        self._closed = False
+        self._has_warned = False
+        self._is_closed = False
 
     @refuse_unknown_keywords("LLM.generate", SamplingParams)
     def generate(
@@ -93,8 +92,7 @@ class LLM:
         """Complete all prompts.  Returns outputs in the order of the prompts.
 
         prompts: text or token ids, one or several.  params: one for all prompts, or one for each.  on_chunk: called
-        with each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.
-        An error that comes later is in Output.error.
+        with each chunk as it is generated.  Raises EspalierError before any prompt starts; later errors: Output.error.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
@@ -108,7 +106,8 @@ class LLM:
                     texts[chunk.request_id].append(chunk.text)
                     if on_chunk is not None:
                         on_chunk(chunk)
-        return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
+        outputs = [[_output(r, "".join(texts[r.id])) for r in group] for group in groups]
+        return [replace(each[0], choices=each if len(each) > 1 else []) for each in outputs]
 
     @refuse_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -136,11 +135,11 @@ class LLM:
         tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
+            prompt, resolved, plan = self.inputs.prepare_conversation(messages, params, **options)
         output = self.generate([prompt], resolved, on_chunk)[0]
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            new_stream: Any = None if resolved.form is None else partial(text_sink, self.tokenizer, prompt, resolved)
-            return chat_output(plan, prompt, output, new_stream)
+            stream: Any = partial(make_detokenizer, self.tokenizer, prompt, resolved) if resolved.output_form else None
+            return chat_output(plan, prompt, output, stream)
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
@@ -150,15 +149,15 @@ class LLM:
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self.engine.close()
 
     def __repr__(self) -> str:
         config = self.config
         tree = config.layout.tree
         drafts = f"{config.algorithm}, {tree}" if tree.steps else str(tree)
-        return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._closed}>"
+        return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._is_closed}>"
 
     def __enter__(self) -> "LLM":
         return self
@@ -167,7 +166,7 @@ class LLM:
         self.close()
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise EspalierError("this LLM is closed; make a new one")
 
     # From prompts to requests
@@ -183,7 +182,7 @@ class LLM:
         each = _params_per_prompt(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
-            with add_prompt_index(i, len(prompts)):
+            with number_prompt_errors(i, len(prompts)):
                 tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
                 checked.append((tokens, self.inputs.resolve(prompt_params)))
@@ -191,7 +190,7 @@ class LLM:
         compiling = [self.start_compile(resolved.grammar) for _, resolved in checked]
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
-            with add_prompt_index(i, len(prompts)):
+            with number_prompt_errors(i, len(prompts)):
                 compiled = None if grammar is None else grammar.result()
                 groups.append(self.new_requests(tokens, resolved, grammar=compiled, streamed=streamed))
         return groups
@@ -230,20 +229,20 @@ class LLM:
         self._num_requests += 1
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
         group: list[Request] = []
+        after = None if params.grammar is None else params.grammar.after
         for i in range(params.n):
-            sink = text_sink(self.tokenizer, prompt, params) if detokenize else None
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
                 params=params,
                 seed=sample_seed(seed, i),
-                arrival=number,
+                arrival_index=number,
                 priority=priority,
                 stop_ids=frozenset(params.stop_token_ids),
-                text=sink,
-                masker=None if grammar is None else _masker(grammar, params),
+                detokenizer=make_detokenizer(self.tokenizer, prompt, params) if detokenize else None,
+                masker=None if grammar is None else grammar.masker(params.stop_token_ids, after),
                 index=i,
-                after=group[0] if group else None,
+                prefix_leader=group[0] if group else None,
                 client=client,
                 streamed=streamed,
             )
@@ -253,10 +252,13 @@ class LLM:
     # From requests to chunks
 
     def _queue_requests(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
-        count = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
+        first, last = (requests[0].arrival_index, requests[-1].arrival_index) if requests else (0, -1)
         for request in requests:
-            self._unread[request.id] = unread
-            with add_prompt_index(request.arrival - requests[0].arrival, count), self._engine_lock.uninterrupted_turn():
+            self._unread_chunks[request.id] = unread
+            with (
+                number_prompt_errors(request.arrival_index - first, last - first + 1),
+                self._engine_lock.uninterrupted_turn(),
+            ):
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
@@ -265,7 +267,7 @@ class LLM:
         try:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
                 self._queue_requests(requests, unread)
-            # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
+            # Count last chunks, not request.is_done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)
             while num_left:
                 if not unread:
@@ -275,7 +277,7 @@ class LLM:
                     num_left -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            self._engine_lock.run(partial(self._abort_unfinished, requests))
+            self._engine_lock.run_when_free(partial(self._abort_unfinished, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
         """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
@@ -287,8 +289,8 @@ class LLM:
                 return
             self._require_open()
             for chunk in self.engine.step():
-                if chunk.request_id in self._unread:
-                    self._unread[chunk.request_id].append(chunk)
+                if chunk.request_id in self._unread_chunks:
+                    self._unread_chunks[chunk.request_id].append(chunk)
             self._warn_of_low_acceptance()
 
     def step(self) -> list[OutputChunk]:
@@ -301,27 +303,27 @@ class LLM:
         """Abort the requests that the engine has not ended, and drop their unread chunks."""
         for request in requests:
             self.engine.abort(request.id)
-        while not self._closed and any(not r.done and r.id in self.engine.requests for r in requests):
+        while not self._is_closed and any(not r.is_done and r.id in self.engine.requests for r in requests):
             self._step()
         for request in requests:
-            self._unread.pop(request.id, None)
+            self._unread_chunks.pop(request.id, None)
 
     def _warn_of_low_acceptance(self) -> None:
         totals = self.engine.totals
-        if self._warned or not low_acceptance(totals):
+        if self._has_warned or not is_acceptance_low(totals):
             return
-        self._warned = True
+        self._has_warned = True
         log.warning(
             "the accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set "
             "speculation=None",
             totals.accept_length,
-            totals.reached[0],
+            totals.rounds_tried_by_depth[0],
             low_acceptance_advice(self.config.algorithm),
         )
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedEngine:
     """The parts of an LLM that need no weights.
 
     config: the user's configuration.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
@@ -333,12 +335,12 @@ class Prepared:
     inputs: InputProcessor
 
 
-def prepare(config: EngineConfig) -> Prepared:
+def prepare(config: EngineConfig) -> PreparedEngine:
     """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
     checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     path, target = checkpoint.target_path, checkpoint.target
-    facts = ModelFacts(
+    model_info = ModelInfo(
         model=resolved.model,
         vocab_size=target.vocab_size,
         max_context=resolved.layout.max_context,
@@ -347,14 +349,16 @@ def prepare(config: EngineConfig) -> Prepared:
         max_position=target.max_position,
         sources=resolved.sources,
     )
-    return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
+    return PreparedEngine(
+        config, checkpoint, resolved, InputProcessor(model_info, load_tokenizer(path, target.vocab_size))
+    )
 
 
-def low_acceptance(totals: SpeculationStats) -> bool:
+def is_acceptance_low(totals: SpeculationStats) -> bool:
     """Whether almost no draft token is accepted, after at least ROUNDS_BEFORE_WARNING rounds."""
-    if not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
+    if not totals.rounds_tried_by_depth or totals.rounds_tried_by_depth[0] < ROUNDS_BEFORE_WARNING:
         return False
-    return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
+    return totals.rounds_accepted_by_depth[0] < LOW_ACCEPTANCE * totals.rounds_tried_by_depth[0]
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:
@@ -370,7 +374,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, BYTES_TYPES) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, BYTES_LIKE) or not isinstance(prompts, Sequence):
         raise EspalierError(
             f"prompts={shown(prompts)} is not supported; use text, a list of texts or lists of token ids"
         )
@@ -383,7 +387,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _require_prompt(name: str, prompt: Any) -> None:
     """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
-    if isinstance(prompt, BYTES_TYPES) or not isinstance(prompt, str | Sequence):
+    if isinstance(prompt, BYTES_LIKE) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
 
@@ -400,7 +404,7 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
 
 
 @contextmanager
-def add_prompt_index(index: int, num_prompts: int) -> Iterator[None]:
+def number_prompt_errors(index: int, num_prompts: int) -> Iterator[None]:
     """Add the prompt's number to errors if there are several prompts."""
     try:
         yield
@@ -419,18 +423,9 @@ def _output(request: Request, text: str) -> Output:
         finish_reason=request.finish_reason or "abort",
         stop_reason=request.stop_reason,
         logprobs=None if request.params.logprobs is None else request.logprobs,
-        prompt_logprobs=request.prompt_report,
+        prompt_logprobs=request.prompt_logprobs_to_report,
         from_draft=request.from_draft,
         usage=request.usage,
         speculation=request.stats,
         error=request.error,
     )
-
-
-def _masker(grammar: CompiledGrammar, params: ResolvedParams) -> TokenMasker:
-    assert params.grammar is not None
-    return grammar.masker(params.stop_token_ids, params.grammar.after)
-
-
-def _with_choices(outputs: list[Output]) -> Output:
-    return replace(outputs[0], choices=outputs if len(outputs) > 1 else [])

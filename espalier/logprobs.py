@@ -1,7 +1,6 @@
 """Log-probabilities of tokens: a row of numbers for each token, and the objects that users read.
 
-A round may emit hundreds of tokens, and an object costs more than a row.  So rows are kept, and objects are built when
-the user reads them.
+A round may emit hundreds of tokens, and a row costs less than an object.  Objects are built when the user reads them.
 
 A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
 log-probability.  A log-probability is stored as the bits of a float64.
@@ -42,8 +41,7 @@ Entry = TypeVar("Entry")
 class TokenLogprobs(Sequence[Entry], Generic[Entry]):
     """The entries of several tokens, in order.  Reads like a list, and equals a list of the same entries.
 
-    rows: arrays [n, words] of the same width, in order.  of_prompt: the first entry is None, because no token comes
-    before a prompt's first token.
+    rows: arrays [n, words] of the same width, in order.  of_prompt: the first entry is None (the prompt's first token).
     """
 
     __slots__ = ("rows", "of_prompt", "_entries")

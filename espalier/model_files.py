@@ -48,8 +48,8 @@ NUMBER_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 6, 8, 9
 MAX_DIMENSIONS, ALIGN_BYTES = 4, 32
 # Matches a file of a model that is split into several files, as llama.cpp names them.
-SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-FETCH_AGAIN = "download the file again"
+SPLIT_PATTERN = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+REDOWNLOAD = "download the file again"
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> None:
@@ -106,7 +106,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_config(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Raises EspalierError naming config.json if a reader of its values fails on a value of the wrong type."""
     try:
         yield
@@ -119,7 +119,7 @@ def naming_config(path: Path) -> Iterator[None]:
         ) from None
 
 
-def file_named(directory: Path, name: Any, source: Path) -> Path:
+def named_file(directory: Path, name: Any, source: Path) -> Path:
     """Returns the path of the file `name`, as the file `source` calls it.  Raises EspalierError for a bad name."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise EspalierError(f"{source} names {name!r}, which is no file of its directory; download {source.name} again")
@@ -150,7 +150,7 @@ def _too_deep(path: Path) -> EspalierError:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorInfo:
     """The place of a tensor in a file.
 
     shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
@@ -171,7 +171,7 @@ class GGUF:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorPlace]
+    tensors: Mapping[str, TensorInfo]
 
 
 def is_gguf(path: Path) -> bool:
@@ -182,7 +182,7 @@ def is_gguf(path: Path) -> bool:
 def find_gguf(directory: Path) -> Path:
     """Returns a directory's GGUF file, or the first file of a split model.  Raises EspalierError for several models."""
     files = sorted(file for file in directory.iterdir() if is_gguf(file))
-    first = [file for file in files if not (split := SPLIT_NAME.fullmatch(file.name)) or int(split["number"]) == 1]
+    first = [file for file in files if not (split := SPLIT_PATTERN.fullmatch(file.name)) or int(split["number"]) == 1]
     if len(first) != 1:
         names = ", ".join(file.name for file in first or files)
         raise EspalierError(f"{directory} holds {len(first)} models in GGUF ({names}); give the path of one file")
@@ -199,22 +199,22 @@ def read_gguf(path: Path) -> GGUF:
             found = file.stat()
             headers.append(_read_header(file, found.st_mtime_ns, found.st_size))
         except OSError as error:
-            raise EspalierError(f"{file} cannot be read ({error.strerror}); {FETCH_AGAIN}") from None
+            raise EspalierError(f"{file} cannot be read ({error.strerror}); {REDOWNLOAD}") from None
     count = headers[0].metadata.get("split.count", 1)
     if count != len(files):
         raise EspalierError(
             f"{path} is one of {shown(count)} files of a model; give the first, named as ...-00001-of-{len(files):05}"
         )
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, TensorInfo] = {}
     for header in headers:
         if twice := next((name for name in header.tensors if name in tensors), None):
-            raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {FETCH_AGAIN}")
+            raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {REDOWNLOAD}")
         tensors |= header.tensors
     return GGUF(path, headers[0].metadata, tensors)
 
 
 def _split_model_files(path: Path) -> list[Path]:
-    split = SPLIT_NAME.fullmatch(path.name)
+    split = SPLIT_PATTERN.fullmatch(path.name)
     if split is None:
         return [path]
     if int(split["number"]) != 1:
@@ -230,90 +230,94 @@ def _split_model_files(path: Path) -> list[Path]:
 def _read_header(path: Path, changed_ns: int, size: int) -> GGUF:
     """Returns the header of one file.  The cache's key includes changed and size, so a changed file is read again."""
     if size < len(GGUF_MAGIC):
-        raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {FETCH_AGAIN}")
+        raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {REDOWNLOAD}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
-            return _Reader(path, content).header()
+            return _GGUFHeaderReader(path, content).read_header()
         except (UnicodeDecodeError, struct.error, OverflowError):
-            raise EspalierError(f"{path} has a header that cannot be read; {FETCH_AGAIN}") from None
+            raise EspalierError(f"{path} has a header that cannot be read; {REDOWNLOAD}") from None
 
 
-class _Reader:
+class _GGUFHeaderReader:
     """Reads a file's header from start to end."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.offset = path, content, 0
 
-    def header(self) -> GGUF:
-        if (magic := self._take_bytes(4)) != GGUF_MAGIC:
-            raise EspalierError(f"{self.path} is no GGUF file: it begins with {magic!r}; {FETCH_AGAIN}")
-        [version] = self._take_numbers("I")
+    def read_header(self) -> GGUF:
+        if (magic := self._read_bytes(4)) != GGUF_MAGIC:
+            raise EspalierError(f"{self.path} is no GGUF file: it begins with {magic!r}; {REDOWNLOAD}")
+        [version] = self._read_numbers("I")
         if version not in GGUF_VERSIONS:
             raise EspalierError(
                 f"{self.path} is of GGUF version {version}; supported are {' and '.join(map(str, GGUF_VERSIONS))}, in "
                 "little-endian bytes: convert the model again"
             )
-        num_tensors, num_fields = self._take_numbers("QQ")
+        num_tensors, num_fields = self._read_numbers("QQ")
         metadata: dict[str, Any] = {}
         for _ in range(num_fields):
-            name = self._take_string()
+            name = self._read_string()
             if name in metadata:
-                raise EspalierError(f"{self.path} has field {shown(name)} twice; {FETCH_AGAIN}")
-            [kind] = self._take_numbers("I")
-            metadata[name] = self._take_value(name, kind)
-        return GGUF(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", ALIGN_BYTES)))
+                raise EspalierError(f"{self.path} has field {shown(name)} twice; {REDOWNLOAD}")
+            [kind] = self._read_numbers("I")
+            metadata[name] = self._read_value(name, kind)
+        return GGUF(
+            self.path,
+            metadata,
+            self._read_tensors(num_tensors, metadata.get("general.alignment", ALIGN_BYTES)),
+        )
 
-    def _tensors(self, count: int, alignment: Any) -> dict[str, TensorPlace]:
+    def _read_tensors(self, count: int, alignment: Any) -> dict[str, TensorInfo]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
-            name = self._take_string()
-            [dimensions] = self._take_numbers("I")
+            name = self._read_string()
+            [dimensions] = self._read_numbers("I")
             if name in found or not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise EspalierError(
-                    f"{self.path}: tensor {shown(name)} is there twice or has {dimensions} dimensions; {FETCH_AGAIN}"
+                    f"{self.path}: tensor {shown(name)} is there twice or has {dimensions} dimensions; {REDOWNLOAD}"
                 )
-            shape = self._take_numbers(f"{dimensions}Q")
+            shape = self._read_numbers(f"{dimensions}Q")
             if not 0 < prod(shape) <= MAX_SIZE**2:
-                raise EspalierError(f"{self.path}: tensor {shown(name)} has the shape {list(shape)}; {FETCH_AGAIN}")
-            type, begin = self._take_numbers("IQ")
+                raise EspalierError(f"{self.path}: tensor {shown(name)} has the shape {list(shape)}; {REDOWNLOAD}")
+            type, begin = self._read_numbers("IQ")
             found[name] = shape[::-1], type, begin
         data = -(-self.offset // alignment) * alignment
-        return {name: TensorPlace(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
+        return {name: TensorInfo(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
 
-    def _take_value(self, name: str, kind: int) -> Any:
+    def _read_value(self, name: str, kind: int) -> Any:
         if kind in NUMBER_FORMATS:
-            [value] = self._take_numbers(NUMBER_FORMATS[kind])
+            [value] = self._read_numbers(NUMBER_FORMATS[kind])
             # The shortest decimal that rounds to this float32 is the decimal that the model's author wrote.
             return _shortest_decimal(value) if kind == GGUF_FLOAT32 else value
         if kind == GGUF_STRING:
-            return self._take_string()
+            return self._read_string()
         if kind == GGUF_ARRAY:
-            return self._take_array(name)
-        raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {FETCH_AGAIN}")
+            return self._read_array(name)
+        raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {REDOWNLOAD}")
 
-    def _take_array(self, name: str) -> Any:
-        kind, count = self._take_numbers("IQ")
+    def _read_array(self, name: str) -> Any:
+        kind, count = self._read_numbers("IQ")
         if kind in NUMBER_FORMATS:
-            numbers = self._take_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))
+            numbers = self._read_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))
             return list(struct.unpack(f"<{count}{NUMBER_FORMATS[kind]}", numbers))
         if kind != GGUF_STRING:
-            raise EspalierError(f"{self.path}: field {shown(name)} is an array of type {kind}; {FETCH_AGAIN}")
+            raise EspalierError(f"{self.path}: field {shown(name)} is an array of type {kind}; {REDOWNLOAD}")
         for _ in range(count):
-            self._take_bytes(*self._take_numbers("Q"))
+            self._read_bytes(*self._read_numbers("Q"))
         return count
 
-    def _take_string(self) -> str:
-        return self._take_bytes(*self._take_numbers("Q")).decode("utf-8")
+    def _read_string(self) -> str:
+        return self._read_bytes(*self._read_numbers("Q")).decode("utf-8")
 
-    def _take_numbers(self, struct_format: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{struct_format}", self._take_bytes(struct.calcsize(f"<{struct_format}")))
+    def _read_numbers(self, struct_format: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{struct_format}", self._read_bytes(struct.calcsize(f"<{struct_format}")))
 
-    def _take_bytes(self, num_bytes: int) -> bytes:
+    def _read_bytes(self, num_bytes: int) -> bytes:
         begin, self.offset = self.offset, self.offset + num_bytes
         if self.offset > len(self.content):
-            raise EspalierError(f"{self.path} is cut short: its header is longer than the file; {FETCH_AGAIN}")
+            raise EspalierError(f"{self.path} is cut short: its header is longer than the file; {REDOWNLOAD}")
         return self.content[begin : self.offset]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from types import MappingProxyType
 
 # Keys are Espalier's settings (with "=value" if the other name implies a value), values are other engines' names.
-OTHER_NAMES = MappingProxyType(
+OTHER_ENGINE_NAMES = MappingProxyType(
     {
         "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
         "EngineConfig.model_overrides": "hf_overrides json_model_override_args",
@@ -77,14 +77,16 @@ UNSUPPORTED_SETTINGS = MappingProxyType(
     }
 )
 # Maps other engines' names to arguments of LLM.generate and LLM.stream.
-ARGUMENT_NAMES = MappingProxyType({"sampling_params": "params"})
+OUR_ARGUMENTS = MappingProxyType({"sampling_params": "params"})
 # Maps other engines' names to kinds of Grammar.
 _GRAMMAR_KINDS = MappingProxyType(
     {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
     | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}
 )
-_OUR_NAMES = MappingProxyType({name: ours for ours, names in OTHER_NAMES.items() for name in names.split()})
-_REASONS = MappingProxyType({name: why for why, names in UNSUPPORTED_SETTINGS.items() for name in names.split()})
+_OUR_NAMES = MappingProxyType({name: ours for ours, names in OTHER_ENGINE_NAMES.items() for name in names.split()})
+_REFUSAL_REASONS = MappingProxyType(
+    {name: why for why, names in UNSUPPORTED_SETTINGS.items() for name in names.split()}
+)
 
 
 def keyword_advice(name: str, known: Collection[str], python: bool = True) -> str | None:
@@ -94,12 +96,12 @@ def keyword_advice(name: str, known: Collection[str], python: bool = True) -> st
     """
     if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known):
         return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'
-    if name in _REASONS:
-        return f"{_REASONS[name]}; leave it out"
-    if ARGUMENT_NAMES.get(name) in known:
-        return f"use {ARGUMENT_NAMES[name]}"
+    if name in _REFUSAL_REASONS:
+        return f"{_REFUSAL_REASONS[name]}; leave it out"
+    if OUR_ARGUMENTS.get(name) in known:
+        return f"use {OUR_ARGUMENTS[name]}"
     # The name may also be Espalier's own, in another class.
-    ours = _OUR_NAMES.get(name) or next((each for each in OTHER_NAMES if each.partition(".")[2] == name), None)
+    ours = _OUR_NAMES.get(name) or next((each for each in OTHER_ENGINE_NAMES if each.partition(".")[2] == name), None)
     if ours is None:
         return None
     owner, _, setting = ours.partition(".")
@@ -115,11 +117,10 @@ def keyword_advice(name: str, known: Collection[str], python: bool = True) -> st
 def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
     """Returns the advice for an unknown flag.
 
-    name: with underscores, without leading dashes.  flags: the command's flags.  arguments: the command's arguments
-    without a flag, such as "model".
+    name: with underscores, without leading dashes.  flags, arguments: those of the command; "model" is an argument.
     """
-    if name in _REASONS:
-        return f"{_REASONS[name]}; leave it out"
+    if name in _REFUSAL_REASONS:
+        return f"{_REFUSAL_REASONS[name]}; leave it out"
     owner, _, setting = _OUR_NAMES.get(name, "").partition(".")
     ours, _, value = setting.partition("=")
     if name == "speculative_config":

@@ -16,7 +16,7 @@ from espalier.terminal.console import read_text
 
 PARQUET_MAGIC = b"PAR1"
 # SPEED-Bench's public file has this text in place of a text that only its owner may publish.
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+HIDDEN_TEXT_MARKER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("system", "developer"), "system"),
@@ -25,18 +25,18 @@ ROLES = {
 # The fields of a message that hold its speaker and its text, by the field that holds the messages.
 MESSAGE_FIELDS: Mapping[str, tuple[str, str]] = {"conversations": ("from", "value"), "messages": ("role", "content")}
 TEXT_FIELDS = ("prompt", "text")
-EXPECTED_RECORD = (
+RECORD_FORMAT = (
     'an object with "turns" (texts, as SPEED-Bench has them), "conversations" (objects with "from" and "value", as '
     'ShareGPT has them), "messages" (objects with "role" and "content"), "prompt" or "text" (a text)'
 )
 Record = tuple[str, dict[str, Any]]
 
 
-def records(flag: str, path: Path) -> Iterator[Record]:
+def read_records(flag: str, path: Path) -> Iterator[Record]:
     """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
     for place, value in _file_values(flag, path):
         if not isinstance(value, dict):
-            raise unexpected_record(place, "not an object")
+            raise unexpected_record_error(place, "not an object")
         yield place, value
 
 
@@ -76,24 +76,24 @@ def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise unexpected_record(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
+        raise unexpected_record_error(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
     except (ValueError, RecursionError):
-        raise unexpected_record(f"{flag} {path}:{line}", "not JSON that can be read") from None
+        raise unexpected_record_error(f"{flag} {path}:{line}", "not JSON that can be read") from None
 
 
-def record_kind(location: str, record: Mapping[str, Any]) -> str:
+def record_format(location: str, record: Mapping[str, Any]) -> str:
     """Returns the field that decides how a record is read.  Raises EspalierError for a record without such a field."""
     kind = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
     if kind is None:
-        raise unexpected_record(location, "an object without a prompt")
+        raise unexpected_record_error(location, "an object without a prompt")
     if kind not in TEXT_FIELDS and not isinstance(record[kind], list):
-        raise unexpected_record(location, f'"{kind}" that is no list')
+        raise unexpected_record_error(location, f'"{kind}" that is no list')
     return kind
 
 
 def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
-    kind = record_kind(location, record)
+    kind = record_format(location, record)
     if kind not in MESSAGE_FIELDS:
         texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
         return [{"role": "user", "content": require_text(location, text)} for text in texts]
@@ -102,7 +102,7 @@ def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]
     for message in record[kind]:
         role = ROLES.get(speaker) if isinstance(speaker := _get_field(message, role_field), str) else None
         if role is None:
-            raise unexpected_record(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
+            raise unexpected_record_error(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
         content = message.get(what)
         if role != "assistant" and not (kind == "conversations" and content == ""):
             require_text(location, content)
@@ -117,30 +117,29 @@ def _get_field(message: Any, name: str) -> Any:
 def require_text(location: str, text: Any) -> str:
     """Returns the text of a message.  Raises EspalierError for text that is not valid, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
-        raise unexpected_record(location, "a text that is empty or none")
-    if PLACEHOLDER in text:
+        raise unexpected_record_error(location, "a text that is empty or none")
+    if HIDDEN_TEXT_MARKER in text:
         raise EspalierError(
             f"{location} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
         )
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise unexpected_record(location, "half of a UTF-16 pair, which is no text")
+        raise unexpected_record_error(location, "half of a UTF-16 pair, which is no text")
     return text
 
 
-def unexpected_record(location: str, found: str) -> EspalierError:
-    return EspalierError(f"{location}: expected {EXPECTED_RECORD}, but found {found}")
+def unexpected_record_error(location: str, found: str) -> EspalierError:
+    return EspalierError(f"{location}: expected {RECORD_FORMAT}, but found {found}")
 
 
 def token_ids(
     location: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its token
-    ids.
+    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its tokens.
 
     Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
     InputProcessor; not called for token ids.  Raises EspalierError.
     """
-    kind = record_kind(location, record)
+    kind = record_format(location, record)
     if kind in TEXT_FIELDS:
         text = record[kind]
         return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(location, text))
@@ -148,7 +147,7 @@ def token_ids(
         return _conversation_tokens(location, record, kind, inputs())
     given: list[Any] = record[kind]
     if not all(type(token) is int for token in given):
-        raise unexpected_record(location, '"token_ids" that are no list of whole numbers')
+        raise unexpected_record_error(location, '"token_ids" that are no list of whole numbers')
     if outside := [token for token in given if not 0 <= token < vocab_size]:
         raise EspalierError(
             f"{location}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"

@@ -1,6 +1,6 @@
 """A user's sampling parameters, the engine's record of a request, and the outputs that the user gets.
 
-This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
+This module holds values only and knows of no tokenizer, device or model.
 
 SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Derived from them are
 command-line flags, the server's fields, docs, checks of values, the slot table's columns, and offsets in kernels.
@@ -15,7 +15,7 @@ from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuse_unknown_fields, require_int
 from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURE_RANGE, int_check, number_check
+from espalier.limits import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURE_RANGE, int_check, number_check
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats, Usage
 
@@ -62,7 +62,7 @@ class SamplingParams:
     )
     repetition_penalty: float | None = _param(
         "above 1 discourages tokens of the prompt and the output",
-        limits.range_check(*limits.REPETITION_PENALTIES, "1 is no penalty"),
+        limits.range_check(*limits.REPETITION_PENALTY_RANGE, "1 is no penalty"),
         generation_config="repetition_penalty",
     )
     presence_penalty: float | None = _param(
@@ -74,7 +74,7 @@ class SamplingParams:
         limits.range_check(-2, 2, "0 is no penalty"),
     )
     logit_bias: Mapping[int, float] | None = _param(
-        f"token id to added logit, at most {MAX_BIAS} of them", limits.check_bias_values
+        f"token id to added logit, at most {MAX_BIASES} of them", limits.check_bias_values
     )
     seed: int | None = _param(
         "same seed, same text; unset: drawn from the engine's seed and the order of requests",
@@ -156,7 +156,7 @@ class SamplingParams:
         # -1.0 is kept, because the check refuses every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
-        values["stop"] = limits.as_stop_tuple(values.get("stop", ()))
+        values["stop"] = limits.stop_strings_as_tuple(values.get("stop", ()))
         # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
@@ -175,7 +175,7 @@ GENERATION_CONFIG_NAMES = {
 }
 
 
-def _slot_param(neutral: float, part_of: str | None = None) -> Any:
+def _slot_column(neutral: float, part_of: str | None = None) -> Any:
     """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
 
     neutral: the value that changes nothing.  part_of: "filters" or "penalties".  A launch skips the filters, or the
@@ -200,17 +200,17 @@ class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the stop_token_ids that are
-    the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser of tool
-    calls or reasoning reads them.  form: set if stop strings apply only to a message's content.
+    the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser of
+    tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
     """
 
-    temperature: float = _slot_param(1.0)
-    top_k: int = _slot_param(0, "filters")
-    top_p: float = _slot_param(1.0, "filters")
-    min_p: float = _slot_param(0.0, "filters")
-    repetition_penalty: float = _slot_param(1.0, "penalties")
-    presence_penalty: float = _slot_param(0.0, "penalties")
-    frequency_penalty: float = _slot_param(0.0, "penalties")
+    temperature: float = _slot_column(1.0)
+    top_k: int = _slot_column(0, "filters")
+    top_p: float = _slot_column(1.0, "filters")
+    min_p: float = _slot_column(0.0, "filters")
+    repetition_penalty: float = _slot_column(1.0, "penalties")
+    presence_penalty: float = _slot_column(0.0, "penalties")
+    frequency_penalty: float = _slot_column(0.0, "penalties")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -223,20 +223,20 @@ class ResolvedParams(SamplingParams):
     prediction: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     shown_special_tokens: tuple[int, ...] = ()
-    form: OutputForm | None = None
+    output_form: OutputForm | None = None
     grammar: Grammar | None = None
 
     @cached_property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p is in force.  Greedy requests have no filters."""
-        return self.temperature > 0 and self._is_not_neutral("filters")
+        return self.temperature > 0 and self._changes_logits("filters")
 
     @cached_property
     def has_penalties(self) -> bool:
         """Whether a penalty is in force, so that the tokens seen so far must be counted."""
-        return self._is_not_neutral("penalties")
+        return self._changes_logits("penalties")
 
-    def _is_not_neutral(self, part: str) -> bool:
+    def _changes_logits(self, part: str) -> bool:
         return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
 
     def slot_values(self) -> dict[str, float | int]:
@@ -288,18 +288,18 @@ def sample_seed(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) & MAX_SEED
 
 
-class TextSink(Protocol):
+class IncrementalDetokenizer(Protocol):
     """Turns a request's tokens into text as they arrive.  espalier.text implements it."""
 
-    def push(self, token_id: int) -> str | None:
+    def push_token(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once it is complete.  Nothing may be pushed after a stop string."""
         ...
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.
 
-        The text never ends inside a character, and ends before a stop string.  Unless final, text that may begin a
-        stop string is held back.
+        The text never ends inside a character or a stop string.  Unless final, text that may begin a stop string is
+        held back.
         """
         ...
 
@@ -308,28 +308,28 @@ class TextSink(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids.  seed: the sample's seed.  arrival: number in the order of arrival.  priority: a lower number
-    runs first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
-    stop_ids: tokens that end the request.  text: None if no text is wanted.  masker: None if every token is allowed.
-    index: the sample's number among n samples.  after: a sibling with the same prompt; this request waits for the
-    sibling's prefill, to share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: of
-    the prompt's tokens from the second on, as far as they were read.  num_predicted: how many tokens of
-    params.prediction are in output.  generation: how often the request has left a slot.  In a slot: prefill_len, rows
-    to prefill before rounds begin; num_prefilled, how many of these rows are launched so far; num_known, index of the
-    last root that the host knows, and number of rows committed before it; rounds_in_flight, rounds launched and not yet
-    read.
+    prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.  priority: a lower
+    number runs first and is preempted last; equal priorities go by arrival, and several clients take turns
+    (engine/queue.py).  stop_ids: tokens that end the request.  detokenizer: None if no text is wanted.  masker: None if
+    every token is allowed.  index: the sample's number among n samples.  prefix_leader: a sibling with the same prompt;
+    this request waits for the sibling's prefill, to share its pages.  streamed: whether the user reads tokens as they
+    come.  prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.  num_predicted: how
+    many tokens of params.prediction are in output.  generation: how often the request has left a slot.  In a slot:
+    prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows are launched so far;
+    num_known, index of the last root that the host knows, and number of rows committed before it; rounds_in_flight,
+    rounds launched and not yet read.
     """
 
     id: str
     prompt: list[int]
     params: ResolvedParams
     seed: int
-    arrival: int
+    arrival_index: int
     stop_ids: frozenset[int] = frozenset()
-    text: TextSink | None = None
+    detokenizer: IncrementalDetokenizer | None = None
     masker: TokenMasker | None = None
     index: int = 0
-    after: "Request | None" = None
+    prefix_leader: "Request | None" = None
     priority: int = 0
     streamed: bool = False
     client: str = ""
@@ -355,9 +355,9 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def queue_key(self) -> tuple[int, int]:
         """The sort key of every queue of requests."""
-        return self.priority, self.arrival
+        return self.priority, self.arrival_index
 
     @property
     def tokens(self) -> list[int]:
@@ -368,7 +368,7 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.finish_reason is not None
 
     @property
@@ -376,7 +376,7 @@ class Request:
         rejected = len(self.params.prediction) - self.num_predicted
         return Usage(len(self.prompt), len(self.output), self.cached_tokens, self.num_predicted, rejected)
 
-    def end(self, max_context: int) -> int:
+    def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
         A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
@@ -386,7 +386,7 @@ class Request:
 
     def ends_in_flight(self, max_context: int) -> bool:
         """Whether the launches in flight surely finish the request.  A prefill or round decides at least one token."""
-        return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
+        return self.num_known + 1 + self.rounds_in_flight >= self.max_num_tokens(max_context)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -398,7 +398,7 @@ class Request:
         return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
-    def prompt_report(self) -> PromptLogprobs | None:
+    def prompt_logprobs_to_report(self) -> PromptLogprobs | None:
         """The prompt's log-probabilities as far as they have been read; None if the request does not report them."""
         return None if self.num_prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
 

@@ -1,8 +1,7 @@
 """The table that holds each request's data on the device.
 
 A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
-state to the next launch only through slots, so the host can launch without knowing any length.  The modules of sampling
-and drafting define what their fields mean.
+state to the next launch only through slots, so the host can launch without knowing any length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT, RoundLayout
-from espalier.limits import MAX_BIAS, MAX_STOP_IDS
+from espalier.layout import MAX_ROUNDS_IN_FLIGHT, RoundLayout
+from espalier.limits import MAX_BIASES, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
 # The int64 numbers of a slot, in the order of their columns: state, then sampling parameters.
@@ -44,12 +43,12 @@ ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE_OFFSET
-# The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled, on
-# the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
+# The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
+# on the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
 NUM_RANKS, NUM_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
 # The columns of a guess before its tokens: start and kind.
-GUESS_HEAD_COLUMNS = 2
+GUESS_HEADER_COLUMNS = 2
 # Stands for a missing token of a guess.
 NO_TOKEN = -1
 
@@ -80,8 +79,7 @@ class SlotInit:
     """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
-    shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
-    slot's other numbers, by column.
+    shared pages and are never written.  end: the number of tokens that ends the request.  sampling: the other columns.
     """
 
     slot: int
@@ -122,12 +120,12 @@ class Guess:
 
 def max_guess_length(layout: RoundLayout) -> int:
     """Returns the length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
-    return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
+    return (MAX_ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
 def guess_numbers_per_slot(layout: RoundLayout) -> int:
     """Returns how many int64 numbers the guesses of one slot take."""
-    return layout.sent_paths * (GUESS_HEAD_COLUMNS + max_guess_length(layout))
+    return layout.sent_paths * (GUESS_HEADER_COLUMNS + max_guess_length(layout))
 
 
 class ScatterUpdate(NamedTuple):
@@ -148,11 +146,11 @@ class SlotTable:
 
     Numbers are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each column is also an
     attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the
-    tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the
-    host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth
-    is right if its parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.
-    own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
-    candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
+    tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W],
+    the host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at
+    a depth is right if its parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one
+    request.  own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's
+    own text.  candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
     (speculate/sources/calibrate.py).
     """
 
@@ -181,10 +179,10 @@ class SlotTable:
         self.page_table = zeros(layout.table_width, dtype=torch.int32)
         self.history = zeros(layout.history_width)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape in carried.items()}
-        self.bias_ids = zeros(MAX_BIAS)
-        self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
+        self.bias_ids = zeros(MAX_BIASES)
+        self.bias_values = zeros(MAX_BIASES, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
-        self.guesses = zeros(layout.sent_paths, GUESS_HEAD_COLUMNS + max_guess_length(layout))
+        self.guesses = zeros(layout.sent_paths, GUESS_HEADER_COLUMNS + max_guess_length(layout))
         self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.skill = zeros(1, dtype=torch.float32)
@@ -226,11 +224,11 @@ class SlotTable:
         """
         size = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
-        values[..., :GUESS_HEAD_COLUMNS] = 0
+        values[..., :GUESS_HEADER_COLUMNS] = 0
         for row, (_, of_slot) in zip(values, guesses, strict=True):
             for cells, guess in zip(row, of_slot, strict=False):
-                cells[:GUESS_HEAD_COLUMNS] = guess.start, guess.kind
-                cells[GUESS_HEAD_COLUMNS : GUESS_HEAD_COLUMNS + len(guess.tokens)] = guess.tokens
+                cells[:GUESS_HEADER_COLUMNS] = guess.start, guess.kind
+                cells[GUESS_HEADER_COLUMNS : GUESS_HEADER_COLUMNS + len(guess.tokens)] = guess.tokens
         slots = np.array([slot for slot, _ in guesses], dtype=np.int64)
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 

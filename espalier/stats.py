@@ -22,19 +22,19 @@ class Usage:
 
 
 @dataclass
-class LearnFigures:
+class LearnStats:
     """The figures of online learning.
 
-    given, before, after: accept lengths on held-back traffic, of the draft given at startup, of the draft served before
-    the last training, and of the draft from that training; 0 before the first training.
+    startup_, served_, trained_accept_length: on held-back traffic, of the draft given at startup, of the draft served
+    before the last training, and of the draft from that training; 0 before the first training.
     """
 
     swaps: int = 0
     trainings: int = 0
     failures: int = 0
-    given: float = 0.0
-    before: float = 0.0
-    after: float = 0.0
+    startup_accept_length: float = 0.0
+    served_accept_length: float = 0.0
+    trained_accept_length: float = 0.0
     texts: int = 0
     bytes: int = 0
 
@@ -43,14 +43,15 @@ class LearnFigures:
 class SpeculationStats:
     """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
 
-    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; reached[d-1]: rounds that tried depth d,
-    because depth d - 1 was accepted and depth d was allowed; taken[d-1]: rounds that accepted depth d.
+    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; rounds_tried_by_depth[d-1]: rounds that
+    tried depth d, because depth d - 1 was accepted and depth d was allowed; rounds_accepted_by_depth[d-1]: rounds that
+    accepted depth d.
     """
 
     drafted: int = 0
     histogram: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
+    rounds_tried_by_depth: list[int] = field(default_factory=list)
+    rounds_accepted_by_depth: list[int] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -63,7 +64,7 @@ class SpeculationStats:
     @property
     def accepted(self) -> int:
         """Draft tokens that were accepted and emitted."""
-        return sum(self.taken)
+        return sum(self.rounds_accepted_by_depth)
 
     @property
     def accept_length(self) -> float:
@@ -73,7 +74,7 @@ class SpeculationStats:
     @property
     def acceptance_by_depth(self) -> list[tuple[int, int]]:
         """For each depth from 1, the number of rounds that (tried it, accepted it)."""
-        return list(zip(self.reached, self.taken, strict=True))
+        return list(zip(self.rounds_tried_by_depth, self.rounds_accepted_by_depth, strict=True))
 
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
@@ -83,14 +84,14 @@ class SpeculationStats:
         """
         self.drafted += drafted
         _count(self.histogram, [emitted])
-        _count(self.reached, range(min(emitted, depth)))
-        _count(self.taken, range(accepted))
-        self.taken += [0] * (len(self.reached) - len(self.taken))
+        _count(self.rounds_tried_by_depth, range(min(emitted, depth)))
+        _count(self.rounds_accepted_by_depth, range(accepted))
+        self.rounds_accepted_by_depth += [0] * (len(self.rounds_tried_by_depth) - len(self.rounds_accepted_by_depth))
 
     def merge(self, other: "SpeculationStats") -> None:
         """Add the counts of `other`."""
         self.drafted += other.drafted
-        for name in ("histogram", "reached", "taken"):
+        for name in ("histogram", "rounds_tried_by_depth", "rounds_accepted_by_depth"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [mine + theirs for mine, theirs in pairs])
 

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from espalier.chat import ChatTemplate
 from espalier.errors import convert_tokenizer_panics
 from espalier.model_files import is_gguf, read_gguf
-from espalier.tokenizer_files import hugging_face_tokenizer
+from espalier.tokenizer_files import load_hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 INCOMPLETE_CHAR = "\ufffd"
@@ -37,7 +37,7 @@ Decode = Callable[[Sequence[int]], str]
 Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class StopFinder:
+class StopStringFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
     stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the found stop string, or None.
@@ -58,7 +58,7 @@ class StopFinder:
         self._held += text
         self._end_at_stop(next_text if self.stop else "")
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.  final: hold nothing back."""
         keep = 0 if final or self.stopped or not self.stop else self._possible_stop_length()
         text = self._ready + self._held[: len(self._held) - keep]
@@ -95,13 +95,13 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
-        self.size = len(tokenizer)
+        self.num_tokens = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
-        self._alphabet = _byte_alphabet() if self._has_decoder_step("ByteLevel") else None
+        self._alphabet = _byte_alphabet() if self._decoder_has_type("ByteLevel") else None
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
-        self._has_byte_pieces = self._has_decoder_step("ByteFallback")
-        self._has_space_pieces = self._has_byte_pieces or self._has_decoder_step("Metaspace")
+        self._has_byte_pieces = self._decoder_has_type("ByteFallback")
+        self._has_space_pieces = self._has_byte_pieces or self._decoder_has_type("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
         self.template = ChatTemplate(tokenizer)
 
@@ -120,7 +120,7 @@ class Tokenizer:
             return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def name(self, token: int) -> str:
+    def token_name(self, token: int) -> str:
         """Returns the text of one token, or a special token's name.  An incomplete character becomes U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -143,9 +143,9 @@ class Tokenizer:
         if piece is not None and self._has_space_pieces:
             # Decoding the single token would strip its leading space.
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
-        return TokenBytes(self.name(token).encode(), True)
+        return TokenBytes(self.token_name(token).encode(), True)
 
-    def _has_decoder_step(self, kind: str) -> bool:
+    def _decoder_has_type(self, kind: str) -> bool:
         """Whether the backend's decoder has this type, or a step of this type."""
         return kind in self._decoder_types()
 
@@ -156,7 +156,7 @@ class Tokenizer:
         decoder = json.loads(self.backend.decoder.__getstate__())
         return [decoder["type"], *(step["type"] for step in decoder.get("decoders", ()))]
 
-    def sink(
+    def text_stream(
         self,
         prompt: Sequence[int],
         stop: Sequence[str] = (),
@@ -182,7 +182,7 @@ class Tokenizer:
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
         ignored_tokens: special tokens that do not count.
         """
-        names = self.template.special.names
+        names = self.template.special_tokens.names
         ids = {id for id, each in self._added.items() if each.content in names and each.content not in ignored_tokens}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
@@ -196,17 +196,14 @@ class Tokenizer:
             # If the output continues the prompt's last character, a Detokenizer with its window is needed.
             detokenizer = ByteDetokenizer(self.bytes_of, visible_ids)
             for token in prompt[-CONTEXT_TOKENS:]:
-                detokenizer.push(token)
-            detokenizer.take(final=False)
+                detokenizer.push_token(token)
+            detokenizer.take_text(final=False)
             if detokenizer.is_between_characters:
                 return detokenizer
         if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
         skipped = {id for id, each in self._added.items() if each.special and id not in visible_ids}
-        return Detokenizer(partial(self._decode_without, skipped), prompt)
-
-    def _decode_without(self, skipped: Set[int], tokens: Sequence[int]) -> str:
-        return self.decode([token for token in tokens if token not in skipped], skip_special_tokens=False)
+        return Detokenizer(lambda tokens: self.decode([t for t in tokens if t not in skipped], False), prompt)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -217,15 +214,15 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     if not _has_tokenizer(path):
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
-    hf = hugging_face_tokenizer(path)
+    hf = load_hugging_face_tokenizer(path)
     tokenizer = Tokenizer(hf)
     # Espalier itself limits prompts to max_context.  transformers would print its own warning about a long prompt.
     hf.model_max_length = sys.maxsize
-    if tokenizer.size > vocab_size:
+    if tokenizer.num_tokens > vocab_size:
         log.warning(
             "the tokenizer of %s has %d tokens and the model only %d: a prompt with one of the other tokens is refused",
             path,
-            tokenizer.size,
+            tokenizer.num_tokens,
             vocab_size,
         )
     return tokenizer
@@ -245,7 +242,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TextStream:
-    """Turns a request's tokens into text and finds stop strings (request.TextSink).
+    """Turns a request's tokens into text and finds stop strings (request.IncrementalDetokenizer).
 
     decoder: decodes the output's tokens.  min_tokens: stop strings within the first min_tokens tokens do not count.
     keep_stop: the text includes the stop string.
@@ -259,33 +256,33 @@ class TextStream:
         keep_stop: bool = False,
     ):
         self.decoder = decoder
-        self.finder = StopFinder(stop, keep_stop)
+        self.stop_finder = StopStringFinder(stop, keep_stop)
         self.min_tokens = min_tokens
         self.num_pushed = 0
 
-    def push(self, token_id: int) -> str | None:
+    def push_token(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once one is complete, else None."""
         self.num_pushed += 1
-        self.decoder.push(token_id)
-        if self.finder.stop and not self.finder.stopped:
+        self.decoder.push_token(token_id)
+        if self.stop_finder.stop and not self.stop_finder.stopped:
             self._read(final=False)
-        return self.finder.stopped
+        return self.stop_finder.stopped
 
-    def push_all(self, token_ids: Sequence[int]) -> None:
+    def push_tokens(self, token_ids: Sequence[int]) -> None:
         """Add tokens without a search for stop strings in between."""
         self.num_pushed += len(token_ids)
-        self.decoder.push_all(token_ids)
+        self.decoder.push_tokens(token_ids)
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.  Unless final, text that may begin a stop string is held back."""
-        if not self.finder.stopped:
+        if not self.stop_finder.stopped:
             self._read(final)
-        return self.finder.take(final)
+        return self.stop_finder.take_text(final)
 
     def _read(self, final: bool) -> None:
-        text, counts = self.decoder.take(final), self.num_pushed > self.min_tokens
-        # withheld_text() has complete characters that take() has not given out.  A stop string may end in them.
-        self.finder.add(text, counts, self.decoder.withheld_text() if counts and self.finder.stop else "")
+        text, counts = self.decoder.take_text(final), self.num_pushed > self.min_tokens
+        # A stop string may end in withheld_text(): whole characters that take_text() has not given out.
+        self.stop_finder.add(text, counts, self.decoder.withheld_text() if counts and self.stop_finder.stop else "")
 
 
 class ByteDetokenizer:
@@ -305,13 +302,13 @@ class ByteDetokenizer:
         """Whether the tokens taken so far end with a whole character."""
         return not self.utf8.getstate()[0]
 
-    def push(self, token_id: int) -> None:
+    def push_token(self, token_id: int) -> None:
         self._pending_tokens.append(token_id)
 
-    def push_all(self, token_ids: Sequence[int]) -> None:
+    def push_tokens(self, token_ids: Sequence[int]) -> None:
         self._pending_tokens.extend(token_ids)
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
         parts = [
             part.bytes
@@ -342,13 +339,13 @@ class Detokenizer:
                 break
         return context
 
-    def push(self, token_id: int) -> None:
+    def push_token(self, token_id: int) -> None:
         self.window.append(token_id)
 
-    def push_all(self, token_ids: Sequence[int]) -> None:
+    def push_tokens(self, token_ids: Sequence[int]) -> None:
         self.window.extend(token_ids)
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
         if self.num_read == len(self.window):
             return ""

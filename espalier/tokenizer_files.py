@@ -1,5 +1,4 @@
-"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang on a
-text.
+"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang.
 
 Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
 """
@@ -32,7 +31,7 @@ log = logging.getLogger("espalier")
 QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
 
 
-def hugging_face_tokenizer(path: Path) -> Any:
+def load_hugging_face_tokenizer(path: Path) -> Any:
     """Returns the tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
 
     Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
@@ -78,7 +77,7 @@ def _known_splits() -> Set[str]:
 
 
 def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
-    """Returns the tokenizer that `load` makes.  Raises EspalierError, see hugging_face_tokenizer."""
+    """Returns the tokenizer that `load` makes.  Raises EspalierError, see load_hugging_face_tokenizer."""
     try:
         hf = load(local_files_only=True)
     except Exception as error:  # transformers raises many types
@@ -87,12 +86,12 @@ def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
             "restore its files, or remove them and use token ids as prompts"
         ) from None
     backend = getattr(hf, "backend_tokenizer", None)
-    if max_growth(backend) > MAX_GROWTH:
+    if max_replacement_growth(backend) > MAX_GROWTH:
         raise EspalierError(
             f"the tokenizer in {path} makes more than {MAX_GROWTH} characters of one; "
             "use another model, or token ids as prompts without its files"
         )
-    if pattern := unbounded_pattern(backend):
+    if pattern := find_exponential_pattern(backend):
         raise EspalierError(
             f"the tokenizer in {path} reads text by the pattern {shown(pattern)}, whose time may grow exponentially "
             "with the text; use another model, or token ids as prompts without its files"
@@ -114,12 +113,11 @@ def _refuse_code(path: Path) -> None:
 def _config_of_type(path: Path) -> Any:
     """A transformers config with the model's type, which alone decides the tokenizer's class.
 
-    The fields of config.json are left out, because transformers may not know the type, or may refuse fields that
-    Espalier reads.
+    The fields of config.json are left out: transformers may not know the type, or refuse fields that Espalier reads.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    declared = _fields(path / "config.json")
+    declared = _read_fields(path / "config.json")
     model_type = declared.get("model_type")
     is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     config = AutoConfig.for_model(model_type) if is_known else PreTrainedConfig()
@@ -135,8 +133,8 @@ def tokenizer_class(path: Path) -> Any:
     and some classes replace what the file defines.  AutoTokenizer takes two seconds to import, most of it for PyTorch's
     compiler.  So where it would choose PreTrainedTokenizerFast, only that class is imported.
     """
-    config = _fields(path / "config.json")
-    named = _fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
+    config = _read_fields(path / "config.json")
+    named = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
     is_whole = named is None and (path / "tokenizer.json").is_file()
     if is_whole or (named in GENERIC_CLASSES and config.get("model_type") in GENERIC_MODEL_TYPES):
         from transformers import PreTrainedTokenizerFast
@@ -147,7 +145,7 @@ def tokenizer_class(path: Path) -> Any:
     return AutoTokenizer
 
 
-def _fields(path: Path) -> dict[str, Any]:
+def _read_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of a JSON file; empty if it cannot be read."""
     try:
         return read_json(path)
@@ -155,9 +153,8 @@ def _fields(path: Path) -> dict[str, Any]:
         return {}
 
 
-def unbounded_pattern(backend: Any) -> str | None:
-    """Returns the first pattern of a tokenizer that may take exponential time, or None.  backend: a tokenizer of the
-    tokenizers library.
+def find_exponential_pattern(backend: Any) -> str | None:
+    """Returns the first pattern of a tokenizer (of the tokenizers library) that may take exponential time, or None.
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """
@@ -165,7 +162,7 @@ def unbounded_pattern(backend: Any) -> str | None:
     return next((pattern for pattern in patterns if isinstance(pattern, str) and may_be_exponential(pattern)), None)
 
 
-def max_growth(backend: Any) -> int:
+def max_replacement_growth(backend: Any) -> int:
     """Returns the most characters that replacements can make of one.  Later ones may apply to text of earlier ones."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]

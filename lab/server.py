@@ -23,17 +23,17 @@ def run(args: Namespace) -> int:
     """Raises EspalierError for flags that do not go with --shape."""
     if args.replicas is not None:
         raise EspalierError("--shape is for one engine; leave out --replicas")
-    return serve.serve_worker(args, *_shape(args), SHAPE_WORKER)
+    return serve.serve_worker(args, *_shape_settings(args), SHAPE_WORKER)
 
 
-def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
+def _shape_settings(args: Namespace) -> tuple[dict[str, Any], str]:
     """(settings for the engine process, the model's name).  Raises EspalierError for flags that do not go with it."""
-    # Imported here: the front does without PyTorch until the flags are read.
-    from lab.bench.engines import refuse_decided
-    from lab.bench.synthetic_models import recipe_of
+    # Imported here: the API server does without PyTorch until the flags are read.
+    from lab.bench.engines import refuse_settings_of_shape
+    from lab.bench.synthetic_models import recipe_with_accept_length
 
     settings = engine_settings(args)
-    refuse_decided(settings if args.model == "auto" else {"model": args.model})
+    refuse_settings_of_shape(settings if args.model == "auto" else {"model": args.model})
     recipe = shape_settings(args, settings)
-    recipe_of(**recipe)
+    recipe_with_accept_length(**recipe)
     return {"recipe": recipe, "settings": serve.plain_settings(settings)}, args.shape

@@ -14,18 +14,9 @@ from espalier.terminal.flags import flag_of
 
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = (
-    *(
-        "layers",
-        "accept_length",
-        "accept_lengths",
-        "routing_correlation",
-        "mtp_layers",
-        "mtp_form",
-        "block_size",
-        "block_fade",
-    ),
-    *("weights", "draft_weights"),
-)
+    "layers", "accept_length", "accept_lengths", "routing_correlation", "mtp_layers", "mtp_form", "block_size",
+    "block_fade", "weights", "draft_weights",
+)  # fmt: skip
 # Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
 SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite",
@@ -89,7 +80,7 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
 
 
 def acceptance_by_depth(path: Path) -> list[float]:
-    """What --accept-lengths names: how often a guess is accepted at each depth where the one before was.
+    """Read --accept-lengths: how often a guess is accepted at each depth if the guess before it was accepted.
 
     Raises EspalierError.
     """
@@ -119,7 +110,7 @@ def seed_of(settings: Mapping[str, Any]) -> int:
 
 
 def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of recipe_of (lab/bench/synthetic_models.py) from the flags of a synthetic model.
+    """The keywords of recipe_with_accept_length (lab/bench/synthetic_models.py) from the flags of a synthetic model.
 
     settings: of the engine.
     """
@@ -128,7 +119,7 @@ def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def shape_flag(args: Namespace, name: str) -> Any:
-    """The value of one of SHAPE_FLAGS; of --accept-lengths what the file holds.  Raises EspalierError."""
+    """Returns the value of one of SHAPE_FLAGS; for --accept-lengths the contents of the file.  Raises EspalierError."""
     value = getattr(args, name)
     return acceptance_by_depth(value) if name == "accept_lengths" and value is not None else value
 

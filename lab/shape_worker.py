@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from espalier.llm import LLM
-from espalier.server.worker import main, settings_of
+from espalier.server.worker import main, unpack_settings
 from espalier.terminal.console import require_gpu
-from lab.bench.engines import OfShape
-from lab.bench.synthetic_models import recipe_of
+from lab.bench.engines import ShapeEngines
+from lab.bench.synthetic_models import recipe_with_accept_length
 
 
 @contextmanager
 def load(sent: dict[str, Any]) -> Iterator[LLM]:
-    """sent: recipe, the keywords of recipe_of; settings, of LLM."""
-    recipe = recipe_of(**sent["recipe"])
-    with OfShape(recipe, settings_of(sent["settings"]), require_gpu("server --shape")).open() as opened:
+    """sent: recipe, the keywords of recipe_with_accept_length; settings, of LLM."""
+    recipe = recipe_with_accept_length(**sent["recipe"])
+    with ShapeEngines(recipe, unpack_settings(sent["settings"]), require_gpu("server --shape")).open() as opened:
         yield opened.llm
 
 

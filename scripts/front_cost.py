@@ -1,9 +1,9 @@
-"""CPU time of the server's front, per request and per token: `python -m scripts.front_cost`.
+"""CPU time of the API server, per request and per token: `python -m scripts.front_cost`.
 
-The engine is a stand-in that emits TOKENS tokens of each running request in each step of STEP_S, so only the front is
-measured.  The difference between long and short streams is the cost of their tokens.  Of the repeats, the least counts:
-on a shared machine the others include what other programs cost the caches.  With --profile the front writes its profile
-to a file for pstats.
+The engine is a stand-in that emits TOKENS tokens of each running request in each step of STEP_S, so only the API server
+is measured.  The difference between long and short streams is the cost of their tokens.  Of the repeats, the least
+counts: on a shared machine the others include what other programs cost the caches.  With --profile the API server
+writes its profile to a file for pstats.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from espalier.request import OutputChunk, Usage
 from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
-from espalier.server.front import FrontOptions
+from espalier.server.frontend import FrontendOptions
 from espalier.server.protocol import EngineReady, OutputPart, Shutdown, StepOutput, SubmitPrompts, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
-from espalier.server.worker import EXIT_DONE, EXIT_FAILED, wait_for_start
+from espalier.server.worker import EXIT_FAILED, EXIT_OK, wait_for_start
 from espalier.stats import SpeculationStats
 from lab.bench.server import free_port, wait_until_served
 
@@ -45,31 +45,33 @@ PROMPT = list(range(300, 428))
 CHAT = [{"role": "user", "content": "Tell a long story about a tree that was trained to grow flat against a wall."}]
 
 
-def stand_in(address: str, front_pid: int) -> int:
-    """The engine process.  It ends when the front does, like a real one."""
+def stand_in(address: str, api_server_pid: int) -> int:
+    """The engine process.  It ends when the API server does, like a real one."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
         pair.linger = 0
         pair.connect(address)
-        if wait_for_start(pair, front_pid) is None:
+        if wait_for_start(pair, api_server_pid) is None:
             return EXIT_FAILED
-        facts = prepare(EngineConfig(model="bundled")).inputs.facts
+        model_info = prepare(EngineConfig(model="bundled")).inputs.model_info
         pair.send(
-            protocol.encode(EngineReady(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16}))
+            protocol.encode(
+                EngineReady(model_info, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})
+            )
         )
         left: dict[str, SubmittedPrompt] = {}
         sent: dict[str, int] = {}
-        while os.getppid() == front_pid:
+        while os.getppid() == api_server_pid:
             while pair.poll(0 if left else 1000):
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
-                    return EXIT_DONE
+                    return EXIT_OK
                 for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
                     left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
             pair.send(protocol.encode(StepOutput(parts)))
             time.sleep(STEP_S)
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
@@ -84,10 +86,10 @@ def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
 
 
 def front(port: int, profile: str | None) -> None:
-    """The front's process."""
-    logs.set_up("info", False)
+    """The API server's process."""
+    logs.set_up_logging("info", False)
     client = ClientOptions(worker="scripts.front_cost")
-    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("fake",)), ApiOptions())
+    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontendOptions(("fake",)), ApiOptions())
     if profile is None:
         asyncio.run(serve({}, options))
         return
@@ -105,11 +107,11 @@ def post(connection: HTTPConnection, path: str, body: dict[str, Any]) -> None:
     connection.request("POST", path, dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     if b"[DONE]" not in answer.read():
-        raise EspalierError(f"the front answered {answer.status}")
+        raise EspalierError(f"the API server answered {answer.status}")
 
 
 def measure(port: int, pid: int, path: str, prompt: dict[str, Any], streams: int, repeats: int) -> tuple[float, float]:
-    """(µs a request without its tokens, µs a token) of the front, on connections that stay open."""
+    """(µs a request without its tokens, µs a token) of the API server, on connections that stay open."""
     costs, connections = [], [HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(streams)]
     for length in LENGTHS:
         body = {"model": "fake", "max_tokens": length, "stream": True, "ignore_eos": True, **prompt}
@@ -145,7 +147,7 @@ def run(args: Namespace) -> None:
 
 
 def main() -> int:
-    # The front starts it as its engine.
+    # The API server starts it as its engine.
     if len(sys.argv) == 3 and sys.argv[1].startswith("ipc://"):
         return stand_in(sys.argv[1], int(sys.argv[2]))
     parser = ArgumentParser(description=__doc__)

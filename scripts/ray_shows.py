@@ -2,7 +2,7 @@
 
 answers: with 1, 2 and 4 replicas, one killed while it streams, and a rolling update under load, each request is
 answered, and with one engine's text.  prefixes: prompt tokens found in prefix caches, by router.  scaling: replicas
-under load and after it.  cost: CPU time of each process for a token, and the front's most tokens a second, with
+under load and after it.  cost: CPU time of each process for a token, and the API server's most tokens a second, with
 engines that are stand-ins (scripts/front_cost.py).  Needs the extra `ray`; the bundled model runs on the CPU.
 """
 
@@ -262,7 +262,7 @@ def show_scaling(high: int) -> None:
 
 def show_cost(counts: Sequence[int], repeats: int) -> None:
     """Streams of stand-in engines, which take no time to compute."""
-    print("| front | path of a token | µs of CPU a token | tokens a second |\n| --- | --- | --- | --- |")
+    print("| API server | path of a token | µs of CPU a token | tokens a second |\n| --- | --- | --- | --- |")
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.front_cost", "--front", str(port)], stderr=subprocess.DEVNULL

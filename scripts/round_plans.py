@@ -34,8 +34,8 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN_TREE, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header, require_gpu
-from lab.bench.engines import OfShape, way_with
-from lab.bench.synthetic_models import recipe_of
+from lab.bench.engines import ShapeEngines, variant_with_tree
+from lab.bench.synthetic_models import recipe_with_accept_length
 
 # The variant that changes nothing.
 ENGINES = "the engine's plans"
@@ -193,10 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         stored = {"weights": args.weights, "draft_weights": args.draft_weights}
-        recipe, device = recipe_of(args.shape, 0, **stored), require_gpu("scripts.round_plans")
+        recipe, device = recipe_with_accept_length(args.shape, 0, **stored), require_gpu("scripts.round_plans")
         print_header()
-        way = way_with(args.tree)
-        with OfShape(recipe, SETTINGS, device, [way]).open(way) as bench:
+        way = variant_with_tree(args.tree)
+        with ShapeEngines(recipe, SETTINGS, device, [way]).open(way) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
             if not 1 <= args.batch <= (most := bench.config.layout.max_batch):

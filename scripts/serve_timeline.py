@@ -34,16 +34,16 @@ from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
 from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.front import FrontOptions
+from espalier.server.frontend import FrontendOptions
 from espalier.server.protocol import Generation, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
 from lab import shape_worker
-from lab.bench.engines import OfShape, engines_of, load_sizes
+from lab.bench.engines import ShapeEngines, engines_of_flags, load_sizes
 from lab.bench.flags import engines as add_flags
-from lab.bench.serve import sharing_the_gpu
-from lab.bench.server import exchange_all, free_port, stop, wait_until_served
+from lab.bench.serve import with_full_batch_pages
+from lab.bench.server import exchange_all, free_port, stop_process, wait_until_served
 from lab.shape_flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
@@ -52,16 +52,16 @@ GPU_SIZES = {"chunk_size": 2048, "busy_chunk_size": 640, "overlap": True}
 # In the order in which a request passes.
 EVENTS = {
     "sent": "sent by the client",
-    "arrived": "read by the front",
+    "arrived": "read by the API server",
     "parsed": "body checked",
     "submitted": "given to the outbox",
     "received": "read by the engine process",
     "launched": "in a prefill pass",
     "result": "first token read",
-    "back": "first token in the front",
+    "back": "first token in the API server",
     "client": "first byte at the client",
     "last_result": "last token read",
-    "last_back": "last token in the front",
+    "last_back": "last token in the API server",
     "ended": "response complete",
 }
 Note = Callable[[str, object], None]
@@ -190,13 +190,13 @@ def load(sent: dict[str, Any]) -> Iterator[Any]:
         yield NotedLLM(used, note)
 
 
-# The front's process
+# The API server's process
 
 
-def front(port: int, sent: Mapping[str, Any]) -> None:
-    logs.set_up("warning", False)
+def frontend(port: int, sent: Mapping[str, Any]) -> None:
+    logs.set_up_logging("warning", False)
     client = ClientOptions(worker="scripts.serve_timeline", log_level="warning")
-    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("m",)), ApiOptions())
+    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontendOptions(("m",)), ApiOptions())
     with noting(sent["notes"]) as note:
         note_front(note)
         asyncio.run(serve(sent, options))
@@ -351,10 +351,12 @@ def run(args: Namespace) -> None:
     sizes = [int(size) for size in args.concurrency.split(",")]
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
-    made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
+    made = engines_of_flags(
+        args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest
+    )
     loaded = plain_settings(dict(made.settings))
-    if isinstance(made, OfShape):
-        made = sharing_the_gpu(made)
+    if isinstance(made, ShapeEngines):
+        made = with_full_batch_pages(made)
         recipe = shape_settings(args, made.settings.get("seed", 0))
         loaded = {"recipe": recipe, "settings": plain_settings(dict(made.settings))}
     pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
@@ -362,7 +364,7 @@ def run(args: Namespace) -> None:
         port = free_port()
         sent = json.dumps({"notes": folder, "pace": pace, "loaded": loaded})
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.serve_timeline", "--front", str(port), "--sent", sent]
+            [sys.executable, "-m", "scripts.serve_timeline", "--api-server", str(port), "--sent", sent]
         )
         try:
             # The server loads first, as in `python -m lab serve`: "auto" takes a share of the memory that is free.
@@ -372,7 +374,7 @@ def run(args: Namespace) -> None:
             for size in sizes:
                 timeline.measure(size)
         finally:
-            stop(process)
+            stop_process(process)
         timeline.show(Path(folder))
 
 
@@ -390,13 +392,13 @@ def main() -> int:
         metavar="MS,MS,US",
         help="ms of a round, ms in which the host launches a prefill pass, µs of a pass for each row (6,20,27)",
     )
-    parser.add_argument("--front", type=int)
+    parser.add_argument("--api-server", type=int)
     parser.add_argument("--sent")
     add_flags(parser)
     args = parser.parse_args()
     args.measured = "serve"
-    if args.front is not None:
-        front(args.front, json.loads(args.sent))
+    if args.api_server is not None:
+        frontend(args.api_server, json.loads(args.sent))
     else:
         run(args)
     return 0

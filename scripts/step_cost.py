@@ -37,7 +37,7 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
         began.append(perf_counter())
         if len(began) > STEPS:
             # Leave without the aborts, which abort_ms measures.
-            engine.stop_error, llm._closed = "measured", True
+            engine.stop_error, llm._is_closed = "measured", True
             raise StepsDone
         return step()
 
@@ -46,7 +46,7 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
     try:
         llm.generate([[1, 2, 3, 4]] * num_prompts, GREEDY)
     except StepsDone:
-        llm._closed = False
+        llm._is_closed = False
     return 1e3 * median(after - before for before, after in pairwise(began))
 
 

@@ -205,7 +205,7 @@ def request(
         prompt=list(prompt),
         params=resolved,
         seed=index if seed is None else seed,
-        arrival=index,
+        arrival_index=index,
         stop_ids=frozenset(resolved.stop_token_ids),
     )
 

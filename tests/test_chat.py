@@ -58,7 +58,7 @@ def family(make, template, special, others=(), **flags):
 
 
 def chat(tokenizer, messages, **options):
-    return run_steps(tokenizer.template.steps(messages, options), tokenizer.template.render)
+    return run_steps(tokenizer.template.encode_steps(messages, options), tokenizer.template.render)
 
 
 # What families do with a message, one trait each: headers of several tokens, thoughts that are cut out, trimming, a
@@ -189,11 +189,11 @@ def test_what_a_message_spells_reads_as_it_was_written(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_copy_that_reads_them_as_text_reads_all_else_alike(name):
     tokenizer = FAMILIES[name]
-    special = tokenizer.template.special
+    special = tokenizer.template.special_tokens
     for said in ("ab", " a b!", "é\n", "<think>b</think>", "<|", ""):
         messages = conversation(said, said, said)
         text = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = special.without_marks(text, mark="never")
+        prompt = special.remove_marks(text, mark="never")
         assert special.encode(prompt, add_special_tokens=False) == chat(tokenizer, messages)
 
 
@@ -221,7 +221,7 @@ def test_tools_their_calls_and_their_results_spell_none():
 
 def test_a_tokenizer_that_cannot_keep_them_as_text_says_so():
     tokenizer = family(byte_level, "<|turn|>{{ messages[0].content }}", ["<|turn|>"])
-    tokenizer.template.special.backend = None
+    tokenizer.template.special_tokens.backend = None
     chat(tokenizer, conversation("a<|b"))
     with pytest.raises(
         EspalierError, match=r"contain special tokens, which this model's tokenizer cannot keep as text"

@@ -14,7 +14,7 @@ from espalier.attention import BACKENDS
 from espalier.cli.main import parse
 from lab.__main__ import make_parser as make_lab
 from lab.faults.command import COMMANDS
-from lab.faults.planted import FAULTS, find
+from lab.faults.planted import FAULTS, find_fault
 from scripts.make_support import PAGE, render
 from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
 
@@ -140,7 +140,7 @@ def test_commands_parse(page: Path):
     for command in LAB.findall(commands(page)):
         asked = make_lab().parse(shlex.split(command, comments=True))
         if asked.command == "fault":
-            assert find(asked.fault) and parse(asked.planted).command in COMMANDS, command
+            assert find_fault(asked.fault) and parse(asked.planted).command in COMMANDS, command
 
 
 def test_the_picture_of_the_demo_is_whole_and_fetches_nothing():

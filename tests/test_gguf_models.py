@@ -45,7 +45,7 @@ def test_values_have_the_bits_of_the_library() -> None:
 def test_the_tokenizer_and_the_template_are_the_files() -> None:
     config = read_config(FIXTURE)
     tokenizer = load_tokenizer(FIXTURE, config.vocab_size)
-    assert tokenizer is not None and tokenizer.size == config.vocab_size == 268
+    assert tokenizer is not None and tokenizer.num_tokens == config.vocab_size == 268
     vocab = {token: number for token, number in tokenizer.hf.get_vocab().items() if not token.startswith("<|")}
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("l", "d")]
     made = Tokenizer(models.BPE(vocab, [*merges, ("Ġwor", "ld")]))
@@ -56,7 +56,7 @@ def test_the_tokenizer_and_the_template_are_the_files() -> None:
     end, user, assistant = (vocab_size for vocab_size in range(265, 268))
     assert config.eos_token_ids == (end, user)
     conversation = [{"role": "user", "content": "hello world"}]
-    assert run_steps(tokenizer.template.steps(conversation, {}), tokenizer.template.render) == [
+    assert run_steps(tokenizer.template.encode_steps(conversation, {}), tokenizer.template.render) == [
         user,
         *made.encode("hello world").ids,
         assistant,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, max_draft_tokens
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, max_draft_tokens, padded_batch
 
 SIZES = {
     "max_batch": 4,
@@ -163,4 +163,4 @@ def test_no_batch_has_a_tree_above_the_configured_one():
 
 @pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (4, 4), (5, 6), (12, 12), (13, 13)])
 def test_a_batch_is_padded_to_the_next_bucket_or_not_at_all(batch, bucket):
-    assert bucket_of(batch, (1, 2, 3, 4, 6, 8, 12)) == bucket
+    assert padded_batch(batch, (1, 2, 3, 4, 6, 8, 12)) == bucket

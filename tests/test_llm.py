@@ -414,8 +414,8 @@ def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions
 
 
 def test_a_limit_that_the_model_sets_is_cut_to_the_context(llm, monkeypatch):
-    facts = replace(llm.inputs.facts, generation_config={"max_new_tokens": 999})
-    monkeypatch.setattr(llm.inputs, "facts", facts)
+    model_info = replace(llm.inputs.model_info, generation_config={"max_new_tokens": 999})
+    monkeypatch.setattr(llm.inputs, "model_info", model_info)
     [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, ignore_eos=True))
     assert len(output.token_ids) == 61 and output.finish_reason == "length"
 
@@ -579,7 +579,7 @@ def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, 
     monkeypatch.setattr("espalier.engine.engine.Engine.totals", totals)
     for _ in range(300):
         totals.add(1, 0, 7, 3)
-    monkeypatch.setattr(llm, "_warned", False)
+    monkeypatch.setattr(llm, "_has_warned", False)
     with caplog.at_level(logging.WARNING, "espalier"):
         llm.generate("abc", GREEDY)
         llm.generate("abc", GREEDY)

@@ -47,7 +47,7 @@ def test_calls_and_streams_of_several_threads_give_what_they_give_alone(llm):
 
 def require_idle(llm):
     check_pages(llm.engine)
-    assert not llm.engine.requests and not llm._unread
+    assert not llm.engine.requests and not llm._unread_chunks
 
 
 def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm):
@@ -79,10 +79,10 @@ def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
     turn, events = EngineLock(), []
     with turn.run_postponed_after(), turn.lock:
         with turn.uninterrupted_turn():
-            turn.run(lambda: events.append("later"))
+            turn.run_when_free(lambda: events.append("later"))
             events.append("step")
         assert events == ["step", "later"]
-        turn.run(lambda: events.append("at once"))
+        turn.run_when_free(lambda: events.append("at once"))
         assert events == ["step", "later", "at once"]
 
 
@@ -90,7 +90,7 @@ def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     """It never waits: that thread may wait for it, as for the thread that runs launches."""
     turn, events = EngineLock(), []
     with turn.run_postponed_after(), turn.lock:
-        other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
+        other = threading.Thread(target=turn.run_when_free, args=(lambda: events.append("other"),), daemon=True)
         other.start()
         other.join(60)
         assert not other.is_alive() and not events
@@ -116,9 +116,9 @@ def test_an_action_that_is_left_while_another_is_looked_for_is_found():
 
     def leave():
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(turn.run, lambda: events.append("third")).result()
+            thread.submit(turn.run_when_free, lambda: events.append("third")).result()
 
-    turn.run(lambda: events.append("first"))
+    turn.run_when_free(lambda: events.append("first"))
     assert events == ["third"]
 
 
@@ -140,7 +140,7 @@ def interrupt(turn: EngineLock, moment: int) -> bool:
     sys.settrace(press)
     try:
         with turn.run_postponed_after(), turn.lock, turn.uninterrupted_turn():
-            turn.run(list)
+            turn.run_when_free(list)
     except KeyboardInterrupt:
         pass
     finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
-from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
+from espalier.limits import MAX_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
     Request,
@@ -89,7 +89,7 @@ REFUSED = [
     ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias token={VOCAB}"),
     ({"logit_bias": {1: float("inf")}}, "logit_bias[1]=inf"),
     ({"logit_bias": [1]}, "logit_bias=[1]"),
-    ({"logit_bias": dict.fromkeys(range(MAX_BIAS + 1), 1.0)}, f"{MAX_BIAS + 1} entries"),
+    ({"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 1.0)}, f"{MAX_BIASES + 1} entries"),
     ({"seed": -1}, "seed=-1"),
     ({"max_tokens": 0}, "max_tokens=0"),
     ({"max_tokens": -3}, "use a whole number, 0 to 2147483647 (0 only with prompt_logprobs)"),
@@ -229,7 +229,7 @@ def test_a_prompt_may_leave_room_for_one_token():
 
 def test_the_end_is_max_tokens_or_the_context():
     def end(**params):
-        return Request("r", [1, 2, 3], resolved(**params), seed=0, arrival=0).end(max_context=10)
+        return Request("r", [1, 2, 3], resolved(**params), seed=0, arrival_index=0).max_num_tokens(max_context=10)
 
     assert (end(max_tokens=4), end(max_tokens=100), end()) == (7, 10, 10)
     assert end(max_tokens=0, prompt_logprobs=0) == 4, "a prompt pass picks a token, which has a place"

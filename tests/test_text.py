@@ -58,10 +58,10 @@ def taken(decode, prompt, tokens, takes) -> list[str]:
     stream = Detokenizer(decode, prompt)
     out = []
     for token, take in zip(tokens, takes, strict=True):
-        stream.push(token)
+        stream.push_token(token)
         if take:
-            out.append(stream.take(final=False))
-    return [*out, stream.take(final=True)]
+            out.append(stream.take_text(final=False))
+    return [*out, stream.take_text(final=True)]
 
 
 some_text = st.text(st.sampled_from("ab é日🎉!\n "), min_size=1, max_size=24)
@@ -123,8 +123,8 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever():
     stream = Detokenizer(BYTE_LEVEL.decode)
     handed_out = ""
     for _ in range(8):
-        stream.push(stray)
-        handed_out += stream.take(final=False)
+        stream.push_token(stray)
+        handed_out += stream.take_text(final=False)
     assert len(handed_out) >= 4
 
 
@@ -136,50 +136,50 @@ def with_added_tokens() -> Tokenizer:
 
 WITH_ADDED = with_added_tokens()
 ADDED_IDS = WITH_ADDED.hf.convert_tokens_to_ids(["<end>", "<think>", "日本", "é"])
-some_tokens = st.lists(st.sampled_from(ADDED_IDS) | st.integers(0, WITH_ADDED.size - 1), max_size=12)
+some_tokens = st.lists(st.sampled_from(ADDED_IDS) | st.integers(0, WITH_ADDED.num_tokens - 1), max_size=12)
 
 
 @given(prompt=some_tokens, tokens=some_tokens, ends_whole=st.booleans(), data=st.data())
 def test_bytes_are_decoded_alone_unless_the_prompt_ends_inside_a_character(prompt, tokens, ends_whole, data):
     prompt += [WITH_ADDED.encode("a")[0]] * ends_whole
-    sink = WITH_ADDED.sink(prompt)
+    sink = WITH_ADDED.text_stream(prompt)
     before = WITH_ADDED.decode(prompt)
     assert isinstance(sink.decoder, ByteDetokenizer) or before.endswith("\ufffd")
     text = ""
     for token in tokens:
-        sink.push(token)
+        sink.push_token(token)
         if data.draw(st.booleans()):
-            text += sink.take(final=False)
+            text += sink.take_text(final=False)
             # Only the bytes of a character that is not complete are withheld.
             assert not ends_whole or WITH_ADDED.decode(prompt + tokens).startswith(before + text)
-    text += sink.take(final=True)
+    text += sink.take_text(final=True)
     assert not ends_whole or before + text == WITH_ADDED.decode(prompt + tokens)
 
 
 @pytest.mark.parametrize("piece, text", [("©", "é"), ("x", "x")])
 def test_an_output_may_complete_the_prompts_last_character_or_not(piece, text):
-    sink = WITH_ADDED.sink([WITH_ADDED.backend.token_to_id("Ã")])
-    sink.push(WITH_ADDED.backend.token_to_id(piece))
-    assert sink.take(final=True) == text
+    sink = WITH_ADDED.text_stream([WITH_ADDED.backend.token_to_id("Ã")])
+    sink.push_token(WITH_ADDED.backend.token_to_id(piece))
+    assert sink.take_text(final=True) == text
 
 
 def test_a_leading_space_survives_the_border_of_prompt_and_output():
     stream = Detokenizer(SENTENCEPIECE.decode, prompt=[PIECES.index("▁the")])
-    stream.push(PIECES.index("▁a"))
-    assert stream.take(final=False) == " a"
+    stream.push_token(PIECES.index("▁a"))
+    assert stream.take_text(final=False) == " a"
 
 
 def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
     shown = Backend.from_str(SENTENCEPIECE.to_str())
     shown.add_special_tokens(["<end>"])
     stream = Detokenizer(lambda tokens: shown.decode(tokens, skip_special_tokens=True), prompt=[PIECES.index("▁the")])
-    stream.push(shown.token_to_id("<end>"))
-    assert stream.take(final=False) == ""
-    stream.push(PIECES.index("▁a"))
-    assert stream.take(final=False) == " a"
+    stream.push_token(shown.token_to_id("<end>"))
+    assert stream.take_text(final=False) == ""
+    stream.push_token(PIECES.index("▁a"))
+    assert stream.take_text(final=False) == " a"
 
 
-def with_marks(backend: Backend) -> Tokenizer:
+def insert_marks(backend: Backend) -> Tokenizer:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(backend.to_str()), eos_token="<end>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
     return Tokenizer(tokenizer)
@@ -189,19 +189,19 @@ def with_marks(backend: Backend) -> Tokenizer:
 @given(text=some_text, data=st.data())
 def test_special_tokens_that_a_parser_reads_are_shown_and_the_others_not(name, text, data):
     """Text and marks in any order: their texts in this order, but for one leading space of sentencepiece."""
-    tokenizer = with_marks(TOKENIZERS[name])
+    tokenizer = insert_marks(TOKENIZERS[name])
     shown = tokenizer.special_ids(["<call>", "</call>", "<end-of-nothing>"])
-    assert [tokenizer.name(token) for token in shown] == ["<call>", "</call>"]
+    assert [tokenizer.token_name(token) for token in shown] == ["<call>", "</call>"]
     parts = data.draw(st.lists(st.sampled_from(["<call>", "</call>", "<end>", text]), max_size=8))
     ids = {mark: tokenizer.hf.convert_tokens_to_ids(mark) for mark in ("<call>", "</call>", "<end>")}
     prompt = spelled(name, "a")
     tokens = [token for part in parts for token in ([ids[part]] if part in ids else spelled(name, part))]
-    sink, found = tokenizer.sink(prompt, visible_ids=shown), ""
+    sink, found = tokenizer.text_stream(prompt, visible_ids=shown), ""
     for token in tokens:
-        sink.push(token)
+        sink.push_token(token)
         if data.draw(st.booleans()):
-            found += sink.take(final=False)
-    found += sink.take(final=True)
+            found += sink.take_text(final=False)
+    found += sink.take_text(final=True)
     assert found == "".join(part for part in parts if part != "<end>")
 
 
@@ -211,12 +211,12 @@ def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False, decode=BYTE
     text, pushed = "", 0
     for i, token in enumerate(tokens):
         pushed += 1
-        done = stream.push(token)
+        done = stream.push_token(token)
         if takes is None or takes[i] or done:
-            text += stream.take(final=done)
+            text += stream.take_text(final=done)
         if done:
             return text, pushed, done
-    return text + stream.take(final=True), pushed, None
+    return text + stream.take_text(final=True), pushed, None
 
 
 @given(
@@ -284,11 +284,11 @@ def test_before_min_tokens_a_stop_string_is_text_though_what_follows_it_is_not_w
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():
     stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["b!"])
-    stream.push(BYTE_LEVEL.token_to_id("a"))
-    stream.push(BYTE_LEVEL.token_to_id("b"))
-    assert stream.take(final=False) == "a"
-    stream.push(BYTE_LEVEL.token_to_id("a"))
-    assert stream.take(final=False) == "ba"
+    stream.push_token(BYTE_LEVEL.token_to_id("a"))
+    stream.push_token(BYTE_LEVEL.token_to_id("b"))
+    assert stream.take_text(final=False) == "a"
+    stream.push_token(BYTE_LEVEL.token_to_id("a"))
+    assert stream.take_text(final=False) == "ba"
 
 
 def test_before_min_tokens_a_stop_string_is_text():

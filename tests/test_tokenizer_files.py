@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.models.families import FAMILIES
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import Tokenizer, load_tokenizer
-from espalier.tokenizer_files import may_be_exponential, unbounded_pattern
+from espalier.tokenizer_files import find_exponential_pattern, may_be_exponential
 from espalier.train.data import read_prompts
 from tests.pairwise import in_turn_params
 from tests.test_text import BYTE_LEVEL
@@ -196,7 +196,7 @@ def splitting_by(pattern: str) -> Tokenizer:
 def test_a_match_that_takes_too_long_is_an_error_of_the_text() -> None:
     """The library ends it with an exception that is no Exception."""
     tokenizer = splitting_by("a+a+a+a+a+a+a+[bc]")
-    assert unbounded_pattern(tokenizer.backend) is None
+    assert find_exponential_pattern(tokenizer.backend) is None
     with pytest.raises(EspalierError, match=r"the text cannot be tokenized .*retry-limit"):
         tokenizer.encode("a" * 99 + "!")
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 WORKER = "espalier.server.worker"
-# What a server's front and its engine import.
+# What an API server and its engine import.
 SERVER = (
     "espalier.cli.main",
     "espalier.cli.serve",
@@ -180,7 +180,7 @@ def _become(
 
 
 def _copied_engines(start: Callable[..., Any]) -> Callable[..., Any]:
-    """A front starts its engine as a copy of itself, its child."""
+    """An API server starts its engine as a copy of itself, its child."""
 
     def started(*command: str, **options: Any) -> Any:
         if command[1:3] == ("-m", WORKER):

@@ -16,8 +16,8 @@ from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import causal_bits
-from espalier.kernels.attention.choose import counted_block_rows
+from espalier.kernels.attention.ancestor_bits import causal_ancestor_bits
+from espalier.kernels.attention.choose import block_rows_to_count
 from espalier.kernels.ops.attention import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -148,7 +148,7 @@ class TritonAttention(AttentionPlan):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_blocks:
-            block_rows, counts = counted_block_rows(inputs), None
+            block_rows, counts = block_rows_to_count(inputs), None
             if block_rows is not None:
                 pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
                 made_for = (inputs.splits.policy, count_contiguous_blocks, block_rows)
@@ -174,7 +174,7 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
     row = torch.arange(rows, device=nodes.row_positions.device)
-    return causal_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
+    return causal_ancestor_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
 def _attend_chosen(

@@ -19,7 +19,7 @@ from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, TreeShape
-from espalier.prompt_files import records, token_ids
+from espalier.prompt_files import read_records, token_ids
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import make_engine
@@ -167,8 +167,8 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
     """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
-        token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
-        for place, record in records("--dataset", path)
+        token_ids(place, record, inputs.model_info.vocab_size, lambda: inputs)
+        for place, record in read_records("--dataset", path)
     ]
     fitting = [tokens for tokens in found if 0 < len(tokens) <= context]
     if not fitting:

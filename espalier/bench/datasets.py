@@ -13,7 +13,7 @@ from typing import Any
 from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
-from espalier.prompt_files import EXPECTED_RECORD, messages_of, record_kind, records, unexpected_record
+from espalier.prompt_files import RECORD_FORMAT, messages_of, read_records, record_format, unexpected_record_error
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -55,10 +55,10 @@ def conversations_of(
     the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
-    said = [_messages_of_record(place, record) for place, record in records("--dataset", path)]
+    said = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
     spoken = [each for each in said if each[2]]
     if not spoken:
-        raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED_RECORD}")
+        raise EspalierError(f"--dataset {path} holds no prompt; each record is {RECORD_FORMAT}")
     chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
     talks = [
         Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
@@ -80,11 +80,11 @@ def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random
 
 def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """Returns (category, system message, messages of the user) of a record."""
-    if record_kind(place, record) == "token_ids":
-        raise unexpected_record(place, "token ids, which are no text")
+    if record_format(place, record) == "token_ids":
+        raise unexpected_record_error(place, "token ids, which are no text")
     said = messages_of(place, record)
     system, texts = ([each["content"] for each in said if each["role"] == who] for who in ("system", "user"))
     category = record.get("category") or ""
     if not isinstance(category, str):
-        raise unexpected_record(place, '"category" that is no text')
+        raise unexpected_record_error(place, '"category" that is no text')
     return category, "\n\n".join(system), [text for text in texts if text]

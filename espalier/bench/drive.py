@@ -126,9 +126,9 @@ def full_steps(runs: Sequence[DriveResult]) -> list[float]:
 
 
 def greedy_request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """Returns a greedy request for num_tokens tokens.  arrival: index in the order of arrival, also the seed."""
+    """Returns a greedy request for num_tokens tokens.  arrival_index: index in the order of arrival, also the seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
-    return Request(name, list(prompt), params, seed=arrival, arrival=arrival)
+    return Request(name, list(prompt), params, seed=arrival, arrival_index=arrival)
 
 
 def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: Sequence[int]) -> list[Request]:
@@ -140,7 +140,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
             prompt=list(prompt),
             params=resolved,
             seed=i if resolved.seed is None else resolved.seed,
-            arrival=i,
+            arrival_index=i,
             output=list(output),
             from_draft=[False] * len(output),
         )

@@ -262,7 +262,7 @@ class LoadResult:
         }
 
     def _outputs_hash(self) -> str:
-        outputs = [each.output for each in sorted(self.requests, key=lambda each: each.arrival)]
+        outputs = [each.output for each in sorted(self.requests, key=lambda each: each.arrival_index)]
         return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 

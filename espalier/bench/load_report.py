@@ -61,8 +61,8 @@ class DatasetConversations:
             raise EspalierError("--dataset is text, and this model has no tokenizer; leave --dataset out")
         self.llm, self.tokenizer, self.talks = llm, llm.tokenizer, talks
         self.temperature, self.think = temperature, think
-        self.has_template = bool(llm.tokenizer.template.text)
-        read_switches = [name for name in REASONING_SWITCHES if llm.tokenizer.template.reads(name)]
+        self.has_template = bool(llm.tokenizer.template.source)
+        read_switches = [name for name in REASONING_SWITCHES if llm.tokenizer.template.reads_variable(name)]
         if thinking is not None and not read_switches:
             raise EspalierError(
                 f"--thinking: this model's chat template reads none of {', '.join(REASONING_SWITCHES)}; leave it out"

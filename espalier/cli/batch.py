@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from espalier.cli import INTERRUPTED_STATUS
-from espalier.cli.serve import add_chat_flags, front_options_from_flags, plain_settings
+from espalier.cli.serve import add_chat_flags, frontend_options_from_flags, plain_settings
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.terminal.console import progress, waiting
 from espalier.terminal.flags import (
@@ -171,24 +171,24 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
-    from espalier.server.run import local_app
+    from espalier.server.run import in_process_app
 
     settings = engine_settings(args)
     if "draft" not in settings:
         settings = {"model": BUNDLED, **settings}
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
-    running = local_app(
+    running = in_process_app(
         plain_settings(settings),
         # If the engine process crashes, it is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
-        front_options_from_flags(args, names, max_queue=UNREACHED_QUEUE_LENGTH, request_timeout_s=None),
+        frontend_options_from_flags(args, names, max_queue=UNREACHED_QUEUE_LENGTH, request_timeout_s=None),
         ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),
     )
     async with AsyncExitStack() as stack:
         with waiting("loading the model"):
-            front, app = await stack.enter_async_context(running)
+            frontend, app = await stack.enter_async_context(running)
         client = await stack.enter_async_context(app_client(app))
-        slots = front.engines.num_slots
+        slots = frontend.engines.num_slots
         yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
 
 

@@ -247,7 +247,9 @@ def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) 
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
     assert output.logprobs
     logprobs = dict(output.logprobs[0].top)
-    texts = (f"{llm.tokenizer.name(token)!r} {logprobs[token]:.6f}" if token in logprobs else "" for token in tokens)
+    texts = (
+        f"{llm.tokenizer.token_name(token)!r} {logprobs[token]:.6f}" if token in logprobs else "" for token in tokens
+    )
     listed = ", ".join(text or f"one not among the {MAX_LOGPROBS} likeliest" for text in texts)
     return f"log-probabilities there by plain decoding: {listed}; rounding decides between two that are nearly equal"
 

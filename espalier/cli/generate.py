@@ -74,14 +74,14 @@ def _checked_prompt(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
     """Returns a prompt's tokens and parameters.  The default max_tokens is DEFAULT_MAX_TOKENS, or what fits."""
-    from espalier.llm import add_prompt_index
+    from espalier.llm import number_prompt_errors
 
-    with add_prompt_index(i, len(prompts)):
+    with number_prompt_errors(i, len(prompts)):
         prompt = inputs.chat_tokens([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
         tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
-        if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
-            params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, inputs.facts.max_context - len(tokens)))
+        if params.max_tokens is None and "max_new_tokens" not in inputs.model_info.generation_config:
+            params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, inputs.model_info.max_context - len(tokens)))
         return tokens, params
 
 

@@ -13,19 +13,19 @@ from espalier.errors import EspalierError
 from espalier.learn.folder import LearnConfig
 from espalier.learn.folder import flag_of as learn_flag
 from espalier.server import logs
-from espalier.server.logs import LEVELS
+from espalier.server.logs import LOG_LEVELS
 from espalier.terminal.console import read_text
 from espalier.terminal.flags import add_engine_flags, add_key_flag, add_plain_flag, api_keys, engine_settings, flag_of
 
 if TYPE_CHECKING:
-    from espalier.server.front import FrontOptions
+    from espalier.server.frontend import FrontendOptions
     from espalier.server.run import ServeOptions
 
 SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Add the flags about chat templates, tool calls and reasoning, which front_options_from_flags reads."""
+    """Add the flags about chat templates, tool calls and reasoning, which frontend_options_from_flags reads."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -170,7 +170,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     _add_batch_flags(http)
     _add_timeout_flags(http)
-    http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
+    http.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
     _add_learn_flags(parser)
@@ -192,7 +192,7 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="with MIN:MAX: open tokens (those not computed yet) for which one engine is enough (16384)",
     )
-    ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
+    ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the API server (1)")
 
 
 def run(args: Namespace) -> int:
@@ -207,7 +207,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     """
     # These imports are slow, and other commands do not need them.
     from espalier.server.api import ApiOptions
-    from espalier.server.client import MODEL_WORKER_MODULE, ClientOptions
+    from espalier.server.client import ENGINE_PROCESS_MODULE, ClientOptions
     from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
@@ -233,10 +233,12 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=worker or MODEL_WORKER_MODULE,
+            worker=worker or ENGINE_PROCESS_MODULE,
             learn=learn,
         ),
-        front=front_options_from_flags(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
+        frontend=frontend_options_from_flags(
+            args, names, args.max_queue, args.request_timeout or None, args.strict_fields
+        ),
         api=ApiOptions(
             keys[0] if keys else None,
             args.cors_origin or (),
@@ -247,7 +249,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         ),
         batch_dir=args.batch_dir,
     )
-    logs.set_up(args.log_level, args.log_json)
+    logs.set_up_logging(args.log_level, args.log_json)
     if args.replicas is not None:
         _serve_replicas(args, settings, options)
         return 0
@@ -258,16 +260,16 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         return 0
 
 
-def front_options_from_flags(
+def frontend_options_from_flags(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
-) -> "FrontOptions":
-    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError."""
-    from espalier.server.front import FrontOptions
+) -> "FrontendOptions":
+    """Returns FrontendOptions from the flags of add_chat_flags.  Raises EspalierError."""
+    from espalier.server.frontend import FrontendOptions
 
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")
-    return FrontOptions(
+    return FrontendOptions(
         names=tuple(names),
         chat_template=template,
         max_queue=max_queue,
@@ -290,7 +292,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     check_settings(settings)
     replicas = parse_replicas(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
-        (ServedModel(settings, options.front, options.client, replicas),),
+        (ServedModel(settings, options.frontend, options.client, replicas),),
         options.api,
         args.fronts or 1,
         options.drain_timeout_s,

@@ -1,7 +1,7 @@
-"""Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
+"""Estimates how many tokens a round of any tree emits, from the results of earlier rounds.
 
-Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
-These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor: its real gain
+Rounds of every tree show how often the first child is accepted at each depth, along paths of first children.  These
+rates predict the gain of a tree: its tokens beyond the first.  A tree that ran also has a gain ratio: its real gain
 divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted in
 proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
@@ -28,8 +28,8 @@ MAX_RATE = 0.98
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
 # Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
-# round), and a form's factor of 1 as FORM_PRIOR_TOKENS tokens.
-PRIOR_SAMPLES, FORM_PRIOR_TOKENS = 3.0, 12.0
+# round), and a gain ratio of 1 as GAIN_PRIOR_TOKENS tokens.
+PRIOR_SAMPLES, GAIN_PRIOR_TOKENS = 3.0, 12.0
 # Each round multiplies the weight of the prior by PRIOR_DECAY.
 PRIOR_DECAY = 0.9
 # The text has changed if the gain of the last RECENT_SAMPLES samples differs from the expected one by MAX_DEVIATIONS
@@ -105,22 +105,22 @@ def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
 
 @dataclass
 class DecayingRate:
-    """A rate from counts: the number of trials and of successes.  Older trials count less."""
+    """A rate whose older counts weigh less."""
 
-    trials: float = 0.0
-    successes: float = 0.0
+    denominator: float = 0.0
+    numerator: float = 0.0
 
     def decay(self, factor: float) -> None:
-        self.trials *= factor
-        self.successes *= factor
+        self.denominator *= factor
+        self.numerator *= factor
 
     def rate(self, prior_rate: float, prior_weight: float) -> float:
-        return (self.successes + prior_weight * prior_rate) / (self.trials + prior_weight)
+        return (self.numerator + prior_weight * prior_rate) / (self.denominator + prior_weight)
 
 
 @dataclass
-class FormCounts:
-    """What the rounds of one form showed.
+class TreeCounts:
+    """What the rounds of one tree showed.
 
     depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
     gained: tokens beyond the first.
@@ -136,8 +136,8 @@ class FormCounts:
         self.gained += weight * len(sample.ranks)
 
     def decay(self, factor: float) -> None:
-        for count in self.depths:
-            count.decay(factor)
+        for rate in self.depths:
+            rate.decay(factor)
         self.samples = [factor * count for count in self.samples]
         self.gained *= factor
 
@@ -158,7 +158,7 @@ class Acceptance:
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
     first_child: list[float] = field(init=False)
-    forms: dict[TreeShape, FormCounts] = field(default_factory=dict)
+    by_tree: dict[TreeShape, TreeCounts] = field(default_factory=dict)
     recent_gain: DecayingRate = field(default_factory=DecayingRate)
     prior_weight: float = PRIOR_SAMPLES
 
@@ -167,21 +167,21 @@ class Acceptance:
 
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
-        self.forms, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
+        self.by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
         self.first_child = [0.0] * self.steps
         self._update_first_child()
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].trials > max_samples:
-            self._decay(max_samples / self.depths[0].trials)
+        if self.steps and self.depths[0].denominator > max_samples:
+            self._decay(max_samples / self.depths[0].denominator)
             self._update_first_child()
 
     def _decay(self, factor: float) -> None:
-        for count in self.depths:
-            count.decay(factor)
-        for form in self.forms.values():
-            form.decay(factor)
+        for rate in self.depths:
+            rate.decay(factor)
+        for counts in self.by_tree.values():
+            counts.decay(factor)
 
     def _update_first_child(self) -> None:
         follows = 1.0
@@ -192,16 +192,17 @@ class Acceptance:
 
     def accept_length(self, tree: TreeShape) -> float:
         """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
-        return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
+        return 1 + gains(tree, self.first_child)[-1] * self._gain_ratio(tree)
 
-    def _form_factor(self, tree: TreeShape) -> float:
-        """Returns the real gain of the form, divided by the gain that its own rounds' first children predict."""
-        form = self.forms.get(tree)
-        if form is None:
+    def _gain_ratio(self, tree: TreeShape) -> float:
+        """Returns the real gain of the tree, divided by the gain that its own rounds' first children predict."""
+        counts = self.by_tree.get(tree)
+        if counts is None:
             return 1.0
-        own = [count.rate(rate, self.prior_weight) for count, rate in zip(form.depths, self.first_child, strict=False)]
-        predicted = sum(map(mul, form.samples, gains(tree, own)))
-        return (form.gained + FORM_PRIOR_TOKENS) / (predicted + FORM_PRIOR_TOKENS)
+        pairs = zip(counts.depths, self.first_child, strict=False)
+        own = [count.rate(pooled, self.prior_weight) for count, pooled in pairs]
+        predicted = sum(map(mul, counts.samples, gains(tree, own)))
+        return (counts.gained + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Count a round of this tree."""
@@ -211,24 +212,24 @@ class Acceptance:
         self._cap_weight_if_text_changed(tree, samples)
         self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
         self._decay(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
-        if tree not in self.forms:
-            self.forms[tree] = FormCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
-        form = self.forms[tree]
+        if tree not in self.by_tree:
+            self.by_tree[tree] = TreeCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
+        counts = self.by_tree[tree]
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             max_depth = min(sample.max_depth, depth)
             _count_first_children(self.depths, sample, max_depth, weight)
-            form.add(sample, max_depth, weight)
+            counts.add(sample, max_depth, weight)
         self._update_first_child()
 
     def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
-        by_depth, factor = gains(tree, self.first_child), self._form_factor(tree)
+        by_depth, ratio = gains(tree, self.first_child), self._gain_ratio(tree)
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent_gain.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
-        self.recent_gain.successes += sum(len(sample.ranks) for sample in samples)
-        expected, gained = self.recent_gain.trials, self.recent_gain.successes
+        self.recent_gain.denominator += ratio * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
+        self.recent_gain.numerator += sum(len(sample.ranks) for sample in samples)
+        expected, gained = self.recent_gain.denominator, self.recent_gain.numerator
         if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent_gain = DecayingRate()
@@ -241,9 +242,9 @@ def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, 
         count = depths[depth]
         if depth == len(ranks):
             # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
-            count.trials += weight * (not sample.is_leaf or sample.is_short)
+            count.denominator += weight * (not sample.is_leaf or sample.is_short)
             return
-        count.trials += weight
+        count.denominator += weight
         if ranks[depth]:
             return
-        count.successes += weight
+        count.numerator += weight

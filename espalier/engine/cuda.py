@@ -41,11 +41,11 @@ from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.kernels.runtime.precompile import precompile
-from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
+from espalier.layout import MAX_ROUNDS_IN_FLIGHT, LaunchForm, padded_batch
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
-RING_ENTRIES = ROUNDS_IN_FLIGHT + 1
+RING_ENTRIES = MAX_ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +329,7 @@ class CudaExecutor:
         """
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
-        return LaunchForm(bucket_of(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
+        return LaunchForm(padded_batch(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
 
     def graph_of(self, launch_input: LaunchInput) -> CapturedLaunch | None:
         """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""

@@ -174,8 +174,8 @@ class Engine:
             raise output_too_long("min_tokens", least, len(request.prompt), max_context, self.max_position)
         if not self.scheduler.fits(request):
             raise EspalierError(
-                f"a request of up to {request.end(max_context)} tokens (prompt: {len(request.prompt)}) can never fit "
-                f"into {self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
+                f"a request of up to {request.max_num_tokens(max_context)} tokens (prompt: {len(request.prompt)}) can "
+                f"never fit into {self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
                 "lower max_tokens or raise num_pages"
             )
         self.scheduler.waiting.add(request)

@@ -37,18 +37,18 @@ class LaunchInput:
     for each piece of a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the offset of
     its first token; empty if each slot has one piece.  slot_inits: requests that get a slot; only in a prefill pass,
     because a round's launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already
-    have their slot. cleared_pages: free pages of requests whose logits were not finite: their rows become zero
-    before the launch. reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose
+    have their slot. cleared_pages: free pages of requests whose logits were not finite: their rows become zero before
+    the launch. reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose
     log-probabilities are wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.
-    A prefill pass of requests that never speculate has RoundLayout.without_draft.  is_staged: whether the launch is a
-    round that runs in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens that a
-    prefill pass may pick; None if it may pick all.  state_copies: (source, destination) rows of the states, which are
-    copied in this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the snapshot
-    that the launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the
-    launch takes none.  guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
-    survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in SlotTable, for a
-    round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in tokens: by slot for a
-    round, by piece for a prefill pass; empty for dummy slots.
+    A prefill pass of requests that never speculate has RoundLayout.tree_without_draft.  is_staged: whether the launch
+    is a round that runs in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens
+    that a prefill pass may pick; None if it may pick all.  state_copies: (source, destination) rows of the states,
+    which are copied in this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the
+    snapshot that the launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot;
+    empty if the launch takes none.  guesses: (slot, guesses of the host's sources) for requests of a round
+    (speculate/sources).  survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in
+    SlotTable, for a round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in
+    tokens: by slot for a round, by piece for a prefill pass; empty for dummy slots.
     """
 
     slots: tuple[int, ...]

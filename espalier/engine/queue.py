@@ -22,7 +22,7 @@ class QueueEntry(NamedTuple):
     number: counts the entries, so that requests with equal arrivals leave in the order in which they were added.
     """
 
-    arrival: int
+    arrival_index: int
     number: int
     request: Request
 
@@ -124,7 +124,7 @@ class WaitingQueue:
         self._next_number = 0
 
     def add(self, request: Request) -> None:
-        self.put_back(QueueEntry(request.arrival, self._next_number, request))
+        self.put_back(QueueEntry(request.arrival_index, self._next_number, request))
         self._next_number += 1
 
     def peek(self) -> Request | None:

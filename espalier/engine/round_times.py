@@ -11,7 +11,7 @@ from statistics import fmean, median
 from espalier.config import RoundCosts
 from espalier.layout import TreeShape
 
-# The correction of a form is an average over its last CORRECTION_ROUNDS rounds.
+# The correction of a tree is an average over its last CORRECTION_ROUNDS rounds.
 CORRECTION_ROUNDS = 9
 # Real times are at most this many times the predicted times (startup/tree_cost.py).
 MAX_PREDICTION_ERROR = 1.15
@@ -55,29 +55,29 @@ class RoundTimes:
         predicted, own = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
         if own is not None:
             return predicted * own
-        near = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
+        near = [(max(batch / at, at / batch), found) for (at, ran), found in self.corrections.items() if ran == tree]
         if near:
             return predicted * min(near)[1]
-        return self._seconds_of_new_form(predicted, batch, context) if self.costs.uses_clock else predicted
+        return self._seconds_of_new_tree(predicted, batch, context) if self.costs.uses_clock else predicted
 
-    def _seconds_of_new_form(self, predicted: float, batch: int, context: float) -> float:
-        """The expected time of a form that has not run.
+    def _seconds_of_new_tree(self, predicted: float, batch: int, context: float) -> float:
+        """The expected time of a tree that has not run.
 
-        Where the forms that ran take longer than any error of a prediction explains, the host is slower than the GPU,
-        and this form waits as long.  Where they take less, all predictions are as much too long.
+        Where the trees that ran take longer than any error of a prediction explains, the host is slower than the GPU,
+        and this tree waits as long.  Where they take less, all predictions are as much too long.
         """
-        ran = (
-            (max(batch / at, at / batch), found, self.costs.seconds(form, at, context))
-            for (at, form), found in self.corrections.items()
+        others = (
+            (max(batch / at, at / batch), found, self.costs.seconds(ran, at, context))
+            for (at, ran), found in self.corrections.items()
         )
-        _, found, seconds = min(ran, default=(0.0, 1.0, 0.0))
+        _, found, seconds = min(others, default=(0.0, 1.0, 0.0))
         return predicted * min(found * MAX_PREDICTION_ERROR, 1.0) + max(found - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
         predicted = self.costs.seconds(tree, batch, context)
         if (batch, tree) not in self.latest:
-            # What was expected counts as two rounds, so that one late round does not rule the form out.
+            # What was expected counts as two rounds, so that one late round does not rule the tree out.
             expected = self.seconds(tree, batch, context) / predicted
             self.latest[batch, tree] = deque([expected] * 2, CORRECTION_ROUNDS)
         latest = self.latest[batch, tree]

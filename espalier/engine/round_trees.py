@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from espalier.engine.acceptance import AcceptSample
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.tree_choice import FixedTrees, LookupGain, TreeChooser
+from espalier.engine.tree_choice import LookupGain, TreeChooser
 from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
@@ -19,7 +19,7 @@ class RoundTrees:
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
         self.layout = layout
-        self.chooser = chooser or FixedTrees()
+        self.chooser = chooser or TreeChooser()
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
         # Whether rounds may run without a draft pass.
@@ -39,12 +39,12 @@ class RoundTrees:
             return None
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
-        tree = self.chooser.pick(len(batch), drafting, context, lookup_gain)
-        return self.layout.without_draft if tree is None and not drafting else tree
+        tree = self.chooser.choose(len(batch), drafting, context, lookup_gain)
+        return self.layout.tree_without_draft if tree is None and not drafting else tree
 
     def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
         """Returns the value of LaunchInput.tree for a prefill pass of these requests."""
-        return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
+        return self.layout.tree_without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
@@ -57,7 +57,7 @@ class RoundTrees:
         """Returns how many nodes a round of this tree verifies."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
-    def read(
+    def record(
         self,
         launch_input: LaunchInput,
         results: Sequence[RequestResult],
@@ -84,7 +84,7 @@ class RoundTrees:
         samples = [AcceptSample(max_depths[at], results[at].ranks, results[at].is_leaf, is_short[at]) for at in counted]
         with_lookup = counted if self.has_lookup_trees else ()
         lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(results[at].tokens)) for at in with_lookup]
-        self.chooser.read(samples, verified, lookup_samples)
+        self.chooser.record(samples, verified, lookup_samples)
 
 
 def tree_label(tree: TreeShape) -> str:

@@ -131,9 +131,9 @@ class Scheduler:
                 allowed[i] = self._read_round_result(request, result)
             elif self._read_prompt_logprobs(request, result) and is_prefilled:
                 self._read_prefill_result(request, result)
-            if request.aborted and not request.done:
+            if request.aborted and not request.is_done:
                 self._finish_request(request, "abort")
-        self.round_trees.read(launch.launch_input, results, allowed, num_right)
+        self.round_trees.record(launch.launch_input, results, allowed, num_right)
 
     def abort_all(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
@@ -150,7 +150,7 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Returns whether the pool could hold the request to its end if all its pages were free."""
-        num_rows = request.end(self.layout.max_context) + self.rounds_in_flight - 1
+        num_rows = request.max_num_tokens(self.layout.max_context) + self.rounds_in_flight - 1
         return self.layout.pages_for(num_rows) < self.pool.num_pages
 
     def _fill_slots(self) -> None:
@@ -170,8 +170,8 @@ class Scheduler:
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Returns whether a sibling is still computing the same prompt; this request will then share its pages."""
-        leader = request.after
-        return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.done)
+        leader = request.prefix_leader
+        return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
     def _enter_slot(self, request: Request) -> bool:
         """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
@@ -184,7 +184,7 @@ class Scheduler:
         drafted = self.round_trees.has_draft_rows(request)
         shared = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], drafted)
         self.pool.share(shared)
-        end = request.end(self.layout.max_context)
+        end = request.max_num_tokens(self.layout.max_context)
         need = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
         if not (self._page_budget.could_free(need) and self._page_budget.evict_until_free(need)):
@@ -206,7 +206,7 @@ class Scheduler:
         self.guess_sources.add_request(request)
         if not request.output:
             request.cached_tokens = hit
-        insort(self.running, request, key=lambda r: r.place)
+        insort(self.running, request, key=lambda r: r.queue_key)
         self._slot_inits.append(slot_init(request, tokens, request.num_prefilled, cached, end, self.layout.steps))
         return True
 
@@ -229,7 +229,7 @@ class Scheduler:
 
     def _extend_pages(self, request: Request) -> bool:
         """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
-        end = request.end(self.layout.max_context)
+        end = request.max_num_tokens(self.layout.max_context)
         missing = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
@@ -315,7 +315,7 @@ class Scheduler:
         rows = result.prompt_logprobs
         if rows is not None and request.prompt_logprobs.add(rows).has_nan:
             self._finish_request(request, "abort", NOT_FINITE_ERROR)
-        return not request.done
+        return not request.is_done
 
     def _read_prefill_result(self, request: Request, result: RequestResult) -> None:
         if result.is_finite:
@@ -337,11 +337,11 @@ class Scheduler:
         # The target picked the last token, and the draft the others.  Without finite logits, the last is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
-        if not request.done:
+        if not request.is_done:
             self.state_keeper.on_decoded(request)
-        if not result.is_finite and not request.done:
+        if not result.is_finite and not request.is_done:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
-        max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
+        max_accept_depth = self.layout.max_accept_depth(request.max_num_tokens(self.layout.max_context), before)
         allowed = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
         depth = min(allowed, result.tree_size.depth)
         if kept:
@@ -355,7 +355,7 @@ class Scheduler:
     def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason, kept = None, 0
-        prompt_logprobs = None if request.output else request.prompt_report
+        prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
         for token in result.tokens:
             reason, kept = self._push_token(request, token), kept + 1
             if reason:
@@ -363,7 +363,7 @@ class Scheduler:
         request.from_draft += from_draft[:kept]
         self.guess_sources.add_tokens(request, result.tokens[:kept])
         logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:kept])
-        text = request.text.take(final=reason is not None) if request.text else ""
+        text = request.detokenizer.take_text(final=reason is not None) if request.detokenizer else ""
         if reason:
             self._set_finished(request, reason)
         if kept:
@@ -378,12 +378,12 @@ class Scheduler:
             request.masker.push(token)
         params, is_stop_token = request.params, token in request.stop_ids
         # A stop token adds no text, unless include_stop_str_in_output is set.
-        text = None if is_stop_token and not params.include_stop_str_in_output else request.text
-        stop_string = text.push(token) if text is not None else None
+        text = None if is_stop_token and not params.include_stop_str_in_output else request.detokenizer
+        stop_string = text.push_token(token) if text is not None else None
         if is_stop_token or stop_string is not None:
             request.stop_reason = stop_string or (None if token in params.eos_token_ids else token)
             return "stop"
-        return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
+        return "length" if request.num_tokens >= request.max_num_tokens(self.layout.max_context) else None
 
     # Leaving
 
@@ -392,7 +392,7 @@ class Scheduler:
         # The list is replaced before it is read, so an abort that interrupts this method goes to the new list.
         aborted, self._aborted_requests = self._aborted_requests, []
         for request in aborted:
-            if request.done:
+            if request.is_done:
                 continue
             if request.slot is None:
                 self.waiting.remove(request)
@@ -403,9 +403,9 @@ class Scheduler:
 
     def _finish_request(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error
-        text = request.text.take(final=True) if request.text else ""
+        text = request.detokenizer.take_text(final=True) if request.detokenizer else ""
         self._set_finished(request, reason)
-        report = None if request.output else request.prompt_report
+        report = None if request.output else request.prompt_logprobs_to_report
         chunk = OutputChunk(
             request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason, error=error
         )

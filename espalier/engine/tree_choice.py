@@ -1,8 +1,8 @@
 """Chooses the tree of each round while the engine runs: the one with the most expected tokens a second.
 
-The trees that may be chosen (called forms here) stand in RoundLayout.choices.  acceptance.py estimates the tokens that
-a round emits, round_times.py the seconds that it takes.  To keep the estimates true, now and then a form that is nearly
-as good runs for a few rounds, and a small tree runs during plain decoding.  Tokens never depend on the choice.
+The trees that may be chosen stand in RoundLayout.choices.  acceptance.py estimates the tokens that a round emits,
+round_times.py the seconds that it takes.  To keep the estimates true, the engine explores now and then: it runs another
+tree that is nearly as good for a few rounds.  Tokens never depend on the choice.
 """
 
 import logging
@@ -10,23 +10,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from espalier.config import RoundCosts
 from espalier.engine.acceptance import Acceptance, AcceptSample, DecayingRate
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
-# A form replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
+# A tree replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
 MIN_SPEEDUP = 1.02
-# Rounds until another form is tried after the tree has changed.  Each later wait is twice as long, up to MAX_PAUSE.
-MIN_PAUSE, MAX_PAUSE = 16, 256
-# A form is tried if its expected tokens a second are at least this share of the best form's.  MIN_UNKNOWN_RATE holds
-# for forms that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for forms deeper
+# Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
+MIN_INTERVAL, MAX_INTERVAL = 16, 256
+# A tree is explored if its expected tokens a second are at least this share of the best tree's.  MIN_UNKNOWN_RATE holds
+# for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for trees deeper
 # than the current one, because no round shows what their depths accept now.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
-# Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
-# weigh OLD_ROUNDS_WEIGHT times as much as the trial.
+# Plain decoding and trees without a draft pass do not measure acceptance.  So when an exploration starts, all older
+# rounds together weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
 OLD_ROUNDS_WEIGHT = 0.5
 # A choice that lasted LASTING_ROUNDS rounds counts as no mistake.  A choice that lasted LOGGED_ROUNDS rounds is
 # logged.
@@ -40,14 +40,14 @@ log = logging.getLogger("espalier")
 class ChoicePace(NamedTuple):
     """How fast the choice of the tree follows the text.
 
-    rounds, samples: min_rounds and min_samples of Acceptance; trial_rounds: rounds of a trial; single_request_rounds:
-    how many more rounds a trial has for a single request, because one request shows less in a round;
-    rounds_before_change: rounds before a choice may change; min_prior: as in Acceptance.
+    rounds, samples: min_rounds and min_samples of Acceptance; exploration_rounds: rounds of an exploration;
+    single_request_rounds: how many more an exploration has for a single request, because one request shows less in a
+    round; rounds_before_change: rounds before a choice may change; min_prior: as in Acceptance.
     """
 
     rounds: int
     samples: int
-    trial_rounds: int
+    exploration_rounds: int
     single_request_rounds: int
     rounds_before_change: int
     min_prior: float
@@ -55,8 +55,8 @@ class ChoicePace(NamedTuple):
 
 # Guesses of a draft model succeed about equally everywhere.  The success of guesses looked up in the text varies with
 # the place in the text.
-DRAFT_PACE = ChoicePace(24, 400, trial_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
-LOOKUP_PACE = ChoicePace(16, 24, trial_rounds=2, single_request_rounds=0, rounds_before_change=2, min_prior=1.0)
+DRAFT_PACE = ChoicePace(24, 400, exploration_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
+LOOKUP_PACE = ChoicePace(16, 24, exploration_rounds=2, single_request_rounds=0, rounds_before_change=2, min_prior=1.0)
 
 
 class LookupGain(NamedTuple):
@@ -69,63 +69,41 @@ class LookupGain(NamedTuple):
     rows: int
 
 
-class TreeChooser(Protocol):
-    """Decides the tree of each round.  `read` gets the results of rounds in the order of the
-    `pick` calls that chose their trees.
+class TreeChooser:
+    """Decides the tree of each round.  This base class runs the layout's tree in every round and ignores results.
 
     num_changes: how often the chosen tree has changed.
     """
 
-    num_changes: int
+    num_changes = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
 
         batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
         lookup: None if the host does not know these guesses before the round.
         """
-        ...
+        return None
 
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        """Count the result of a round for which `pick` named a tree.
+    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+        """Count the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
 
         samples: one for each request that can accept guesses; rows: of the verify pass, without void rows;
         lookup_samples: the samples that the round would have had without the draft.
         """
-        ...
 
     def restart(self) -> None:
         """Called when a prompt has entered the batch."""
-        ...
-
-
-class FixedTrees:
-    """Runs the layout's tree in every round and ignores results."""
-
-    num_changes = 0
-
-    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
-        return None
-
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        pass
-
-    def restart(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
-class PickedTree:
-    """A round in flight.
-
-    picked_at: when its tree was picked, in seconds of the clock; knows_guesses: whether the guesses of the round were
-    known then.
-    """
+class RoundInFlight:
+    """chosen_at: when its tree was chosen, in seconds; knows_guesses: whether its guesses were known then."""
 
     tree: TreeShape
     batch: int
     context: float
-    picked_at: float
+    chosen_at: float
     knows_guesses: bool
 
 
@@ -133,28 +111,31 @@ class PickedTree:
 class BucketState:
     """The state of the choice for batches of one bucket.
 
-    rounds_held: rounds since `current` was chosen; switches: how often `current` changed; pause_left: rounds until the
-    next trial; pause_length: rounds of the present pause; plain_pause: rounds of a pause during plain decoding;
-    trial_tree, trial_rounds_left: the form on trial; last_round: the round in which each form ran last; logged_tree:
-    the form that was logged last.
+    rounds_held: rounds since `current` was chosen; interval: rounds between explorations; rounds_to_exploration: until
+    the next one; plain_interval: `interval` during plain decoding; explored_tree, rounds_left: the present exploration;
+    last_round: the round in which each tree ran last; logged_tree: the tree that was logged last.
     """
 
     size: int
-    forms: tuple[TreeShape, ...]
+    trees: tuple[TreeShape, ...]
     current: TreeShape
     rounds_held: int = 0
-    pause_length: int = MIN_PAUSE
-    pause_left: int = MIN_PAUSE
-    plain_pause: int = MIN_PAUSE
-    switches: int = 0
-    trial_tree: TreeShape | None = None
-    trial_rounds_left: int = 0
+    interval: int = MIN_INTERVAL
+    rounds_to_exploration: int = MIN_INTERVAL
+    plain_interval: int = MIN_INTERVAL
+    explored_tree: TreeShape | None = None
+    rounds_left: int = 0
     last_round: dict[TreeShape, int] = field(default_factory=dict)
     logged_tree: TreeShape | None = None
 
+    @property
+    def lookup_tree(self) -> TreeShape | None:
+        """The tree of looked-up guesses, without a draft pass."""
+        return next((tree for tree in self.trees if not tree.drafts), None)
 
-class TreeChoice:
-    """The TreeChooser that measures.  clock: in seconds.  is_lookup: whether guesses are looked up in the text."""
+
+class TreeChoice(TreeChooser):
+    """Chooses by measurement.  clock: in seconds.  is_lookup: whether guesses are looked up in the text."""
 
     def __init__(
         self, layout: RoundLayout, costs: RoundCosts, is_lookup: bool, clock: Callable[[], float] = perf_counter
@@ -171,7 +152,7 @@ class TreeChoice:
         self.rounds = self.num_changes = 0
         # The time of the latest rounds, and the tokens of a request in that time.
         self.recent_yield = DecayingRate()
-        self._in_flight: deque[PickedTree] = deque()
+        self._in_flight: deque[RoundInFlight] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
@@ -185,81 +166,81 @@ class TreeChoice:
             self.lookup_acceptance.reset()
             self.buckets.clear()
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
         bucket = self._bucket(next_bucket(batch))
-        lookup_tree = next((form for form in bucket.forms if not form.drafts), None)
+        lookup_tree = bucket.lookup_tree
         knows_guesses = lookup is not None and lookup_tree is not None and not self.costs.uses_clock
         if not drafting:
-            tree = self.layout.without_draft
+            tree = self.layout.tree_without_draft
         elif knows_guesses and lookup_tree is not None and lookup is not None:
             tree = self._choose_with_known_guesses(bucket, batch, drafting / batch, context, lookup_tree, lookup)
         else:
-            tree = self._choose(bucket, drafting / batch, context, bucket.forms)
-        self._in_flight.append(PickedTree(tree, bucket.size, context, self.clock(), knows_guesses))
+            tree = self._choose(bucket, drafting / batch, context, bucket.trees)
+        self._in_flight.append(RoundInFlight(tree, bucket.size, context, self.clock(), knows_guesses))
         return tree
 
     def _choose_with_known_guesses(
         self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, lookup: LookupGain
     ) -> TreeShape:
-        """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a form with a draft.
+        """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a tree with a draft.
 
         The time that `lookup_tree` saves is valued at the tokens that recent rounds made in such a time.
         """
-        other = self._choose(bucket, share, context, [form for form in bucket.forms if form.drafts])
+        other = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(other, bucket.size, context)
-        # A trial ends early only if `lookup_tree` beats every token that the form on trial could give.
+        # An exploration ends early only if `lookup_tree` beats every token that the explored tree could give.
         tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.current else 1 + other.steps
         saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, lookup.rows)
         worth = self.recent_yield.rate(tokens / seconds, 1.0)
         return lookup_tree if 1 + lookup.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
 
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        picked = self._in_flight.popleft()
-        self._count_time(picked, rows)
-        if picked.knows_guesses:
+    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+        in_flight = self._in_flight.popleft()
+        self._count_time(in_flight, rows)
+        if in_flight.knows_guesses:
             self.recent_yield.decay(1 - 1 / YIELD_ROUNDS)
-            self.recent_yield.trials += self.costs.seconds_for_rows(picked.tree, picked.batch, rows)
-            self.recent_yield.successes += 1 + sum(len(sample.ranks) for sample in samples) / picked.batch
-            if picked.tree.drafts:
-                self.acceptance.add(picked.tree, samples)
+            self.recent_yield.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
+            self.recent_yield.numerator += 1 + sum(len(sample.ranks) for sample in samples) / in_flight.batch
+            if in_flight.tree.drafts:
+                self.acceptance.add(in_flight.tree, samples)
             return
-        self._acceptance_of(picked.tree).add(picked.tree, samples)
-        without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
-        if without is not None and picked.tree.drafts and picked.tree.steps:
+        self._acceptance_of(in_flight.tree).add(in_flight.tree, samples)
+        lookup_tree = self._bucket(in_flight.batch).lookup_tree
+        if lookup_tree is not None and in_flight.tree.drafts and in_flight.tree.steps:
             # The other sources were asked too, so their acceptance is known.
-            self.lookup_acceptance.add(without, lookup_samples)
+            self.lookup_acceptance.add(lookup_tree, lookup_samples)
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
         return self.acceptance if tree.drafts else self.lookup_acceptance
 
-    def _count_time(self, picked: PickedTree, rows: int) -> None:
-        tree, batch, context = picked.tree, picked.batch, picked.context
+    def _count_time(self, in_flight: RoundInFlight, rows: int) -> None:
+        tree, batch, context = in_flight.tree, in_flight.batch, in_flight.context
         if not self.costs.uses_clock:
             self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, rows))
             return
         now, last, self._last = self.clock(), self._last, None
-        # A round after another form or after a prefill pass may have waited for that, so its time is not counted.
+        # A round after another tree or after a prefill pass may have waited for that, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
-            self.times.add(tree, batch, context, now - max(last[2], picked.picked_at))
+            self.times.add(tree, batch, context, now - max(last[2], in_flight.chosen_at))
         self._last = tree, batch, now
 
     def _bucket(self, size: int) -> BucketState:
         if size not in self.buckets:
-            forms = self.layout.tree_choices_for(size)
-            self.buckets[size] = BucketState(size, forms, forms[0])
+            trees = self.layout.tree_choices_for(size)
+            self.buckets[size] = BucketState(size, trees, trees[0])
         return self.buckets[size]
 
-    def _choose(self, bucket: BucketState, share: float, context: float, forms: Sequence[TreeShape]) -> TreeShape:
-        """The form to run, one of `forms`.  share: the share of the batch's requests that can accept guesses."""
+    def _choose(self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]) -> TreeShape:
+        """The tree to run, one of `trees`.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
-        if bucket.trial_rounds_left:
-            bucket.trial_rounds_left -= 1
-            assert bucket.trial_tree is not None
-            tree = bucket.trial_tree
+        if bucket.rounds_left:
+            bucket.rounds_left -= 1
+            assert bucket.explored_tree is not None
+            tree = bucket.explored_tree
         else:
-            rates = {form: self.rate(form, bucket.size, share, context) for form in forms}
+            rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
             self._switch_if_better(bucket, rates)
-            tree = self._start_trial_if_due(bucket, rates, share) or bucket.current
+            tree = self._explore_if_due(bucket, rates, share) or bucket.current
             self._log_if_settled(bucket, context)
         bucket.last_round[tree] = self.rounds
         return tree
@@ -271,40 +252,41 @@ class TreeChoice:
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
         bucket.rounds_held += 1
-        best = max(rates, key=lambda form: rates[form])
+        best = max(rates, key=lambda tree: rates[tree])
         if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.current]:
             if best == PLAIN_TREE:
                 # Guesses that paid for a while may soon pay again.
                 was_lasting = bucket.rounds_held > LASTING_ROUNDS
-                bucket.plain_pause = MIN_PAUSE if was_lasting else min(2 * bucket.plain_pause, MAX_PAUSE)
-            bucket.pause_length = bucket.pause_left = bucket.plain_pause if best == PLAIN_TREE else MIN_PAUSE
-            bucket.current, bucket.rounds_held, bucket.switches = best, 0, bucket.switches + 1
+                bucket.plain_interval = MIN_INTERVAL if was_lasting else min(2 * bucket.plain_interval, MAX_INTERVAL)
+            bucket.current, bucket.rounds_held = best, 0
+            bucket.interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
+            bucket.rounds_to_exploration = bucket.interval
             self.num_changes += 1
 
-    def _start_trial_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
-        """The form that is tried from this round on; None if no trial is due."""
-        bucket.pause_left -= 1
-        if bucket.pause_left > 0:
+    def _explore_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
+        """The tree that is explored from this round on; None if no exploration is due."""
+        bucket.rounds_to_exploration -= 1
+        if bucket.rounds_to_exploration > 0:
             return None
-        bucket.pause_length = bucket.pause_left = min(2 * bucket.pause_length, MAX_PAUSE)
-        bucket.plain_pause = bucket.pause_length if bucket.current == PLAIN_TREE else bucket.plain_pause
-        # Without a clock, the time of plain decoding is computed, so it needs no trial.
-        others = [form for form in rates if form != bucket.current and (self.costs.uses_clock or form != PLAIN_TREE)]
+        bucket.interval = bucket.rounds_to_exploration = min(2 * bucket.interval, MAX_INTERVAL)
+        bucket.plain_interval = bucket.interval if bucket.current == PLAIN_TREE else bucket.plain_interval
+        # Without a clock, the time of plain decoding is computed, so it need not be explored.
+        others = [tree for tree in rates if tree != bucket.current and (self.costs.uses_clock or tree != PLAIN_TREE)]
         best = max(rates.values())
-        rivals = [form for form in others if rates[form] >= best * self._min_rival_rate(bucket, form)]
+        rivals = [tree for tree in others if rates[tree] >= best * self._min_rival_rate(bucket, tree)]
         if (bucket.current == PLAIN_TREE or not bucket.current.drafts) and others:
             for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN_TREE else 1]:
-                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.trial_rounds * max(share * bucket.size, 1.0))
-            rivals = rivals or [max(others, key=lambda form: rates[form])]
+                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(share * bucket.size, 1.0))
+            rivals = rivals or [max(others, key=lambda tree: rates[tree])]
         if not rivals:
             return None
-        bucket.trial_tree = min(rivals, key=lambda form: bucket.last_round.get(form, 0))
-        bucket.trial_rounds_left = self.pace.trial_rounds + self.pace.single_request_rounds // bucket.size - 1
-        return bucket.trial_tree
+        bucket.explored_tree = min(rivals, key=lambda tree: bucket.last_round.get(tree, 0))
+        bucket.rounds_left = self.pace.exploration_rounds + self.pace.single_request_rounds // bucket.size - 1
+        return bucket.explored_tree
 
-    def _min_rival_rate(self, bucket: BucketState, form: TreeShape) -> float:
-        """The least expected tokens a second of a form that is tried, over the best form's."""
-        is_known = (bucket.size, form) in self.times.corrections and form.steps <= bucket.current.steps
+    def _min_rival_rate(self, bucket: BucketState, tree: TreeShape) -> float:
+        """The least expected tokens a second of a tree that is explored, over the best tree's."""
+        is_known = (bucket.size, tree) in self.times.corrections and tree.steps <= bucket.current.steps
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:

@@ -28,11 +28,11 @@ from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import KeptTexts, LearnConfig, LearnFolder, Manifest, read_manifest, remove_draft
 from espalier.learn.swap import Swap
 from espalier.learn.trainer import GO_SIGNAL, WAIT_SIGNAL
-from espalier.llm import LLM, Prepared
+from espalier.llm import LLM, PreparedEngine
 from espalier.models.draft import DraftModel
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft
-from espalier.stats import LearnFigures
+from espalier.stats import LearnStats
 from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, read_draft_kind, read_target
 from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.work import target_digest
@@ -60,7 +60,7 @@ class TrainerMachine:
     idle_only: bool = False
 
 
-def require_learnable(prepared: Prepared) -> str:
+def require_learnable(prepared: PreparedEngine) -> str:
     """Returns the kind of the draft.  Called before weights are loaded.
 
     Raises EspalierError, which names the part that cannot be trained further or swapped in.
@@ -147,7 +147,7 @@ class Learner:
     trainer: the command of the training process, without the folder.
     """
 
-    def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
+    def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER) -> None:
         """Raises EspalierError without changing the folder."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
@@ -157,7 +157,7 @@ class Learner:
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = LearnFolder(Path(config.folder).expanduser(), origin)
         self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes)
-        self.figures = LearnFigures()
+        self.figures = LearnStats()
         self._trained_at = self._num_failed = 0
         self._judged_counts = self._start_counts = SampleCounts.of(self.kept_texts)
         self._may_start_at = 0.0
@@ -312,7 +312,11 @@ class Learner:
         Raises EspalierError if the new draft is damaged.
         """
         manifest = read_manifest(draft)
-        self.figures.given, self.figures.before, self.figures.after = manifest.given, manifest.before, manifest.after
+        self.figures.startup_accept_length, self.figures.served_accept_length, self.figures.trained_accept_length = (
+            manifest.given,
+            manifest.before,
+            manifest.after,
+        )
         best, length = (draft, manifest.after) if manifest.after > manifest.given else (self.given, manifest.given)
         if not length >= manifest.before + MIN_GAIN:  # true if `length` is not a number
             log.info(

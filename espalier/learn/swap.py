@@ -20,7 +20,7 @@ PACKAGE_PREFIX = "espalier."
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorInfo:
     """A tensor of a model, and the object or list that holds the tensor under `key`.  path: for messages."""
 
     path: str
@@ -29,19 +29,19 @@ class TensorPlace:
     tensor: Tensor
 
 
-def tensor_places(value: Any, path: str = "draft") -> Iterator[TensorPlace]:
+def tensor_places(value: Any, path: str = "draft") -> Iterator[TensorInfo]:
     """Yields every tensor that a model's objects hold, in the order of their fields, each object once."""
     return _walk_tensors(value, path, set())
 
 
-def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorPlace]:
+def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorInfo]:
     if id(value) in seen:
         return
     seen.add(id(value))
     for key, part in _members(value):
         inner = f"{path}.{key}"
         if isinstance(part, Tensor):
-            yield TensorPlace(inner, value, key, part)
+            yield TensorInfo(inner, value, key, part)
         else:
             yield from _walk_tensors(part, inner, seen)
 
@@ -86,7 +86,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _require_fitting(place: TensorPlace, tensor: Tensor) -> None:
+def _require_fitting(place: TensorInfo, tensor: Tensor) -> None:
     old = place.tensor
     same = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
     if not same or (old.is_mkldnn and isinstance(place.key, int)):

@@ -228,7 +228,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bo
     """
     vocabulary = []
     for token in range(vocab_size):
-        part = tokenizer.bytes_of(token) if token < tokenizer.size else None
+        part = tokenizer.bytes_of(token) if token < tokenizer.num_tokens else None
         vocabulary.append(part.bytes if part is not None and (part.is_text or spells_special_tokens) else b"")
     return vocabulary
 

@@ -16,7 +16,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.model_files import naming_config, read_json
+from espalier.model_files import add_path_to_errors, read_json
 from espalier.models.config import ModelConfig
 
 # The type of DraftSpec.hidden_source.
@@ -231,5 +231,5 @@ def draft_verifier(path: Path | str) -> str | None:
     """Returns the target named in a draft's config.json in the format of speculators; None if no target is named.  With
     this name, a user may give the draft without a target."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
-    with naming_config(Path(path)):
+    with add_path_to_errors(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.cache.layer_spec import CacheSpec, LatentKV, layers_with_rows, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.model_files import is_gguf, naming_config, read_json
+from espalier.model_files import add_path_to_errors, is_gguf, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse_config
 from espalier.models.declared_weights import require_shards
@@ -133,7 +133,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
     path = Path(path)
     raw = read_raw_config(path)
     file = path / "generation_config.json"
-    with naming_config(path):
+    with add_path_to_errors(path):
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.model_files import MAX_FILE_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
+from espalier.model_files import MAX_FILE_BYTES, TensorInfo, is_gguf, named_file, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BLOCK_TYPES_BY_NUMBER,
     EMBEDDING_TENSOR,
@@ -86,7 +86,7 @@ def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
-def _nbytes(place: TensorPlace) -> int:
+def _nbytes(place: TensorInfo) -> int:
     if place.type in PLAIN_TYPES:
         return prod(place.shape) * PLAIN_TORCH_DTYPES[place.type].itemsize
     return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])
@@ -109,7 +109,7 @@ def safetensors_files(path: Path) -> list[Path]:
         files = read_json(index, MAX_FILE_BYTES).get("weight_map")
         if not isinstance(files, dict):
             raise EspalierError(f"{index} has no weight_map; download the file again")
-        return sorted({file_named(path, file, index) for file in files.values()})
+        return sorted({named_file(path, file, index) for file in files.values()})
     whole = path / "model.safetensors"
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
 

@@ -1,7 +1,7 @@
-"""Engine replicas behind Ray Serve, with the server's own front.  `app` is for a Serve config file (docs/deploy.md).
+"""Engine replicas behind Ray Serve, with Espalier's own API server.  `app` is for a Serve config (docs/deploy.md).
 
 Ray provides deployments, the router's interface, autoscaling, health checks and rolling updates.  This package provides
-the engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
+the engine replica (replica.py), the API server that calls replicas (ingress.py, pool.py), the choice of a replica for a
 prompt (replica_chooser.py, router.py), and an autoscaling policy by open tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Builds Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
+"""Builds Ray Serve's deployments: one for the API server, and one for the engine replicas of each model.
 
 Ray is imported only to build deployments, so a server without --replicas does not need Ray.
 """
@@ -15,30 +15,30 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError, install_command, shown, unknown_name
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
-from espalier.server.front import FrontOptions
-from espalier.server.logs import LEVELS
+from espalier.server.frontend import FrontendOptions
+from espalier.server.logs import LOG_LEVELS
 from espalier.server.run import check_options
 
 # The open tokens (replica.open_tokens) for one replica, on average.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
 # Keys of `args`.  The fields of the server's options have the same names, but times end with _s.
-FRONT_FIELDS = (
+FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
 )
 CLIENT_FIELDS = ("engine_timeout", "load_timeout")
 API_FIELDS = ("api_key", "max_body_bytes", "body_timeout")
 REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
-MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
+MODEL_OPTIONS = (*FRONTEND_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# Larger than any queue, because the front limits the open requests instead of Ray Serve.
+# Larger than any queue, because the API server limits the open requests instead of Ray Serve.
 MAX_ONGOING_REQUESTS = 65536
 # Health checks find a replica that hangs.  A replica whose engine has ended exits without a check.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
-# Ray Serve logs no requests, because the front logs each request with its id.
+# Ray Serve logs no requests, because the API server logs each request with its id.
 NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
@@ -68,69 +68,68 @@ class ServedModel:
     """One model of a service.  settings: the keywords of EngineConfig, as plain values."""
 
     settings: dict[str, Any]
-    front: FrontOptions
+    frontend: FrontendOptions
     client: ClientOptions
     replicas: ReplicaOptions
 
     @property
     def name(self) -> str:
         """The model's first served name; if it has no name, the draft's."""
-        return self.front.names[0] if self.front.names else str(self.settings["draft"])
+        return self.frontend.names[0] if self.frontend.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """The parsed options of a service.  models: at least one.  num_fronts: the replicas of the front.  drain_timeout_s:
-    how long requests may still run on a replica that must end."""
+    """The parsed options of a service.  models: at least one.  num_api_servers: the replicas of the API server.
+    drain_timeout_s: how long requests may still run on a replica that must end."""
 
     models: tuple[ServedModel, ...]
     api: ApiOptions
-    num_fronts: int = 1
+    num_api_servers: int = 1
     drain_timeout_s: float = 60.0
     log_level: str = "info"
     log_json: bool = False
 
 
-def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
-    """Parses N or "MIN:MAX".  more: further fields of ReplicaOptions.  Raises EspalierError."""
+def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
+    """Parses N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
             f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
         )
-    return ReplicaOptions(int(low), int(high or low), **more)
+    return ReplicaOptions(int(low), int(high or low), **other_options)
 
 
 def parse_service(args: Mapping[str, Any]) -> Service:
     """Parses the `args` of a Serve config file.  Raises EspalierError.
 
-    `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
-    apply to each model.
+    `args` has either one `model` with its settings, or `models`, a list of such objects.  Other settings are shared.
     """
     shared = {name: value for name, value in args.items() if name not in ("models", *SERVICE_OPTIONS)}
     models = args.get("models", [{}])
     if not (isinstance(models, list) and models and all(isinstance(each, Mapping) for each in models)):
         raise EspalierError("models is not supported with this value; use a list of objects, each with its `model`")
     for name in (name for model in models for name in model if name in SERVICE_OPTIONS):
-        raise EspalierError(f"{name} is the front's, and all models have one front; put it beside `models`")
+        raise EspalierError(f"{name} is the API server's, and all models have one API server; put it beside `models`")
     level = _option_or(args, "log_level", "info")
-    if level not in LEVELS:
-        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LOG_LEVELS)}")
     check_options(args)
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and key):
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
-    logged = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
+    log_options = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
     return Service(
-        tuple(_parse_model({**shared, **model}, logged) for model in models),
+        tuple(_parse_model({**shared, **model}, log_options) for model in models),
         ApiOptions(**_option_fields(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
         _option_or(args, "fronts", 1),
         _option_or(args, "drain_timeout", 60.0),
-        **logged,
+        **log_options,
     )
 
 
-def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
+def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedModel:
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine, *MODEL_OPTIONS):
@@ -141,14 +140,14 @@ def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
     check_settings(settings)
     names = _list_of_texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
-    front = _option_fields(args, FRONT_FIELDS)
+    frontend = _option_fields(args, FRONTEND_FIELDS)
     if args.get("chat_template") is not None:
-        front["chat_template"] = _read_template(args["chat_template"])
+        frontend["chat_template"] = _read_template(args["chat_template"])
     of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
     return ServedModel(
         settings,
-        FrontOptions(tuple(names), **front),
-        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **logged),
+        FrontendOptions(tuple(names), **frontend),
+        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **log_options),
         parse_replicas(_option_or(args, "replicas", 1), **of_replicas),
     )
 
@@ -214,15 +213,15 @@ def app(args: dict[str, Any]) -> Any:
 def application(service: Service) -> Any:
     """Returns Ray Serve's Application for a service.  Raises EspalierError."""
     serve = require_ray()
-    from espalier.serve_ray.ingress import FrontIngress
+    from espalier.serve_ray.ingress import ApiServerIngress
 
-    front = serve.deployment(serve.ingress()(FrontIngress)).options(
+    frontend = serve.deployment(serve.ingress()(ApiServerIngress)).options(
         name="front",
-        num_replicas=service.num_fronts,
+        num_replicas=service.num_api_servers,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
-        # A new front must start before the old front ends.
+        # A new API server must start before the old API server ends.
         max_surge_percent=100,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -230,7 +229,7 @@ def application(service: Service) -> Any:
     engines = [
         _replica_deployment(serve, model, service, name) for model, name in zip(service.models, names, strict=True)
     ]
-    return front.bind(service, engines)
+    return frontend.bind(service, engines)
 
 
 def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, one_line
 from espalier.serve_ray.build import Service, application, num_gpus_of, require_ray
-from espalier.server.run import bound_listener
+from espalier.server.run import bind_listener
 
 log = logging.getLogger("espalier.server")
 APP_NAME = "espalier"
@@ -42,11 +42,11 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     serve = require_ray()
     import ray
 
-    ending = threading.Event()
+    shutdown_event = threading.Event()
     is_own = _connect(ray, host, port)
     # Set after ray.init, whose own handlers would end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda *_: ending.set())
+        signal.signal(each, lambda *_: shutdown_event.set())
     try:
         _require_gpus(ray, service)
         port = _start_proxy(serve, host, port)
@@ -56,12 +56,13 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
                 "or serve several models with one Serve config file (docs/deploy.md)"
             )
         try:
-            _deploy(serve, service, ending)
-            if not ending.is_set():
+            _deploy(serve, service, shutdown_event)
+            if not shutdown_event.is_set():
                 names = ", ".join(model.name for model in service.models)
-                replicas = " and ".join(_replica_range(model.replicas) for model in service.models)
+                counts = (dict.fromkeys((m.replicas.min_count, m.replicas.max_count)) for m in service.models)
+                replicas = " and ".join(" to ".join(map(str, each)) for each in counts)
                 log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
-                ending.wait()
+                shutdown_event.wait()
                 log.info("draining")
         finally:
             _delete_app(serve, service.drain_timeout_s)
@@ -156,7 +157,7 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
 
 def _bindable_port(host: str, port: int) -> int:
     """Returns the port, or a free port for 0.  Raises EspalierError if this machine cannot listen on it."""
-    with bound_listener(host, port) as probe:
+    with bind_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -173,14 +174,14 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
         time.sleep(0.2)
 
 
-def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
-    """Deploy, and wait until every replica is ready or `ending` is set.  Raises EspalierError if one cannot load."""
+def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> None:
+    """Deploy, and wait until all replicas are ready or `shutdown_event` is set.  Raises EspalierError if one fails."""
     try:
         target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except Exception as error:
         raise EspalierError(_reason_of_failure(str(error))) from None
-    while not ending.wait(0.2):
+    while not shutdown_event.wait(0.2):
         found = serve.status().applications[APP_NAME]
         if found.status == "RUNNING":
             return
@@ -195,7 +196,3 @@ def _reason_of_failure(message: str) -> str:
     return (
         f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
     )
-
-
-def _replica_range(replicas: Any) -> str:
-    return f"{replicas.min_count} to {replicas.max_count}" if replicas.is_autoscaled else str(replicas.min_count)

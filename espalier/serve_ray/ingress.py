@@ -1,4 +1,4 @@
-"""The front as Ray Serve's ingress deployment: the server's endpoints, with pools of engine replicas.
+"""The API server as Ray Serve's ingress deployment: the server's endpoints, with pools of engine replicas.
 
 Ray Serve's proxy handles HTTP, and passes each request as ASGI messages.  The server's own code does the rest: bodies,
 fields, errors, streams, the queue's limit, metrics.
@@ -18,45 +18,47 @@ from espalier.serve_ray.build import Service
 from espalier.serve_ray.pool import EnginePool
 from espalier.server import logs
 from espalier.server.api import make_app
-from espalier.server.front import Front, Fronts
+from espalier.server.frontend import ModelFrontend, MultiModelFrontend
 from espalier.server.metrics import Metrics
 
 log = logging.getLogger("espalier.server")
 
 
-class FrontIngress:
-    """The deployment of the front.  handles: the handle of each model's replica deployment."""
+class ApiServerIngress:
+    """The deployment of the API server.  handles: the handle of each model's replica deployment."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
-        logs.set_up(service.log_level, service.log_json)
+        logs.set_up_logging(service.log_level, service.log_json)
         self.service = service
         self.handles = handles
         self.pools: list[EnginePool] = []
-        self.fronts: Fronts | None = None
+        self.frontends: MultiModelFrontend | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the ASGI application when each model has a replica.  Ray Serve calls this hook."""
-        service, num_fronts = self.service, self.service.num_fronts
+        service, num_api_servers = self.service, self.service.num_api_servers
         for model, handle in zip(service.models, self.handles, strict=True):
-            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_replica_lost))
+            self.pools.append(
+                EnginePool(handle, model.name, model.replicas.max_count, 1 / num_api_servers, is_replica_lost)
+            )
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
-        fronts = []
+        frontends = []
         for pool, model in zip(self.pools, service.models, strict=True):
             # Each ingress replica may queue an equal share of `max_queue` requests.
-            options = replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
-            fronts.append(await asyncio.to_thread(Front, pool, options, metrics))
-            fronts[-1].render_in_helper_process()
-        self.fronts = Fronts(fronts, metrics)
-        app, _ = make_app(self.fronts, service.api)
-        log.info("the front serves %s", ", ".join(self.fronts.names))
+            options = replace(model.frontend, max_queue=-(-model.frontend.max_queue // num_api_servers))
+            frontends.append(await asyncio.to_thread(ModelFrontend, pool, options, metrics))
+            frontends[-1].render_in_helper_process()
+        self.frontends = MultiModelFrontend(frontends, metrics)
+        app, _ = make_app(self.frontends, service.api)
+        log.info("the API server serves %s", ", ".join(self.frontends.names))
         return BehindProxy(app)
 
     async def __del__(self) -> None:
         for pool in self.pools:
             await pool.close()
-        if self.fronts is not None:
-            await self.fronts.close()
+        if self.frontends is not None:
+            await self.frontends.close()
 
 
 def is_replica_lost(error: BaseException) -> bool:
@@ -68,8 +70,7 @@ def is_replica_lost(error: BaseException) -> bool:
 class BehindProxy:
     """Adapts the app to Ray Serve's proxy.
 
-    The proxy adds the request id to the response, so the app's own header is removed.  The application's route_prefix
-    is removed from paths.
+    The proxy adds the request id to the response, so the app's own header is removed, as is the route_prefix of paths.
     """
 
     def __init__(self, app: ASGIApp):

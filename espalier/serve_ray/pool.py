@@ -1,4 +1,4 @@
-"""The pool of engine replicas of a front.  Ray Serve's router chooses a replica for each submitted prompt.
+"""The pool of engine replicas of an API server.  Ray Serve's router chooses a replica for each submitted prompt.
 
 If a replica ends before a prompt's first token, the prompt is sent to another replica.  If the replica ends later, the
 request fails with EngineGone.  Each prompt of an HTTP request is routed separately.
@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # The most replicas to which one prompt is sent.
@@ -41,49 +41,44 @@ class PooledPrompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def add_parts(self, parts: Sequence[OutputPart]) -> None:
-        self.has_begun = True
-        for part in parts:
-            self.generation.add(part)
-
 
 @dataclass(eq=False)
 class EnginePool:
     """The engine replicas of one model, as protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, this front's share of the slots.
-    is_lost: returns whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: 1 / number of API servers.  is_replica_lost: returns
+    whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
     name: str
     max_replicas: int
     slot_share: float
-    is_lost: Callable[[BaseException], bool]
-    facts: ModelFacts | None = None
+    is_replica_lost: Callable[[BaseException], bool]
+    model_info: ModelInfo | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    _figures: list[EngineFigures] = field(default_factory=list)
+    _engine_stats: list[EngineStats] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
     _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
     _poll_task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.streams = self.handle.options(method_name="generate", stream=True)
+        self.generate_handle = self.handle.options(method_name="generate", stream=True)
 
     async def start(self) -> None:
         """Wait until a replica is ready."""
-        ready = protocol.decode_from_engine(await self.handle.about.remote())
+        ready = protocol.decode_from_engine(await self.handle.get_model_info.remote())
         assert isinstance(ready, protocol.EngineReady)
-        self.facts, self.config = ready.facts, ready.config
-        await self._poll_figures()
+        self.model_info, self.config = ready.model_info, ready.config
+        await self._poll_engine_stats()
         self._poll_task = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
         """The number of ready replicas at the last read of the metrics."""
-        return sum(figures.is_ready for figures in self._figures)
+        return sum(figures.is_ready for figures in self._engine_stats)
 
     @property
     def state(self) -> str:
@@ -95,13 +90,13 @@ class EnginePool:
 
     @property
     def num_slots(self) -> int:
-        return self._slots(max(self.num_replicas, 1))
+        return self._num_slots_of(max(self.num_replicas, 1))
 
     @property
     def max_slots(self) -> int:
-        return self._slots(self.max_replicas)
+        return self._num_slots_of(self.max_replicas)
 
-    def _slots(self, num_replicas: int) -> int:
+    def _num_slots_of(self, num_replicas: int) -> int:
         return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
@@ -130,8 +125,8 @@ class EnginePool:
             if (found := self._open_prompts.pop(name, None)) is not None:
                 found[1].cancel()
 
-    def figures(self) -> list[EngineFigures]:
-        return self._figures
+    def engine_stats(self) -> list[EngineStats]:
+        return self._engine_stats
 
     async def close(self) -> None:
         self._closed = True
@@ -143,18 +138,18 @@ class EnginePool:
 
     # One prompt
 
-    async def _run(self, prompt: "PooledPrompt") -> None:
+    async def _run(self, prompt: PooledPrompt) -> None:
         """Run a prompt until its output is complete, or fail its generation."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:
             if not isinstance(error, EngineGone | EspalierError):
-                log.exception("a prompt failed in the front")
+                log.exception("a prompt failed in the API server")
             self._open_prompts.pop(prompt.submit.name, None)
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
-    async def _try_replicas(self, prompt: "PooledPrompt") -> None:
+    async def _try_replicas(self, prompt: PooledPrompt) -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
         hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
@@ -166,11 +161,10 @@ class EnginePool:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
-        # Serve's router identifies a call by the HTTP request in its context.  With an empty context, each prompt is a
-        # separate request.
-        stream = Context().run(self.streams.remote, message, hint)
+        # Serve's router identifies a call by the HTTP request in its context.  An empty context separates the prompts.
+        stream = Context().run(self.generate_handle.remote, message, hint)
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
@@ -179,14 +173,16 @@ class EnginePool:
                 if isinstance(sent, protocol.PromptRefused):
                     raise protocol.refusal_error(sent)
                 assert isinstance(sent, protocol.StepOutput)
-                prompt.add_parts(sent.parts)
+                prompt.has_begun = True
+                for part in sent.parts:
+                    prompt.generation.add(part)
                 if prompt.is_done:
                     self._open_prompts.pop(prompt.submit.name, None)
         except asyncio.CancelledError:
             stream.cancel()
             raise
         except Exception as error:
-            if not self.is_lost(error):
+            if not self.is_replica_lost(error):
                 raise
             # The output may be complete although the replica ended before the call did.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
@@ -197,18 +193,18 @@ class EnginePool:
     async def _keep_polling(self) -> None:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            await self._poll_figures()
+            await self._poll_engine_stats()
 
-    async def _poll_figures(self) -> None:
+    async def _poll_engine_stats(self) -> None:
         """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
         found: list[Any] = []
         # The call raises an error if no replica is ready.
         with suppress(Exception):
-            answers = self.handle.broadcast("figures")
+            answers = self.handle.broadcast("engine_stats")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = []
         for data in (each for each in found if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                of_replica = msgspec.msgpack.decode(data, type=EngineFigures)
+                of_replica = msgspec.msgpack.decode(data, type=EngineStats)
                 figures.append(replace(of_replica, labels={"model": self.name, **of_replica.labels}))
-        self._figures = sorted(figures, key=lambda each: each.labels["replica"])
+        self._engine_stats = sorted(figures, key=lambda each: each.labels["replica"])

@@ -28,30 +28,30 @@ EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  leave: ends the actor."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  exit_process: ends it."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
-        self, settings: Mapping[str, Any], options: ClientOptions, name: str = "", leave: Any = os._exit
+        self, settings: Mapping[str, Any], options: ClientOptions, name: str = "", exit_process: Any = os._exit
     ):
-        logs.set_up(options.log_level, options.log_json)
+        logs.set_up_logging(options.log_level, options.log_json)
         self.name = name or _name_in_serve()
-        self.exit_actor = leave
+        self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
         # By prompt: the prompt's tokens until its first output token, and the most output tokens that may follow.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())
 
-    async def about(self) -> bytes:
+    async def get_model_info(self) -> bytes:
         """Returns an EngineReady message: facts of the model, and the resolved configuration."""
-        assert self.client.facts is not None
-        return protocol.encode(protocol.EngineReady(self.client.facts, self.client.config))
+        assert self.client.model_info is not None
+        return protocol.encode(protocol.EngineReady(self.client.model_info, self.client.config))
 
-    async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
+    async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
         """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        _hint: for the router.  Closing the iterator early aborts the request.
+        _routing_hint: for the router.  Closing the iterator early aborts the request.
         """
         submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
@@ -60,12 +60,12 @@ class EngineReplica:
             yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
-        assert self.client.facts is not None
-        left_in_context, most = self.client.facts.max_context - len(submit.prompt), submit.params.max_tokens
+        assert self.client.model_info is not None
+        left_in_context, most = self.client.model_info.max_context - len(submit.prompt), submit.params.max_tokens
         to_come = submit.params.n * (left_in_context if most is None else min(left_in_context, most))
         self._open_tokens[submit.name] = len(submit.prompt) + to_come
         try:
-            async for parts in generation.parts(None):
+            async for parts in generation.iter_parts(None):
                 for part in parts:
                     part.name = submit.name
                     to_come -= len(part.output.token_ids)
@@ -83,9 +83,9 @@ class EngineReplica:
         """Returns the open tokens: of prompts before their first output token, and of outputs up to their limit."""
         return sum(self._open_tokens.values())
 
-    async def figures(self) -> bytes:
-        """Returns the engine's metrics (EngineFigures), with the replica's name as a label."""
-        [figures] = self.client.figures()
+    async def engine_stats(self) -> bytes:
+        """Returns the engine's metrics (EngineStats), with the replica's name as a label."""
+        [figures] = self.client.engine_stats()
         return msgspec.msgpack.encode(replace(figures, labels={"replica": self.name}))
 
     # Ray Serve's hooks

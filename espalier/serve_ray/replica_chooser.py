@@ -1,7 +1,6 @@
 """Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each front chooses alone, without messages.  It remembers to which replica it sent a prefix, and counts its open
-samples.  Replicas are identified by name.
+Each API server chooses alone.  It remembers which replica got a prefix, and counts its open samples.
 """
 
 from collections import Counter, OrderedDict
@@ -16,7 +15,7 @@ MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """The data of a prompt for the router.  keys: the prompt's prefix_hashes.  samples: the number of outputs (n)."""
+    """The data of a prompt for the router.  page_hashes: the prompt's prefix_hashes.  num_samples: its outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
@@ -24,21 +23,20 @@ class RoutingHint(NamedTuple):
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
     """Returns a hash of each prefix of whole pages, shortest first.  All processes compute equal hashes."""
-    keys: list[int] = []
+    page_hashes: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
         # Python's hash of integers does not depend on the process.
         key = hash((key, *prompt[start : start + page_size]))
-        keys.append(key)
-    return tuple(keys)
+        page_hashes.append(key)
+    return tuple(page_hashes)
 
 
 class ReplicaChooser:
     """Ranks replicas for prompts.
 
     imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for its
-    pages.  max_prefixes: how many prefixes are remembered.  The least recently used prefix is forgotten first, and of
-    one prompt the longest.
+    pages.  max_prefixes: how many prefixes are remembered.  The least recently used is forgotten first.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -47,29 +45,29 @@ class ReplicaChooser:
         # By prefix hash: the replica that last got a prompt with this prefix.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
         # The number of open samples by replica, and by (replica, request).
-        self.load: Counter[str] = Counter()
+        self.num_open_samples: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
-    def rank_replicas(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
-        """Returns the replicas, best first.  keys: the prompt's prefix_hashes."""
+    def rank_replicas(self, page_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
+        """Returns the replicas, best first.  page_hashes: the prompt's prefix_hashes."""
         if not replicas:
             return []
-        fewest = min(self.load[each] for each in replicas)
-        held = self._pages_held(keys, replicas)
+        fewest = min(self.num_open_samples[each] for each in replicas)
+        held = self._pages_held(page_hashes, replicas)
 
-        def rank(replica: str) -> tuple[int, int, int, str]:
-            is_free = self.load[replica] - fewest <= self.imbalance
+        def sort_key(replica: str) -> tuple[int, int, int, str]:
+            is_free = self.num_open_samples[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # All fronts compute the same hash, so they send a new prefix to the same one of equally busy replicas.
-            tie_break = hash((keys[0], *replica.encode())) if keys else 0
-            return -pages, self.load[replica], tie_break, replica
+            # All API servers compute the same hash, so they send a new prefix to the same one of equally busy replicas.
+            tie_break = hash((page_hashes[0], *replica.encode())) if page_hashes else 0
+            return -pages, self.num_open_samples[replica], tie_break, replica
 
-        return sorted(replicas, key=rank)
+        return sorted(replicas, key=sort_key)
 
-    def _pages_held(self, keys: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
+    def _pages_held(self, page_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
         """Returns the number of the prompt's first pages that each replica is known to have, by replica."""
         held: dict[str, int] = {}
-        for count, key in enumerate(keys, 1):
+        for count, key in enumerate(page_hashes, 1):
             replica = self._replica_of_prefix.get(key)
             if replica is None:
                 break
@@ -77,13 +75,12 @@ class ReplicaChooser:
                 held[replica] = count
         return held
 
-    def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  samples: the number of the prompt's outputs.  request: the name
-        of the call, also passed to record_ended."""
-        self._open_samples.setdefault((replica, request), []).append(samples)
-        self.load[replica] += samples
+    def record_sent(self, page_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
+        """Record a prompt that was sent to a replica.  request: the name of the call, also passed to record_ended."""
+        self._open_samples.setdefault((replica, request), []).append(num_samples)
+        self.num_open_samples[replica] += num_samples
         # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.
-        for key in reversed(keys):
+        for key in reversed(page_hashes):
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
         while len(self._replica_of_prefix) > self.max_prefixes:
@@ -92,7 +89,7 @@ class ReplicaChooser:
     def record_ended(self, replica: str, request: str) -> None:
         """Record that one prompt of this request has ended.  Unknown calls are ignored."""
         if open_samples := self._open_samples.get((replica, request)):
-            self.load[replica] -= open_samples.pop()
+            self.num_open_samples[replica] -= open_samples.pop()
             if not open_samples:
                 del self._open_samples[replica, request]
 
@@ -100,8 +97,8 @@ class ReplicaChooser:
         """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
-        for replica in [each for each in self.load if each not in replicas]:
-            del self.load[replica]
+        for replica in [each for each in self.num_open_samples if each not in replicas]:
+            del self.num_open_samples[replica]
 
 
 @dataclass(frozen=True)

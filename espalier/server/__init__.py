@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: an HTTP front process and an engine process."""
+"""The OpenAI-compatible server: an API server process and an engine process."""

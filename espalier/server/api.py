@@ -1,9 +1,10 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's front."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's API server."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,21 +14,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from espalier import __version__
-from espalier.chat import ChatOptions, RenderLoop
+from espalier.chat import ChatOptions, RenderLoop, TextCheck
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import TextAnswer
 from espalier.server.batch_api import batch_endpoints
-from espalier.server.batches import Batches
-from espalier.server.chat_answers import ChatAnswer, ResponsesAnswer
-from espalier.server.errors import ApiError, bad_request, json_response
-from espalier.server.front import Front
-from espalier.server.gate import Gate
+from espalier.server.batches import BatchRunner
+from espalier.server.chat_responses import ChatResponseBuilder, ResponsesApiBuilder
+from espalier.server.errors import ApiError, bad_request_error, json_response
+from espalier.server.frontend import ModelFrontend
 from espalier.server.logs import request_id
+from espalier.server.middleware import RequestMiddleware
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
+from espalier.server.response_builders import CompletionResponseBuilder
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
-from espalier.server.routes import JSON, Endpoint, Server, make_router, page_endpoints
+from espalier.server.routes import JSON, Endpoint, Frontends, make_router, page_endpoints
 from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
@@ -45,9 +46,9 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A chat request after its checks, with its prompt.  ignored: names of the request's fields without effect."""
+    """A checked chat request with its prompt.  ignored_fields: names of the request's fields without effect."""
 
-    ignored: list[str]
+    ignored_fields: list[str]
     prompt: list[int]
     params: ResolvedParams
     plan: ChatPlan
@@ -59,42 +60,41 @@ def as_api_errors() -> Iterator[None]:
     try:
         yield
     except EspalierError as error:
-        raise bad_request(error) from None
+        raise bad_request_error(error) from None
 
 
-async def prepare_chat(front: Front, body: ChatRequest) -> PreparedChat:
+async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedChat:
     """Check a conversation and make its prompt.  Raises ApiError."""
     with as_api_errors():
-        body.check()
-        asked = body.params()
-        params = front.resolve(asked)
-        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.checked_tool_use())
+        body.require_compatible_fields()
+        requested_params = body.params()
+        params = frontend.resolve(requested_params)
+        plan = ChatPlan(frontend.inputs.tokenizer, frontend.formats, body.checked_request_tools())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
-    front.report_no_effect(ignored := body.fields_without_effect() + unread)
+    frontend.report_no_effect(ignored_fields := body.fields_without_effect() + unread)
     if body.prediction is not None:
-        guessed = body.prediction.text
-        asked_for = InputProcessor.with_prediction, params, guessed
-        params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
+        text, run = body.prediction.text, frontend.tokenizer_threads.run
+        params = await run(InputProcessor.with_prediction, params, text, size=len(text), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
-    with front.reserve_capacity(params.n):
-        check = front.require_tokenizable
+    with frontend.reserve_capacity(params.n):
+        check_text = frontend.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.conversation_tokens(_chat_steps, body, plan, check, size=size)
+        prompt = await frontend.conversation_tokens(_chat_steps, body, plan, check_text, size=size)
     with as_api_errors():
-        front.inputs.require_room(prompt, asked, body.output_limit_field)
-        params = front.inputs.apply_plan(plan, params, prompt)
-    return PreparedChat(ignored, prompt, params, plan)
+        frontend.inputs.require_room(prompt, requested_params, body.output_limit_field)
+        params = frontend.inputs.apply_plan(plan, params, prompt)
+    return PreparedChat(ignored_fields, prompt, params, plan)
 
 
-def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> RenderLoop:
+def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check_text: TextCheck) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation.
 
     The generator yields renderings of the chat template, and gets their texts (chat.RenderLoop).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
-    check = inputs.require_text_fits if keep is None else check
-    tokens = yield from message_steps(inputs, body.messages, body.options(), check, plan)
+    check_text = inputs.require_text_fits if keep is None else check_text
+    tokens = yield from message_steps(inputs, body.messages, body.options(), check_text, plan)
     return inputs.prompt_tokens(tokens, keep_last=keep)
 
 
@@ -102,11 +102,13 @@ def message_steps(
     inputs: InputProcessor,
     messages: Sequence[Message],
     options: ChatOptions,
-    check: Callable[[str], None],
+    check_text: TextCheck,
     plan: ChatPlan,
 ) -> RenderLoop:
     """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
-    return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
+    return inputs.chat_steps(
+        plan.messages([message.as_template_dict() for message in messages]), check_text=check_text, **options
+    )
 
 
 def num_characters(value: Any) -> int:
@@ -151,113 +153,112 @@ class ApiOptions:
                 )
 
 
-def make_app(server: Server, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
-    """Returns the application, and the gate that counts open requests.  batches: None for a server without batches."""
+def make_app(
+    frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
+) -> tuple[ASGIApp, RequestMiddleware]:
+    """Returns the application, and the middleware that counts open requests.  batches: None for no batches."""
     endpoints = [
-        *_generation_endpoints(server),
-        *_tokenizer_endpoints(server),
-        *_status_endpoints(server),
+        *_generation_endpoints(frontends),
+        *_tokenizer_endpoints(frontends),
+        *_status_endpoints(frontends),
         *([] if batches is None else batch_endpoints(batches)),
     ]
-    endpoints += page_endpoints(server, endpoints, options.api_key is not None)
-    gate = Gate(
-        make_router(server, endpoints),
+    endpoints += page_endpoints(frontends, endpoints, options.api_key is not None)
+    middleware = RequestMiddleware(
+        make_router(frontends, endpoints),
         options.api_key,
         options.max_body_bytes,
-        lambda path, status: server.metrics.responses.labels(path, str(status)).inc(),
+        lambda path, status: frontends.metrics.responses.labels(path, str(status)).inc(),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
         options.additional_keys,
     )
     if not options.cors_origins:
-        return gate, gate
+        return middleware, middleware
     return CORSMiddleware(
-        gate,
+        middleware,
         allow_origins=list(options.cors_origins),
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", NO_EFFECT_HEADER],
-    ), gate
+    ), middleware
 
 
-def _generation_endpoints(server: Server) -> list[Endpoint]:
-    async def complete(http: Request, body: CompletionRequest) -> Response:
-        front = server.front_of(body.model)
+def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
+    async def create_completion(http: Request, body: CompletionRequest) -> Response:
+        frontend = frontends.frontend_for(body.model)
         with as_api_errors():
-            body.check()
-            asked = body.params()
-            params = front.resolve(asked)
+            body.require_compatible_fields()
+            requested_params = body.params()
+            params = frontend.resolve(requested_params)
             sent_prompts = body.prompts()
-        front.report_no_effect(ignored := body.fields_without_effect())
-        with front.reserve_capacity(len(sent_prompts) * params.n):
-            size, check = sum(map(len, sent_prompts)), front.require_tokenizable
-            prompts = await front.lanes.run(_prompt_ids, body, sent_prompts, asked, check, size=size, field="prompt")
-            echo: list[str] = []
+        frontend.report_no_effect(ignored_fields := body.fields_without_effect())
+        with frontend.reserve_capacity(len(sent_prompts) * params.n):
+            run, size = frontend.tokenizer_threads.run, sum(map(len, sent_prompts))
+            work = body, sent_prompts, requested_params, frontend.require_tokenizable
+            prompts = await run(_prompt_ids, *work, size=size, field="prompt")
+            echoed_prompts: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
-                echo = await front.lanes.run(_prompt_texts, shown, params.skip_special_tokens, size=size)
+                echoed_prompts = await run(_prompt_texts, shown, params.skip_special_tokens, size=size)
+        values = f"cmpl-{request_id.get()}", body, params, prompts, frontend.inputs.tokenizer, echoed_prompts
+        response = await frontend.respond(http, body, prompts, params, partial(CompletionResponseBuilder, *values))
+        return _with_no_effect_header(ignored_fields, response)
 
-        def answer() -> TextAnswer:
-            return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
+    async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
+        frontend = frontends.frontend_for(body.model)
+        prepared = await prepare_chat(frontend, body)
+        values = f"chatcmpl-{request_id.get()}", body, prepared.params, prepared.prompt, prepared.plan
+        make_builder = partial(ChatResponseBuilder, *values)
+        response = await frontend.respond(http, body, [prepared.prompt], prepared.params, make_builder)
+        return _with_no_effect_header(prepared.ignored_fields, response)
 
-        return _with_no_effect_header(ignored, await front.respond(http, body, prompts, params, answer))
-
-    async def chat(http: Request, body: ChatRequest) -> Response:
-        front = server.front_of(body.model)
-        talk = await prepare_chat(front, body)
-
-        def answer() -> ChatAnswer:
-            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, talk.params, talk.prompt, talk.plan)
-
-        return _with_no_effect_header(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
-
-    async def respond(http: Request, body: ResponsesRequest) -> Response:
-        front = server.front_of(body.model)
-        front.report_no_effect(ignored := body.fields_without_effect())
+    async def create_response(http: Request, body: ResponsesRequest) -> Response:
+        frontend = frontends.frontend_for(body.model)
+        frontend.report_no_effect(ignored_fields := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
             chat = body.as_chat_request()
-            talk = await prepare_chat(front, chat)
-
-        def answer() -> ResponsesAnswer:
-            return ResponsesAnswer(body, request_id.get(), chat, talk.params, talk.prompt, talk.plan)
-
-        ignored += [RESPONSES_FIELD_NAMES.get(name, name) for name in talk.ignored]
-        return _with_no_effect_header(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
+            prepared = await prepare_chat(frontend, chat)
+        ignored_fields += [RESPONSES_FIELD_NAMES.get(name, name) for name in prepared.ignored_fields]
+        values = body, request_id.get(), chat, prepared.params, prepared.prompt, prepared.plan
+        make_builder = partial(ResponsesApiBuilder, *values)
+        response = await frontend.respond(http, chat, [prepared.prompt], prepared.params, make_builder)
+        return _with_no_effect_header(ignored_fields, response)
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
-        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAM_RESPONSES)
-        for path, handle, about, body in (
-            ("/v1/completions", complete, "Continue a text", CompletionRequest),
-            ("/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
-            ("/v1/responses", respond, as_response, ResponsesRequest),
+        Endpoint("POST", path, handler, summary, body, GENERATION_ERRORS, STREAM_RESPONSES)
+        for path, handler, summary, body in (
+            ("/v1/completions", create_completion, "Continue a text", CompletionRequest),
+            ("/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatRequest),
+            ("/v1/responses", create_response, as_response, ResponsesRequest),
         )
     ]
 
 
-def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response:
+def _with_no_effect_header(ignored_fields: Sequence[str], response: Response) -> Response:
     """Returns the response with a header that lists the request's fields without effect."""
-    if ignored:
-        answer.headers[NO_EFFECT_HEADER] = ", ".join(ignored)
-    return answer
+    if ignored_fields:
+        response.headers[NO_EFFECT_HEADER] = ", ".join(ignored_fields)
+    return response
 
 
 def _prompt_ids(
     inputs: InputProcessor,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
-    asked: SamplingParams,
-    check: Callable[[str], None],
+    requested_params: SamplingParams,
+    check_text: TextCheck,
 ) -> list[list[int]]:
-    """Returns the prompts' token ids.  check: raises for a too long text that will be truncated; max_context limits
-    other texts.  Raises EspalierError."""
+    """Returns the prompts' token ids.  check_text: raises for a too long text that will be truncated; max_context
+    limits other texts.  Raises EspalierError."""
     keep, found = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):
-            check(prompt)
+            check_text(prompt)
         found.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
-        inputs.require_room(found[-1], asked, body.output_limit_field)
+        inputs.require_room(found[-1], requested_params, body.output_limit_field)
     return found
 
 
@@ -269,9 +270,9 @@ def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], sk
     ]
 
 
-def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
+def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
-        front = server.front_of(body.model)
+        frontend = frontends.frontend_for(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
         size = num_characters([body.prompt, body.messages, body.chat_template_kwargs])
@@ -279,17 +280,18 @@ def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
-        limit = front.inputs.facts.max_context
+        limit = frontend.inputs.model_info.max_context
         if body.messages is None:
-            tokens = await front.lanes.run(_tokenize_text, body, front.require_tokenizable, size=size, field="prompt")
+            run, check_text = frontend.tokenizer_threads.run, frontend.require_tokenizable
+            tokens = await run(_tokenize_text, body, check_text, size=size, field="prompt")
         else:
-            work = body, front.formats, front.require_tokenizable
-            tokens = await front.conversation_tokens(_tokenize_conversation, *work, size=size)
+            work = body, frontend.formats, frontend.require_tokenizable
+            tokens = await frontend.conversation_tokens(_tokenize_conversation, *work, size=size)
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
-        front = server.front_of(body.model)
-        return await front.lanes.run(_detokenize, body.tokens, size=len(body.tokens))
+        frontend = frontends.frontend_for(body.model)
+        return await frontend.tokenizer_threads.run(_detokenize, body.tokens, size=len(body.tokens))
 
     to_tokens, to_text = "The tokens of a text or a conversation", "The text of tokens"
     return [
@@ -298,63 +300,64 @@ def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
     ]
 
 
-def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
+def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: TextCheck) -> list[int]:
     """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
     tokenizer = inputs.require_tokenizer("/tokenize")
-    check(body.prompt)
+    check_text(body.prompt)
     return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
 
 def _tokenize_conversation(
-    inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
+    inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check_text: TextCheck
 ) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation for /tokenize (chat.RenderLoop)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-    return message_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, RequestTools()))
+    plan = ChatPlan(inputs.tokenizer, formats, RequestTools())
+    return message_steps(inputs, body.messages, options, check_text, plan)
 
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     """Returns the response of /detokenize."""
-    vocab_size = inputs.facts.vocab_size
+    vocab_size = inputs.model_info.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
     return json_response({"prompt": inputs.require_tokenizer("/detokenize").decode(tokens)})
 
 
-def _status_endpoints(server: Server) -> list[Endpoint]:
-    created = int(server.metrics.started_at)
+def _status_endpoints(frontends: Frontends) -> list[Endpoint]:
+    created = int(frontends.metrics.started_at)
 
-    def card(name: str) -> dict[str, Any]:
-        max_context = server.front_of(name).inputs.facts.max_context
+    def model_card(name: str) -> dict[str, Any]:
+        max_context = frontends.frontend_for(name).inputs.model_info.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
-    async def models(http: Request) -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in server.names]})
+    async def list_models(http: Request) -> Response:
+        return json_response({"object": "list", "data": [model_card(name) for name in frontends.names]})
 
-    async def model(http: Request) -> Response:
+    async def get_model(http: Request) -> Response:
         if not (name := http.path_params["name"]):
             raise ApiError(404, "/v1/models/ is not served; use /v1/models, without the slash at the end")
-        return json_response(card(name))
+        return json_response(model_card(name))
 
-    async def health(http: Request) -> Response:
+    async def get_health(http: Request) -> Response:
         return json_response(
-            {"status": server.status, "why": server.unavailable_reason}, 200 if server.status == "ok" else 503
+            {"status": frontends.status, "why": frontends.unavailable_reason}, 200 if frontends.status == "ok" else 503
         )
 
-    async def version(http: Request) -> Response:
+    async def get_version(http: Request) -> Response:
         return json_response({"version": __version__})
 
-    async def metrics(http: Request) -> Response:
-        return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    async def get_metrics(http: Request) -> Response:
+        return Response(frontends.metrics.exposition_text(), media_type=CONTENT_TYPE_LATEST)
 
     healthy, text = "Whether the server accepts requests", {200: {"text/plain": {"schema": {"type": "string"}}}}
     return [
-        Endpoint("GET", "/v1/models", models, "The served models", errors=COMMON_ERRORS),
-        Endpoint("GET", "/v1/models/{name:path}", model, "One served model", errors=(404, *COMMON_ERRORS)),
-        Endpoint("GET", "/health", health, healthy, errors=(500,), answers={200: JSON, 503: JSON}),
-        Endpoint("GET", "/version", version, "The version of Espalier", errors=COMMON_ERRORS),
-        Endpoint("GET", "/metrics", metrics, "Figures for Prometheus", errors=(500,), answers=text),
+        Endpoint("GET", "/v1/models", list_models, "The served models", errors=COMMON_ERRORS),
+        Endpoint("GET", "/v1/models/{name:path}", get_model, "One served model", errors=(404, *COMMON_ERRORS)),
+        Endpoint("GET", "/health", get_health, healthy, errors=(500,), responses={200: JSON, 503: JSON}),
+        Endpoint("GET", "/version", get_version, "The version of Espalier", errors=COMMON_ERRORS),
+        Endpoint("GET", "/metrics", get_metrics, "Figures for Prometheus", errors=(500,), responses=text),
     ]

@@ -15,13 +15,13 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import shown
-from espalier.server.batches import Batches
+from espalier.server.batch_store import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
+from espalier.server.batches import BatchRunner
 from espalier.server.bodies import require_utf8
 from espalier.server.connections import MAX_TRANSFERS
-from espalier.server.errors import ApiError, json_response, queue_full
-from espalier.server.gate import FILES_PATH
+from espalier.server.errors import ApiError, json_response, queue_full_error
+from espalier.server.middleware import FILES_PATH
 from espalier.server.routes import Endpoint
-from espalier.server.stored import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES_PATH = "/v1/batches"
@@ -35,18 +35,18 @@ RANGE_ERRORS = {
 log = logging.getLogger("espalier.server")
 
 
-class Transfers:
-    """Limits the uploads and downloads in progress, because each transfer has files open.  most: the limit."""
+class TransferLimiter:
+    """Limits the uploads and downloads in progress, because each transfer has files open.  max_count: the limit."""
 
-    def __init__(self, most: int = MAX_TRANSFERS):
-        self.max_open = most
+    def __init__(self, max_count: int = MAX_TRANSFERS):
+        self.max_open = max_count
         self.num_open = 0
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
         """Counts a transfer as in progress during the block.  Raises ApiError if too many are in progress."""
         if self.num_open >= self.max_open:
-            raise queue_full(f"{self.max_open} files are being sent or received already")
+            raise queue_full_error(f"{self.max_open} files are being sent or received already")
         self.num_open += 1
         try:
             yield
@@ -57,14 +57,14 @@ class Transfers:
 class Download(FileResponse):
     """The response with a stored file, or with the part of the file that a Range header requests."""
 
-    def __init__(self, path: Path, transfers: Transfers):
+    def __init__(self, path: Path, transfers: TransferLimiter):
         super().__init__(path, media_type=JSONL_CONTENT_TYPE)
         self.transfers = transfers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the file.  Raises ApiError for a bad range, and if too many transfers are in progress."""
 
-        async def checked(message: Message) -> None:
+        async def raise_range_errors(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in RANGE_ERRORS:
                 size = Headers(raw=message["headers"]).get("content-range")
                 headers = {} if size is None else {"content-range": size}
@@ -72,7 +72,7 @@ class Download(FileResponse):
             await send(message)
 
         with self.transfers.reserve():
-            await super().__call__(scope, receive, checked)
+            await super().__call__(scope, receive, raise_range_errors)
 
 
 @contextmanager
@@ -96,26 +96,26 @@ def _require_no_transfer_encoding(file: UploadFile) -> None:
         raise ApiError(415, f"content-transfer-encoding={shown(encoding)} is not supported; send binary", "file")
 
 
-def batch_endpoints(batches: Batches) -> list[Endpoint]:
+def batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     return [*_file_endpoints(batches), *_batch_endpoints(batches)]
 
 
-def _file_endpoints(batches: Batches) -> list[Endpoint]:
-    store, transfers = batches.store, Transfers()
+def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
+    store, transfers = batches.store, TransferLimiter()
 
-    def found(http: Request) -> StoredFile:
+    def requested_file(http: Request) -> StoredFile:
         if (id := http.path_params["id"]) not in store.files:
             raise ApiError(404, f"there is no file {shown(id)}; GET {FILES_PATH} lists them", "file_id")
         return store.files[id]
 
-    async def upload(http: Request) -> Response:
+    async def upload_file(http: Request) -> Response:
         try:
             content_type = http.headers.get("content-type", "")
             require_utf8(content_type)
             if not content_type.lower().startswith("multipart/form-data"):
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
             with transfers.reserve(), _disk_errors_as_api_errors():
-                return await stored(http)
+                return await store_upload(http)
         except (ApiError, MultiPartException) as error:
             # Read the rest: a client that sends the whole body before it reads would find its connection closed.
             await http.scope["state"]["upload"].finish()
@@ -123,7 +123,7 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
                 raise ApiError(400, error.message) from None
             raise
 
-    async def stored(http: Request) -> Response:
+    async def store_upload(http: Request) -> Response:
         async with http.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if unknown := [name for name in form if name not in ("file", "purpose")]:
@@ -134,46 +134,46 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
             _require_no_transfer_encoding(file)
             name = file.filename or "batch.jsonl"
-            return json_response(await asyncio.to_thread(store.add, file.file, name, INPUT_PURPOSE))
+            return json_response(await asyncio.to_thread(store.add_file, file.file, name, INPUT_PURPOSE))
 
-    async def files(http: Request) -> Response:
+    async def list_files(http: Request) -> Response:
         query = _query_parameters(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
         return _list_page(FILES_PATH, chosen, query)
 
-    async def file(http: Request) -> Response:
-        return json_response(found(http))
+    async def get_file(http: Request) -> Response:
+        return json_response(requested_file(http))
 
-    async def content(http: Request) -> Response:
-        path = store.content_path(found(http).id)
+    async def get_content(http: Request) -> Response:
+        path = store.content_path(requested_file(http).id)
         if not path.is_file():
             raise ApiError(404, f"the content of {http.path_params['id']} is gone from the server's disk", "file_id")
         return Download(path, transfers)
 
-    async def delete(http: Request) -> Response:
-        if (reader := batches.unfinished_batch_of(id := found(http).id)) is not None:
+    async def delete_file(http: Request) -> Response:
+        if (reader := batches.unfinished_batch_of(id := requested_file(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
-        store.remove(id)
+        store.remove_file(id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     return [
-        Endpoint("POST", FILES_PATH, upload),
-        Endpoint("GET", FILES_PATH, files),
-        Endpoint("GET", FILES_PATH + "/{id}", file),
-        Endpoint("DELETE", FILES_PATH + "/{id}", delete),
-        Endpoint("GET", FILES_PATH + "/{id}/content", content),
+        Endpoint("POST", FILES_PATH, upload_file),
+        Endpoint("GET", FILES_PATH, list_files),
+        Endpoint("GET", FILES_PATH + "/{id}", get_file),
+        Endpoint("DELETE", FILES_PATH + "/{id}", delete_file),
+        Endpoint("GET", FILES_PATH + "/{id}/content", get_content),
     ]
 
 
-def _batch_endpoints(batches: Batches) -> list[Endpoint]:
+def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     store = batches.store
 
-    def found(http: Request) -> Batch:
+    def requested_batch(http: Request) -> Batch:
         if (id := http.path_params["id"]) not in store.batches:
             raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES_PATH} lists them", "batch_id")
-        return batches.with_current_counts(store.batches[id])
+        return batches.update_counts(store.batches[id])
 
-    async def create(http: Request, body: BatchRequest) -> Response:
+    async def create_batch(http: Request, body: BatchRequest) -> Response:
         file = store.files.get(body.input_file_id)
         if file is None or file.purpose != INPUT_PURPOSE:
             message = (
@@ -183,23 +183,23 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
         with _disk_errors_as_api_errors():
             return json_response(batches.create(body))
 
-    async def listed(http: Request) -> Response:
-        counted = [batches.with_current_counts(each) for each in store.batches.values()]
+    async def list_batches(http: Request) -> Response:
+        counted = [batches.update_counts(each) for each in store.batches.values()]
         return _list_page(BATCHES_PATH, counted, _query_parameters(http))
 
-    async def batch(http: Request) -> Response:
-        return json_response(found(http))
+    async def get_batch(http: Request) -> Response:
+        return json_response(requested_batch(http))
 
-    async def cancel(http: Request) -> Response:
+    async def cancel_batch(http: Request) -> Response:
         with _disk_errors_as_api_errors():
-            batches.cancel(found(http))
-        return json_response(found(http))
+            batches.cancel(requested_batch(http))
+        return json_response(requested_batch(http))
 
     return [
-        Endpoint("POST", BATCHES_PATH, create, body=BatchRequest),
-        Endpoint("GET", BATCHES_PATH, listed),
-        Endpoint("GET", BATCHES_PATH + "/{id}", batch),
-        Endpoint("POST", BATCHES_PATH + "/{id}/cancel", cancel),
+        Endpoint("POST", BATCHES_PATH, create_batch, body=BatchRequest),
+        Endpoint("GET", BATCHES_PATH, list_batches),
+        Endpoint("GET", BATCHES_PATH + "/{id}", get_batch),
+        Endpoint("POST", BATCHES_PATH + "/{id}/cancel", cancel_batch),
     ]
 
 
@@ -214,11 +214,11 @@ def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
 
 def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
     """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError."""
-    most = MAX_LIST_ITEMS[path]
+    max_count = MAX_LIST_ITEMS[path]
     limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
     # The check of the length comes first, because int() refuses a number of thousands of digits.
-    if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
-        raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {most}", "limit")
+    if not (limit.isdecimal() and len(limit) <= len(str(max_count)) and 1 <= int(limit) <= max_count):
+        raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {max_count}", "limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order={shown(order)} is not supported; use asc or desc", "order")

@@ -16,8 +16,7 @@ from typing import Any
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
 from espalier.batch_jobs.sender import AsgiApp, Sender, app_client, run_batch
 from espalier.errors import EspalierError
-from espalier.server.front import without_timeout
-from espalier.server.stored import (
+from espalier.server.batch_store import (
     COMPLETION_WINDOW_S,
     ENDED_STATUSES,
     OUTPUT_PURPOSE,
@@ -25,11 +24,12 @@ from espalier.server.stored import (
     BatchError,
     BatchErrors,
     BatchRequest,
+    BatchStore,
     LineCounts,
-    Store,
     new_id,
-    split_answers,
+    split_by_status,
 )
+from espalier.server.frontend import without_timeout
 
 log = logging.getLogger("espalier.server")
 # The default priority of a batch's requests.  A lower value starts first; other requests have 0 by default.
@@ -43,7 +43,7 @@ UNANSWERED_ERRORS = {
 }
 
 
-class LiveBatch:
+class UnfinishedBatch:
     """The state of one batch that has not ended.  earlier_batches_ended: set when all batches before it have ended."""
 
     def __init__(self) -> None:
@@ -52,20 +52,20 @@ class LiveBatch:
         self.task: asyncio.Task[None]
 
 
-class Batches:
+class BatchRunner:
     """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before everything else.
 
     A batch opens its files only when it runs or ends, because thousands of batches may wait.
     """
 
-    def __init__(self, store: Store, concurrency: int):
+    def __init__(self, store: BatchStore, concurrency: int):
         self.store = store
         self.concurrency = concurrency
         # By batch id.  Batches run in this order.
-        self._live_batches: dict[str, LiveBatch] = {}
+        self._unfinished_batches: dict[str, UnfinishedBatch] = {}
         self._journals: dict[str, Journal] = {}
         self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
-        self._early_end_lock = asyncio.Lock()
+        self._cancelled_batch_lock = asyncio.Lock()
 
     def start(self, app: AsgiApp, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: the application that answers their requests.
@@ -82,7 +82,7 @@ class Batches:
         now = int(time.time())
         id = new_id("batch_")
         batch = Batch(id, body.endpoint, body.input_file_id, now, now + COMPLETION_WINDOW_S, body.metadata)
-        self.store.save(batch)
+        self.store.save_batch(batch)
         self._start_batch(batch)
         return batch
 
@@ -90,16 +90,16 @@ class Batches:
         """Cancel a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            self.store.save(batch)
-            if batch.id not in self._live_batches:
+            self.store.save_batch(batch)
+            if batch.id not in self._unfinished_batches:
                 self._start_batch(batch)
-            self._live_batches[batch.id].cancelled.set()
+            self._unfinished_batches[batch.id].cancelled.set()
 
-    def with_current_counts(self, batch: Batch) -> Batch:
+    def update_counts(self, batch: Batch) -> Batch:
         """Returns the batch with its current counts."""
         journal = self._journals.get(batch.id)
         if journal is not None:
-            _update_counts(batch, journal)
+            _set_counts(batch, journal)
         return batch
 
     def unfinished_batch_of(self, file_id: str) -> str | None:
@@ -111,63 +111,67 @@ class Batches:
 
     def stop(self) -> None:
         """Stop all work.  The unfinished batches continue when the server starts again."""
-        for live in self._live_batches.values():
-            live.task.cancel()
+        for unfinished in self._unfinished_batches.values():
+            unfinished.task.cancel()
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*(live.task for live in self._live_batches.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(unfinished.task for unfinished in self._unfinished_batches.values()), return_exceptions=True
+        )
         await self._client.aclose()
         self.store.close()
 
     def _start_batch(self, batch: Batch) -> None:
-        live = self._live_batches[batch.id] = LiveBatch()
+        unfinished = self._unfinished_batches[batch.id] = UnfinishedBatch()
         if batch.status == "cancelling":
-            live.cancelled.set()
+            unfinished.cancelled.set()
         self._admit_oldest_batch()
-        live.task = asyncio.create_task(self._run_and_log(batch, live))
-        live.task.add_done_callback(lambda _: self._remove_live_batch(batch.id))
+        unfinished.task = asyncio.create_task(self._run_and_log(batch, unfinished))
+        unfinished.task.add_done_callback(lambda _: self._remove_ended_batch(batch.id))
 
-    def _remove_live_batch(self, id: str) -> None:
-        del self._live_batches[id]
+    def _remove_ended_batch(self, id: str) -> None:
+        del self._unfinished_batches[id]
         self._admit_oldest_batch()
 
     def _admit_oldest_batch(self) -> None:
-        if (oldest := next(iter(self._live_batches.values()), None)) is not None:
+        if (oldest := next(iter(self._unfinished_batches.values()), None)) is not None:
             oldest.earlier_batches_ended.set()
 
-    async def _run_and_log(self, batch: Batch, live: LiveBatch) -> None:
+    async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
         try:
-            await self._run_to_end(batch, live)
+            await self._run_to_end(batch, unfinished)
         except EspalierError as error:
             log.error("%s goes on when the server starts again: %s", batch.id, error)
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
 
-    async def _run_to_end(self, batch: Batch, live: LiveBatch) -> None:
+    async def _run_to_end(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
         """Run a batch until it has ended.  Raises EspalierError or OSError if the engine or the disk fails."""
         try:
             async with self._scan_slots:
-                found = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
+                scan = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
         except EspalierError as error:
             self._mark_failed(batch, error)
             return
-        batch.request_counts.total = found.num_lines
-        end = (
+        batch.request_counts.total = scan.num_lines
+        end_status = (
             "cancelled"
-            if live.cancelled.is_set()
-            else await self._run_unless_ended(batch, live, live.earlier_batches_ended.wait())
+            if unfinished.cancelled.is_set()
+            else await self._await_unless_ended(batch, unfinished, unfinished.earlier_batches_ended.wait())
         )
-        if end is None:
-            await self._answer_and_make_files(batch, live, found)
+        if end_status is None:
+            await self._answer_and_store_files(batch, unfinished, scan)
         else:
-            async with self._early_end_lock:
-                await self._answer_and_make_files(batch, live, found, end)
+            async with self._cancelled_batch_lock:
+                await self._answer_and_store_files(batch, unfinished, scan, end_status)
 
-    async def _run_unless_ended(self, batch: Batch, live: LiveBatch, work: Coroutine[Any, Any, Any]) -> str | None:
+    async def _await_unless_ended(
+        self, batch: Batch, unfinished: UnfinishedBatch, work: Coroutine[Any, Any, Any]
+    ) -> str | None:
         """Await `work`.  Returns "cancelled" or "expired" if the batch ends before the work does, else None."""
         running = asyncio.create_task(work)
-        cancelled = asyncio.create_task(live.cancelled.wait())
+        cancelled = asyncio.create_task(unfinished.cancelled.wait())
         try:
             left_s = batch.expires_at - time.time()
             await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
@@ -182,8 +186,8 @@ class Batches:
                 await running
 
     @staticmethod
-    async def _open_journal(path: Path, found: InputScan) -> Journal:
-        opening = asyncio.create_task(asyncio.to_thread(Journal, path, found))
+    async def _open_journal(path: Path, scan: InputScan) -> Journal:
+        opening = asyncio.create_task(asyncio.to_thread(Journal, path, scan))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -192,51 +196,55 @@ class Batches:
                 (await opening).close()
             raise
 
-    async def _answer_and_make_files(
-        self, batch: Batch, live: LiveBatch, found: InputScan, end: str | None = None
+    async def _answer_and_store_files(
+        self, batch: Batch, unfinished: UnfinishedBatch, scan: InputScan, end_status: str | None = None
     ) -> None:
-        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.  end:
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.  end_status:
         "cancelled" or "expired" if the batch ends before its turn."""
-        journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), found)
+        journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), scan)
         try:
-            if journal.num_left and end is None:
-                end = await self._run_unless_ended(batch, live, self._answer_lines(batch, journal))
+            if journal.num_left and end_status is None:
+                end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             # A batch with all answers is completed, even if its time is over.
-            end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
-            if end == "completed":
+            end_status = (
+                "completed" if end_status is None or (end_status == "expired" and not journal.num_left) else end_status
+            )
+            if end_status == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
-                self.store.save(batch)
-            await asyncio.to_thread(_answer_rest_with_errors, journal, end)
+                self.store.save_batch(batch)
+            await asyncio.to_thread(_answer_rest_with_errors, journal, end_status)
         finally:
-            _update_counts(batch, journal)
+            _set_counts(batch, journal)
             del self._journals[batch.id]
             journal.close()
         await asyncio.to_thread(self._make_output_files, batch)
-        batch.status = end
-        setattr(batch, f"{end}_at", int(time.time()))
-        self.store.save(batch)
+        batch.status = end_status
+        setattr(batch, f"{end_status}_at", int(time.time()))
+        self.store.save_batch(batch)
         self.store.answers_path(batch.id).unlink()  # its lines are in the files now, which the user may delete
-        log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
+        log.info(
+            "%s: %s, %d of %d lines answered", batch.id, end_status, batch.request_counts.completed, scan.num_lines
+        )
 
     async def _answer_lines(self, batch: Batch, journal: Journal) -> None:
         """Run the requests of all lines that have no answer yet."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
-            self.store.save(batch)
+            self.store.save_batch(batch)
         sender = Sender([self._client], priority=BATCH_PRIORITY)
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_output_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  No file is made for zero lines."""
         made: dict[str, str | None] = {"output": None, "error": None}
-        parts = split_answers(self.store.answers_path(batch.id), self.store.folder / "batches")
+        parts = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
             for (path, num_lines), kind in zip(parts, made, strict=True):
                 if num_lines:
                     # A fixed id: if the server crashes here, its next start replaces the file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
-                        made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
+                        made[kind] = self.store.add_file(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
         finally:
             for path, _ in parts:
                 path.unlink(missing_ok=True)
@@ -248,17 +256,17 @@ class Batches:
         line = LINE_NUMBER_PATTERN.search(message)
         fault = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
         batch.errors = BatchErrors([fault])
-        self.store.save(batch)
+        self.store.save_batch(batch)
 
 
-def _update_counts(batch: Batch, journal: Journal) -> None:
+def _set_counts(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
     batch.request_counts = LineCounts(journal.input.num_lines, num_ok, journal.num_failed)
 
 
-def _answer_rest_with_errors(journal: Journal, end: str) -> None:
+def _answer_rest_with_errors(journal: Journal, end_status: str) -> None:
     """Write an error as the answer of each unanswered line of a cancelled or expired batch."""
     for number, data in journal.unanswered_lines():
-        code, message = UNANSWERED_ERRORS[end]
+        code, message = UNANSWERED_ERRORS[end_status]
         journal.append(number, custom_id_of(data), LineError(code, message))
     journal.sync()

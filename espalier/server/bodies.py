@@ -1,8 +1,8 @@
-"""Reads request bodies: small bodies in the front, and large bodies one by one in a separate process, the body process.
+"""Reads request bodies: small bodies in the API server, large ones in a separate process, the body process.
 
 Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
-also the program of the body process, which exits when the front exits.  Front and body process exchange frames: a
-length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
+also the program of the body process, which exits when the API server exits.  API server and body process exchange
+frames: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
 """
 
 import json
@@ -19,8 +19,8 @@ from starlette.requests import Request
 
 from espalier.errors import EspalierError, shown, without_duplicate_keys
 from espalier.request import check_prompt
-from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
-from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
+from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request_error, validation_error
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, run_helper_loop
 from espalier.server.openai import CompletionRequest
 
 UNREADABLE_JSON = (
@@ -29,10 +29,9 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries of all lists and objects in one field.  The fields prompt and tokens have their own limits
-# (BodyLimits).
+# The most entries of all lists and objects in one field.  The fields prompt and tokens have own limits (BodyLimits).
 MAX_ENTRIES_PER_FIELD = 65536
-# The largest body that the front reads itself.  Reading takes a few milliseconds.
+# The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
 MAX_WAITING_BODIES = 32
 # The content-encoding of an uncompressed body.
@@ -42,14 +41,14 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are plain values, because they are sent to the body process.
 
-    prompts: the most prompts in one request.  tokens: the most token ids for /detokenize.  max_position: the model's
+    max_prompts: in one request.  max_token_ids: for /detokenize.  max_position: the model's
     positions, for an error message (errors.prompt_too_long).
     """
 
     vocab_size: int
     max_context: int
-    prompts: int
-    tokens: int
+    max_prompts: int
+    max_token_ids: int
     max_position: int | None = None
 
 
@@ -98,7 +97,7 @@ def _parse_json(content_type: str, data: bytes) -> Any:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
         raise validation_error([detail], None) from None
     except EspalierError as error:
-        raise bad_request(error) from None
+        raise bad_request_error(error) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE_JSON) from None
 
@@ -119,8 +118,8 @@ def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse a field with too many entries before pydantic builds objects from the entries.  Raises ApiError."""
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        _require_at_most("prompt", len(prompt), limits.prompts)
-    for name, limit in (("tokens", limits.tokens), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
+        _require_at_most("prompt", len(prompt), limits.max_prompts)
+    for name, limit in (("tokens", limits.max_token_ids), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
         if isinstance(value.get(name), list):
             _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():
@@ -164,12 +163,11 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
                 kept = prompt if keep is None else prompt[-keep:]
                 check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
-        raise bad_request(error, "prompt") from None
+        raise bad_request_error(error, "prompt") from None
 
 
 class BodyReader:
-    """Reads request bodies.  Starts the body process when the first large body arrives.  num_large_bodies_read: how
-    many bodies the body process has read so far."""
+    """Reads request bodies.  The first large body starts the body process.  num_large_bodies_read: by this process."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
@@ -186,7 +184,7 @@ class BodyReader:
         if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.exchange(pickle_bytes((model, content_type, data))))
+            body, refused = pickle.loads(await self.helper.call(pickle_bytes((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
         self.num_large_bodies_read += 1
@@ -199,7 +197,7 @@ def pickle_bytes(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
+def parse_frame(frame: bytes, limits: BodyLimits) -> bytes:
     """Reads a frame (model, content type, bytes).  Returns a frame (body, None), or (None, ApiError's arguments)."""
     model, content_type, data = pickle.loads(frame)
     try:
@@ -210,4 +208,4 @@ def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
 
 if __name__ == "__main__":
     limits = msgspec.json.decode(sys.argv[1], type=BodyLimits)
-    serve_frames(lambda frame: answer_frame(frame, limits))
+    run_helper_loop(lambda frame: parse_frame(frame, limits))

@@ -1,4 +1,4 @@
-"""The front's client of the engine process.  Starts the process, submits prompts, and distributes its output.
+"""The API server's client of the engine process.  Starts the process, submits prompts, and distributes its output.
 
 All code runs on one event loop.  If the process exits or is silent for engine_timeout_s, every generation in flight
 fails with EngineGone.  With `restart`, a new process is then started, until several processes in a row fail to load.
@@ -24,16 +24,16 @@ import zmq.asyncio
 
 from espalier.child_process import environment
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.server import logs, protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
 
 # The waiting prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
 # connection needs five iterations: accept, make its transport, watch it, read, handle.
 MAX_IDLE_LOOP_TURNS = 6
 MAX_SEND_DELAY_S = 0.01
 log = logging.getLogger("espalier.server")
-MODEL_WORKER_MODULE = "espalier.server.worker"
+ENGINE_PROCESS_MODULE = "espalier.server.worker"
 SHUTDOWN_TIMEOUT_S = 10.0
 # The most failed starts in a row.  The pause between two starts doubles each time.
 MAX_FAILED_STARTS = 5
@@ -41,7 +41,7 @@ FIRST_RESTART_PAUSE_S = 1.0
 LOADING_LOG_INTERVAL_S = 30.0
 
 
-class Outbox:
+class PromptBatcher:
     """Collects prompts, and sends them to the engine together.
 
     The prompts are sent when no new request arrives, when they fill a prefill pass, or after MAX_SEND_DELAY_S.
@@ -110,7 +110,7 @@ class ClientOptions:
 
     heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
     this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker: the module
-    that the engine process runs.  learn: see protocol.Start.
+    that the engine process runs.  learn: see protocol.StartEngine.
     """
 
     restart: bool = False
@@ -119,12 +119,12 @@ class ClientOptions:
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
-    worker: str = MODEL_WORKER_MODULE
+    worker: str = ENGINE_PROCESS_MODULE
     learn: dict[str, Any] | None = None
 
 
 class EngineClient:
-    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.Start.
+    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.StartEngine.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
     abort_steps: for each number of engine steps, how many aborts took so many steps.
@@ -135,7 +135,7 @@ class EngineClient:
         self.options = options
         self.state = "starting"
         self.unavailable_reason = "the model is being loaded"
-        self.facts: ModelFacts | None = None
+        self.model_info: ModelInfo | None = None
         self.config: dict[str, Any] = {}
         self.report = protocol.EngineReport()
         self.abort_steps: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class EngineClient:
         self._generations: dict[str, Generation] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitPrompts(prompts)))
+        self._prompt_batcher = PromptBatcher(lambda prompts: self._send(protocol.SubmitPrompts(prompts)))
         # The folder of the sockets, which only this user can read.  None before `start`.
         self._socket_folder: Path | None = None
         self._last_message_at = 0.0
@@ -164,8 +164,8 @@ class EngineClient:
     def max_slots(self) -> int:
         return self.num_slots
 
-    def figures(self) -> list[EngineFigures]:
-        return [EngineFigures({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
+    def engine_stats(self) -> list[EngineStats]:
+        return [EngineStats({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
@@ -192,17 +192,17 @@ class EngineClient:
         generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
             self._generations[each.name] = generation
-            self._outbox.add(each)
+            self._prompt_batcher.add(each)
         return generation
 
     async def wait_until_sent(self) -> None:
-        await self._outbox.wait_until_sent()
+        await self._prompt_batcher.wait_until_sent()
 
     def abort(self, generation: Generation) -> None:
         """Abort the running samples and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
-                self._outbox.flush()
+                self._prompt_batcher.flush()
                 self._send(protocol.AbortPrompt(name))
 
     async def wait_until_ended(self) -> str | None:
@@ -256,15 +256,15 @@ class EngineClient:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
         self._send(
-            protocol.Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
+            protocol.StartEngine(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
         )
         first = await self._first_message(socket, self.process)
         if not isinstance(first, protocol.EngineReady):
             raise EspalierError(
                 first.error if isinstance(first, protocol.EngineFailed) else "the engine process broke the protocol"
             )
-        self.facts, self.config, self.report = first.facts, first.config, protocol.EngineReport()
-        self._outbox.tokens_per_prefill = int(self.config["chunk_size"])
+        self.model_info, self.config, self.report = first.model_info, first.config, protocol.EngineReport()
+        self._prompt_batcher.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
         self.state, self.unavailable_reason = "ready", ""
 
@@ -301,7 +301,7 @@ class EngineClient:
         num_failed = 0
         while True:
             if self.state == "ready":
-                self._fail_all(await self._wait_until_gone())
+                self._fail_all(await self._read_until_process_ends())
                 num_failed = 0
             await self._end_process()
             self._close_socket()
@@ -318,7 +318,7 @@ class EngineClient:
                 if num_failed < MAX_FAILED_STARTS:
                     await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed - 1))
 
-    async def _wait_until_gone(self) -> str:
+    async def _read_until_process_ends(self) -> str:
         """Read messages until the process has ended or is silent too long.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read_messages())
@@ -330,7 +330,7 @@ class EngineClient:
                     # Messages that the process sent before its exit are still unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
-                    return _end_reason(reading)
+                    return _why_reading_ended(reading)
                 if exited.done():
                     return f"the engine process {_exit_description(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._last_message_at
@@ -359,7 +359,7 @@ class EngineClient:
 
     def _deliver(self, part: OutputPart) -> None:
         generation = self._generations.get(part.name)
-        if generation is None:  # the front has closed it
+        if generation is None:  # the API server has closed it
             return
         generation.add(part)
         if generation.num_running[part.name] == 0:
@@ -373,7 +373,7 @@ class EngineClient:
 
     def _fail_all(self, why: str) -> None:
         """Fail every generation in flight with EngineGone."""
-        self._outbox.clear()
+        self._prompt_batcher.clear()
         if self.state == "ready":
             self.state, self.unavailable_reason = "gone", why
             log.error("%s; %d requests in flight", why, len(self._generations))
@@ -397,7 +397,7 @@ class EngineClient:
                     process.kill()
                 await process.wait()
 
-    def _send(self, message: protocol.ToEngine) -> None:
+    def _send(self, message: protocol.MessageToEngine) -> None:
         """Send a message.  This never blocks, because the socket's queue has no size limit."""
         assert self._socket is not None
         self._socket.send(protocol.encode(message))
@@ -408,7 +408,7 @@ class EngineClient:
             self._socket = None
 
 
-def _end_reason(reading: asyncio.Task[str]) -> str:
+def _why_reading_ended(reading: asyncio.Task[str]) -> str:
     """Returns why `_read_messages` ended.  A message that cannot be decoded ends the reading too."""
     if (error := reading.exception()) is None:
         return reading.result()

@@ -26,20 +26,22 @@ log = logging.getLogger("espalier.server")
 # A connection is closed if no data arrives for this long after its last response.
 KEEP_ALIVE_S = 5.0
 # The most connections that asyncio accepts in one iteration of its loop, before any can be closed.
-MAX_ACCEPTS_PER_TURN = 16
+MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
-TURNS_TO_CLOSE = 3
+LOOP_TURNS_TO_CLOSE = 3
 # The most uploads and downloads at once, and the file descriptors that each of them has open.
 MAX_TRANSFERS = 8
-FILES_PER_TRANSFER = 3
+DESCRIPTORS_PER_TRANSFER = 3
 # File descriptors for journals and their inputs, a new engine process with its socket, and the helper processes.
-SERVER_FILES = 40
-RESERVED_DESCRIPTORS = MAX_ACCEPTS_PER_TURN * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + SERVER_FILES
+SERVER_DESCRIPTORS = 40
+RESERVED_DESCRIPTORS = (
+    MAX_ACCEPTS_PER_LOOP_TURN * LOOP_TURNS_TO_CLOSE + MAX_TRANSFERS * DESCRIPTORS_PER_TRANSFER + SERVER_DESCRIPTORS
+)
 MIN_CONNECTIONS = 16
 OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Connections:
+class OpenConnections:
     """The open connections of one server.
 
     max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection is closed
@@ -48,8 +50,7 @@ class Connections:
     If there is no such connection, the new connection is closed.
 
     send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
-    request, its headers must arrive within this time; None for no limit.  gate.LimitedReceive limits the time of the
-    body.
+    request, its headers must arrive within this time, None for no limit; middleware.LimitedReceive limits the body.
     """
 
     def __init__(
@@ -101,22 +102,22 @@ class Connections:
         """Close connections with a stalled client.  now: in seconds.  max_stall_s: replaces a larger send_timeout_s."""
         limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
-            if size := _num_unsent_bytes(connection):
-                self._abort_if_not_reading(connection, size, now, min(limits, default=None))
+            if num_unsent := _num_unsent_bytes(connection):
+                self._abort_if_not_reading(connection, num_unsent, now, min(limits, default=None))
             else:
                 self._send_progress.pop(connection, None)
                 self._abort_if_not_sending(connection, now)
 
-    def _abort_if_not_reading(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
+    def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
         # The idle time begins when all output is sent.
         connection.idle_since = now
-        taken = connection.num_written - size
+        taken = connection.num_written - num_unsent
         before, since = self._send_progress.get(connection, (taken, now))
         since = now if taken > before else since
         self._send_progress[connection] = taken, since
         if limit is not None and now - since >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-            _log_and_abort(connection, message, now - since, size)
+            _log_and_abort(connection, message, now - since, num_unsent)
             self.metrics.stalled_readers.inc()
 
     def _abort_if_not_sending(self, connection: "Connection", now: float) -> None:
@@ -128,7 +129,7 @@ class Connections:
                 connection.transport.close()
         elif self.body_timeout_s is not None and seconds >= self.body_timeout_s:
             message = "no whole request arrived in %.0f s: the connection from %s is closed"
-            _log_and_abort(connection, message, seconds, address_of(connection.transport))
+            _log_and_abort(connection, message, seconds, peer_address(connection.transport))
             self.metrics.stalled_senders.inc()
 
 
@@ -143,7 +144,7 @@ def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None
     connection.transport.abort()
 
 
-def address_of(transport: Any) -> str:
+def peer_address(transport: Any) -> str:
     """Returns the client's address; "" for a Unix socket."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
@@ -152,8 +153,7 @@ def address_of(transport: Any) -> str:
 def max_connections() -> int | None:
     """Returns how many connections may be open; None for no limit.
 
-    That is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if that is
-    too few.
+    It is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if too low.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:

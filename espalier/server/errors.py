@@ -40,8 +40,7 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: after this time a retry may succeed; None if a retry cannot help.  retry: False tells OpenAI's
-    clients not to retry automatically.
+    retry_after_s: after this time a retry may succeed; None if not.  retry: False tells OpenAI's clients not to retry.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class ApiError(HTTPException):
         return json_response(self.body(), self.status_code, self.headers)
 
 
-def queue_full(message: str) -> ApiError:
+def queue_full_error(message: str) -> ApiError:
     """Returns the error for a full queue."""
     code = "rate_limit_exceeded"
     return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
@@ -98,7 +97,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def bad_request(error: EspalierError, field: str | None = None) -> ApiError:
+def bad_request_error(error: EspalierError, field: str | None = None) -> ApiError:
     """Returns status 400 for an EspalierError.  Its `param`: the field that begins the message, else `field`."""
     match = LEADING_FIELD_PATTERN.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
@@ -110,37 +109,37 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     first = errors[0]
     if first["type"] == "missing":
         # An unknown field is reported first: it shows that the client meant another endpoint, or misspelt a name.
-        first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_location(e)) == 1), first)
-    where = _location(first)
+        first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_path_in_body(e)) == 1), first)
+    error_path = _path_in_body(first)
     if first["type"] == "json_invalid":
-        why = f"{first['ctx']['error']}: character {where[0]}"
+        why = f"{first['ctx']['error']}: character {error_path[0]}"
         return ApiError(400, f"the body is not JSON ({why}); send a JSON object with content-type application/json")
-    if not where and first["type"] in ("missing", "model_attributes_type"):
+    if not error_path and first["type"] in ("missing", "model_attributes_type"):
         return ApiError(400, "the body is not a JSON object; send one with content-type application/json")
-    if not where or model is None:
+    if not error_path or model is None:
         return ApiError(400, f"the body is invalid: {_reason_of_error(first)}")
-    if first["type"] == "extra_forbidden" and len(where) == 1:
-        name = str(where[0])
+    if first["type"] == "extra_forbidden" and len(error_path) == 1:
+        name = str(error_path[0])
         return ApiError(400, _unknown_field(model, name), param=name)
-    # For a union field, pydantic reports an error for each type.  The client meant the type whose error is nested
-    # deepest.
-    path = _place_of_error(model, where).path
-    places = [(each, _place_of_error(model, _location(each))) for each in errors]
-    first, place = max(
-        ((each, place) for each, place in places if place.path[: len(path)] == path), key=lambda pair: len(pair[1].path)
+    # For a union field, pydantic reports an error for each type.  The client meant the type with the deepest error.
+    path = _error_location(model, error_path).path
+    locations = [(each, _error_location(model, _path_in_body(each))) for each in errors]
+    first, location = max(
+        ((each, location) for each, location in locations if location.path[: len(path)] == path),
+        key=lambda pair: len(pair[1].path),
     )
-    refused = _refused_field(place.owner_model, place.name)
+    refused = _refused_field(location.owner_model, location.name)
     if refused is not None:
-        why = f"{place.name} is not supported with this value: {refused.reason}"
-        return ApiError(400, why, param=place.name, code="unsupported")
+        why = f"{location.name} is not supported with this value: {refused.reason}"
+        return ApiError(400, why, param=location.name, code="unsupported")
     if first["type"] == "extra_forbidden":
-        known = _sibling_fields(model, _location(first))
-        unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
-        return ApiError(400, str(unknown), param=str(where[0]))
-    of_field = place.owner_model.model_fields.get(place.name)
+        known = _sibling_fields(model, _path_in_body(first))
+        unknown = unknown_name(".".join(location.path[:-1]), location.path[-1], known, python=False)
+        return ApiError(400, str(unknown), param=str(error_path[0]))
+    of_field = location.owner_model.model_fields.get(location.name)
     takes = None if of_field is None else of_field.description
-    what = f"{'.'.join(place.path)}: {_reason_of_error(first)}"
-    return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
+    what = f"{'.'.join(location.path)}: {_reason_of_error(first)}"
+    return ApiError(400, f"{what} ({takes})" if takes else what, param=str(error_path[0]))
 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
@@ -152,16 +151,18 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
     return str(unknown_name("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))
 
 
-def _sibling_fields(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
-    """Returns the valid fields, as clients name them, of the object that has the unknown field at location `where`."""
-    place = _place_of_error(model, where[:-1])
-    inner = _models_in(place.owner_model.model_fields[place.name].annotation)
+def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
+    """Returns the valid fields, as clients name them, of the object with the unknown field at `error_path`."""
+    location = _error_location(model, error_path[:-1])
+    inner = _models_in(location.owner_model.model_fields[location.name].annotation)
     # If the field `type` selects the model, pydantic's location has the type before the unknown field.
-    typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
+    typed = [
+        m for m in inner if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
+    ]
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
 
-def _location(error: Mapping[str, Any]) -> list[Any]:
+def _path_in_body(error: Mapping[str, Any]) -> list[Any]:
     return [part for part in error["loc"] if part != "body"]
 
 
@@ -175,7 +176,7 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
     return str(error["msg"]).removeprefix("Value error, ")
 
 
-class ErrorPlace(NamedTuple):
+class ErrorLocation(NamedTuple):
     """The place of an error in a body.  owner: the innermost model around the error.  name: the model's field.  path:
     the names on the way to the field, as the client wrote them."""
 
@@ -184,10 +185,10 @@ class ErrorPlace(NamedTuple):
     path: list[str]
 
 
-def _place_of_error(model: type[BaseModel], where: Sequence[Any]) -> ErrorPlace:
-    owner, name, path = model, str(where[0]), [str(where[0])]
+def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorLocation:
+    owner, name, path = model, str(error_path[0]), [str(error_path[0])]
     names_type = _is_union(owner, name)
-    for part in where[1:]:
+    for part in error_path[1:]:
         if names_type:
             names_type = False
             continue
@@ -197,7 +198,7 @@ def _place_of_error(model: type[BaseModel], where: Sequence[Any]) -> ErrorPlace:
         if nested is not None and _refused_field(owner, name) is None:
             owner, name = nested, str(part)
             names_type = _is_union(owner, name)
-    return ErrorPlace(owner, name, path)
+    return ErrorLocation(owner, name, path)
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:

@@ -25,7 +25,7 @@ _ROUTING_REASON = "the server chooses the engine"
 # Fields of other servers and clients that are accepted without effect, and named in a response header.  The response
 # must be the same without the field.  A field that changes tokens, extends the response or separates users (such as
 # vLLM's cache_salt) must be refused by name.
-NO_EFFECT_HINTS: Mapping[str, str] = {
+NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER_REASON,
     "safety_identifier": _SENDER_REASON,
@@ -78,12 +78,12 @@ NUMBER_TYPES = frozenset((int, float))
 SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
-def entry_limit(most: int) -> BeforeValidator:
+def max_entries(max_count: int) -> BeforeValidator:
     """Returns a check that refuses an object with too many entries.  pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"an object with {len(value)} entries is not supported; use at most {most}")
+        if isinstance(value, dict) and len(value) > max_count:
+            raise ValueError(f"an object with {len(value)} entries is not supported; use at most {max_count}")
         return value
 
     return BeforeValidator(count)
@@ -121,13 +121,13 @@ def _refuse_lone_surrogates(value: Any) -> None:
             _refuse_lone_surrogates(inner)
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     """A model with strict types ("1" is not a number), which refuses unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
-class Body(_Strict):
+class RequestBody(StrictModel):
     """The base class of request bodies, and of objects inside them."""
 
     @model_validator(mode="before")
@@ -156,7 +156,7 @@ class Body(_Strict):
         ]
 
 
-def no_effect_inside(name: str, bodies: Iterable[Body]) -> list[str]:
+def nested_fields_without_effect(name: str, bodies: Iterable[RequestBody]) -> list[str]:
     """Returns the names of fields without effect in the objects of field `name`, each name once."""
     return [
         f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
@@ -174,21 +174,21 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-class TextFormat(_Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
     def grammar(self) -> Grammar | None:
         return None
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(StrictModel):
     type: Literal["json_object"]
 
     def grammar(self) -> Grammar:
         return Grammar("json_object")
 
 
-class NamedSchema(_Strict):
+class NamedSchema(StrictModel):
     # Not named "schema", which is a method of pydantic's models.
     schema_: dict[str, Any] | bool = Field(alias="schema")
     name: str | None = None
@@ -196,7 +196,7 @@ class NamedSchema(_Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
@@ -204,7 +204,7 @@ class JsonSchemaFormat(_Strict):
         return Grammar.of_json_schema(json.dumps(self.json_schema.schema_), strict=bool(self.json_schema.strict))
 
 
-class StructuralTagFormat(_Strict):
+class StructuralTagFormat(StrictModel):
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
@@ -218,7 +218,7 @@ Format = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | Structural
 Schema = dict[str, Any] | str
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(StrictModel):
     """vLLM's object for structured outputs.  Exactly one field must be set."""
 
     # Not named "json", which is a method of pydantic's models.
@@ -236,7 +236,7 @@ class StructuredOutputs(_Strict):
         return _grammar_of(found[0], "" if found[0] == "json_object" else getattr(self, found[0]))
 
 
-class GrammarFields(_Strict):
+class GrammarFields(StrictModel):
     """The fields for structured outputs.  At most one may be sent."""
 
     response_format: Format | None = Field(
@@ -276,10 +276,12 @@ class GrammarFields(_Strict):
 
 
 # The kinds of Grammar for which vLLM's fields have other names.
-KINDS_AT_VLLM: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
+VLLM_GRAMMAR_KINDS: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
     """Returns the grammar of a field.  A JSON schema is not strict: these fields cannot set `strict`."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
-    return Grammar(KINDS_AT_VLLM.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False)
+    return Grammar(
+        VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False
+    )

@@ -1,6 +1,6 @@
-"""A helper process of the front, for work that would block the event loop.  It answers each frame with one frame.
+"""A helper process of the API server, for work that would block the event loop.  It answers each frame with one frame.
 
-A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the front exits.
+A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the API server exits.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable
 
 from espalier.child_process import environment
-from espalier.server.errors import queue_full
+from espalier.server.errors import queue_full_error
 
 log = logging.getLogger("espalier.server")
 LENGTH_PREFIX = struct.Struct("<I")
 
 
-def with_length_prefix(data: bytes) -> bytes:
+def as_frame(data: bytes) -> bytes:
     return LENGTH_PREFIX.pack(len(data)) + data
 
 
@@ -29,7 +29,7 @@ class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
     process_name: the process's name in the log.  max_waiting: the most frames that may wait; further frames are refused
-    with `refusal_reason`.  program: a module that calls serve_frames, and its command-line arguments.
+    with `refusal_reason`.  program: a module that calls run_helper_loop, and its command-line arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -41,10 +41,10 @@ class HelperProcess:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
-    async def exchange(self, data: bytes, limit_s: float | None = None) -> bytes:
+    async def call(self, data: bytes, limit_s: float | None = None) -> bytes:
         """Send a frame and return the answer.  Raises HelperProcessFailed, or ApiError if too many frames wait."""
         if self._num_open > self.max_waiting:
-            raise queue_full(f"{self.max_waiting} {self.refusal_reason}")
+            raise queue_full_error(f"{self.max_waiting} {self.refusal_reason}")
         self._num_open += 1
         try:
             async with self._lock:
@@ -58,7 +58,7 @@ class HelperProcess:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
                 assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(with_length_prefix(data))
+                process.stdin.write(as_frame(data))
                 await process.stdin.drain()
                 (length,) = LENGTH_PREFIX.unpack(await process.stdout.readexactly(LENGTH_PREFIX.size))
                 return await process.stdout.readexactly(length)
@@ -95,11 +95,11 @@ class HelperProcess:
         self._process = None
 
 
-def serve_frames(answer: Callable[[bytes], bytes]) -> None:
-    """Answers frames from stdin until the front has exited.  The main function of a helper process."""
-    # Ctrl-C reaches the whole process group, but only the front ends this process.
+def run_helper_loop(answer: Callable[[bytes], bytes]) -> None:
+    """Answers frames from stdin until the API server has exited.  The main function of a helper process."""
+    # Ctrl-C reaches the whole process group, but only the API server ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):
-        answers.write(with_length_prefix(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))
+        answers.write(as_frame(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))
         answers.flush()

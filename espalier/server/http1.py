@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import h11
 from starlette.types import ASGIApp, Message, Scope
 
-from espalier.server.connections import Connections, address_of
+from espalier.server.connections import OpenConnections, peer_address
 from espalier.server.errors import ApiError
 from espalier.server.logs import new_request_id, request_id
 
@@ -30,9 +30,9 @@ MALFORMED_HTTP = (
 )
 HEAD_END = b"\r\n\r\n"
 # Matches the beginning of a request, of which only a part may have arrived.
-REQUEST_START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
+REQUEST_PREFIX = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
 # Matches a line feed without carriage return, or a line that continues the line before.
-BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
+BAD_LINE_BREAK = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
 # The limit of a chunk's first line, and of the trailers.  h11 gets chunked bodies in pieces of this size.
 MAX_LINE_BYTES = 4096
@@ -46,17 +46,17 @@ STATUS_LINES = MappingProxyType(
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  The FIRST_PROBE-th check sends an interim
-# response, and then every CHECKS_PER_PROBE-th check.
+# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  The FIRST_PROBE_CHECK-th check sends an
+# interim response, and then every CHECKS_PER_PROBE-th check.
 HALF_CLOSED_CHECK_S = 0.1
-FIRST_PROBE = 3
+FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
 # The key of the ASGI extension that holds the HttpExchange, by which the application writes events at once.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
-def check_head(data: bytes) -> int | None:
+def head_length(data: bytes) -> int | None:
     """Returns the length of the head at the start of the data; None if the head is incomplete.  Raises ApiError."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[: end + len(HEAD_END)]
@@ -64,7 +64,7 @@ def check_head(data: bytes) -> int | None:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
     if head.count(b"\n") > MAX_HEAD_LINES:
         raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
-    if not REQUEST_START.match(head) or (end >= 0 and BAD_LINE.search(head)):
+    if not REQUEST_PREFIX.match(head) or (end >= 0 and BAD_LINE_BREAK.search(head)):
         raise ApiError(400, MALFORMED_HTTP)
     if end < 0:
         return None
@@ -96,13 +96,13 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, app: ASGIApp, connections: Connections):
+    def __init__(self, app: ASGIApp, connections: OpenConnections):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
         # The part of a request's head that has arrived.  h11 parses the complete head.
         self.head = b""
-        self.http: h11.Connection | None = None
+        self.h11_connection: h11.Connection | None = None
         # The last request.
         self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         self.is_closing_after_error = False
         # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # For Connections: since when no request is in progress, and whether no data arrived since the last response.
+        # For OpenConnections: when the last request ended, and whether no data arrived since the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -143,13 +143,13 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Returns whether the connection stays open."""
-        exchange, http = self.exchange, self.http
+        exchange, h11_connection = self.exchange, self.h11_connection
         self.is_half_closed = (
             exchange is not None
-            and http is not None
+            and h11_connection is not None
             and not (self.is_closing_after_error or exchange.more_body or exchange.is_ended)
             and exchange.scope["http_version"] != "1.0"
-            and not http.trailing_data[0]
+            and not h11_connection.trailing_data[0]
         )
         if self.is_half_closed:
             self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, 0)
@@ -172,13 +172,13 @@ class Connection(asyncio.Protocol):
     def _pass_to_h11(self, data: bytes) -> None:
         """Pass data to h11.  Chunked data is passed in pieces, because h11 limits only incomplete lines."""
         while True:
-            is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
+            is_chunked = self.h11_connection is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
             part, data = data[:size], data[size:]
-            if self.http is None:
+            if self.h11_connection is None:
                 self.head += part
             elif part:
-                self.http.receive_data(part)
+                self.h11_connection.receive_data(part)
             self._handle_arrived_requests()
             if not data:
                 return
@@ -186,10 +186,10 @@ class Connection(asyncio.Protocol):
     def _handle_arrived_requests(self) -> None:
         """Handle the requests and body parts that h11 has parsed.  Raises ApiError, or h11's errors."""
         while not (self.is_closing_after_error or self.transport.is_closing()):
-            if self.http is None and not self._begin_request():
+            if self.h11_connection is None and not self._begin_request():
                 return
-            assert self.http is not None
-            event = self.http.next_event()
+            assert self.h11_connection is not None
+            event = self.h11_connection.next_event()
             if event is h11.NEED_DATA:
                 return
             if event is h11.PAUSED:  # the next request waits for the response to this one
@@ -206,21 +206,21 @@ class Connection(asyncio.Protocol):
     def _begin_request(self) -> bool:
         """Start a request if its complete head has arrived, and return whether it was started.  Raises ApiError."""
         self.head = self.head.lstrip(b"\r\n")
-        end = check_head(self.head)
+        end = head_length(self.head)
         if end is None:
             return False
         head, rest, self.head = self.head[:end], self.head[end:], b""
-        self.http = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
-        self.http.receive_data(head)
-        request = self.http.next_event()
+        self.h11_connection = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
+        self.h11_connection.receive_data(head)
+        request = self.h11_connection.next_event()
         assert isinstance(request, h11.Request)
         self.exchange = HttpExchange(self, request)
-        self.task = self.loop.create_task(self._run(self.exchange))
+        self.task = self.loop.create_task(self._run_app(self.exchange))
         if rest:
             self._pass_to_h11(rest)
-        return self.http is not None
+        return self.h11_connection is not None
 
-    async def _run(self, exchange: "HttpExchange") -> None:
+    async def _run_app(self, exchange: "HttpExchange") -> None:
         try:
             await self.app(exchange.scope, exchange.receive, exchange.send)
         except Exception:
@@ -230,8 +230,8 @@ class Connection(asyncio.Protocol):
 
     def _reset_for_next_request(self) -> None:
         """Prepare for the next request, after a whole request and its whole response."""
-        assert self.http is not None
-        self.head, self.http = self.http.trailing_data[0], None
+        assert self.h11_connection is not None
+        self.head, self.h11_connection = self.h11_connection.trailing_data[0], None
 
     @property
     def is_idle(self) -> bool:
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
             self._reset_for_next_request()
             self._receive_data(b"")
 
-    def end(self) -> None:
+    def close_after_response(self) -> None:
         """Close the connection after the response in progress, or now if no response is in progress."""
         self.ends_after_response = True
         if self.is_idle:
@@ -280,15 +280,13 @@ class Connection(asyncio.Protocol):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
+        if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE_CHECK:
             # A client ignores any number of interim responses that it did not request (RFC 9110, section 15.2).
             self.write(CONTINUE_RESPONSE)
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close.  If a response has started, only close: the client would take the error for its next
-        response.
-        """
+        """Send an error and close.  If a response has started, only close: an error would look like the next one."""
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
@@ -318,7 +316,7 @@ class HttpExchange:
             # The two headers may disagree about the body's end, and a proxy may trust the other header.
             raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
-        self.scope = _scope_of(request, connection.transport)
+        self.scope = _asgi_scope(request, connection.transport)
         self.scope["extensions"] = {EXCHANGE_EXTENSION: self}
         self.is_chunked = b"transfer-encoding" in headers
         self.is_1_1 = request.http_version == b"1.1"
@@ -369,7 +367,7 @@ class HttpExchange:
             return
         if message["type"] == "http.response.start":
             # The head is sent with the body's first part, so that both are one packet.
-            self.head, self.is_started = self._head_of(message), True
+            self.head, self.is_started = self._response_head(message), True
             return
         data, self.head = self.head + self._as_chunk(message.get("body", b"")), b""
         self.is_ended = not message.get("more_body", False)
@@ -378,7 +376,7 @@ class HttpExchange:
             self.state_changed.set()
             self.connection.response_ended(self)
 
-    def _head_of(self, message: Message) -> bytes:
+    def _response_head(self, message: Message) -> bytes:
         status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
         given = dict(headers)
         if self.sends_body and b"content-length" not in given and status not in (204, 304):
@@ -391,7 +389,7 @@ class HttpExchange:
         return _head_bytes(status, headers)
 
     @property
-    def client_keeps_up(self) -> bool:
+    def is_client_reading(self) -> bool:
         """Whether written data is sent at once or soon, because the client reads."""
         connection = self.connection
         return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
@@ -406,7 +404,7 @@ class HttpExchange:
         return b"%x\r\n%b\r\n" % (len(data), data) if self.sends_chunked else data
 
 
-def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
+def _asgi_scope(request: h11.Request, transport: asyncio.Transport) -> Scope:
     target = request.target
     if not target.startswith((b"/", b"*")):
         # The target of a request for a proxy is a whole URL (RFC 9112, section 3.2.2).
@@ -442,7 +440,7 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
     """Returns the whole error response, with a new request id.  The context's own request id is restored."""
     before = request_id.set(new_request_id())
-    log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
+    log.info("refused HTTP from %s: %d: %s", peer_address(transport), error.status_code, error.detail)
     response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]
     request_id.reset(before)
     return _head_bytes(error.status_code, [*response.raw_headers, *own]) + bytes(response.body)

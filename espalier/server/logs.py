@@ -6,11 +6,11 @@ import random
 import sys
 from contextvars import ContextVar
 
-LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
 # The client's API key if the server has several keys, else the client's address.  An unchecked key is not used: a
-# client could send many keys, and get many shares of the queue (front.ClientShares).
+# client could send many keys, and get many shares of the queue (frontend.ClientShares).
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -39,7 +39,7 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def set_up(level: str, as_json: bool) -> None:
+def set_up_logging(level: str, as_json: bool) -> None:
     """Configure logging: all log lines of this process go to stderr in one format."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")

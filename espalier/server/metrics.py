@@ -1,4 +1,4 @@
-"""Prometheus metrics: the front's counters, and the values in the engine process's last report."""
+"""Prometheus metrics: the API server's counters, and the values in the engine process's last report."""
 
 import time
 from bisect import bisect_left
@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from espalier.server.protocol import EngineFigures, Engines
-from espalier.stats import LearnFigures, SpeculationStats
+from espalier.server.protocol import Engines, EngineStats
+from espalier.stats import LearnStats, SpeculationStats
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -52,13 +52,13 @@ class Metrics:
             "request_seconds", "from arrival to the end of a generating request", LATENCY_BUCKETS
         )
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"espalier_{name}", about, labels, registry=self.registry)
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"espalier_{name}", documentation, labels, registry=self.registry)
 
-    def _histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"espalier_{name}", about, buckets=tuple(buckets), registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"espalier_{name}", documentation, buckets=tuple(buckets), registry=self.registry)
 
-    def text(self) -> bytes:
+    def exposition_text(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
@@ -68,20 +68,19 @@ class SingleThreadCounter(Collector):
     """A counter without a lock, for use by one thread.  The counter of prometheus_client takes a lock at each call."""
 
     name: str
-    about: str
+    documentation: str
     count: int = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield _counter(self.name, self.about, self.count)
+        yield _counter(self.name, self.documentation, self.count)
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  prometheus_client's histogram counts one value a call.
-    limits: upper limits of the buckets, in order."""
+    """A histogram that counts many equal values in one call.  limits: upper limits of the buckets, in order."""
 
-    def __init__(self, name: str, about: str, limits: Sequence[float]):
+    def __init__(self, name: str, documentation: str, limits: Sequence[float]):
         self.name = name
-        self.about = about
+        self.documentation = documentation
         self.upper_limits = limits
         self.counts = [0] * (len(limits) + 1)
         self.total = 0.0
@@ -92,7 +91,7 @@ class WeightedHistogram(Collector):
         self.total += value * count
 
     def collect(self) -> Iterator[Metric]:
-        yield _histogram(self.name, self.about, self.upper_limits, self.counts, self.total)
+        yield _histogram(self.name, self.documentation, self.upper_limits, self.counts, self.total)
 
 
 @dataclass(eq=False)
@@ -103,81 +102,92 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         open_samples = sum(each.open_samples for each in self.engines)
-        yield _gauge("open_samples", "samples that are queued or running, counted in the front", open_samples)
+        yield _gauge("open_samples", "samples that are queued or running, counted in the API server", open_samples)
         families: dict[str, Metric] = {}
-        for figures in (each for engines in self.engines for each in engines.figures()):
+        for figures in (each for engines in self.engines for each in engines.engine_stats()):
             for metric in _engine_metrics(figures):
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples += [s._replace(labels={**figures.labels, **s.labels}) for s in metric.samples]
         yield from families.values()
 
 
-def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
+def _engine_metrics(figures: EngineStats) -> Iterator[Metric]:
     report = figures.report
     pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
     yield _gauge("engine_up", "1 while the engine process is ready", figures.is_ready)
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
-    yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
-    yield _gauge("running_requests", "samples in a slot", report.running)
+    yield _gauge("waiting_requests", "samples queued in the engine", report.num_waiting)
+    yield _gauge("running_requests", "samples in a slot", report.num_running)
     yield _with_label(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
     yield _counter("preemptions", "samples put back into the queue because pages ran out", report.num_preempted)
     yield _counter("harvests", "engine steps", report.num_steps)
-    yield from _speculation_metrics(report.totals)
+    yield from _speculation_metrics(report.speculation)
     yield _gauge("acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance)
     rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
-    for bucket, graph, count in report.rounds:
+    for bucket, graph, count in report.rounds_by_bucket:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
-    about = "rounds by tree: steps,topk,num_draft_tokens"
-    yield _with_label(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
+    documentation = "rounds by tree: steps,topk,num_draft_tokens"
+    yield _with_label(CounterMetricFamily, "rounds_by_tree", documentation, "tree", report.rounds_by_tree)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
     yield from _source_metrics(report.by_source)
     yield _abort_steps_metric(figures.abort_steps)
-    if report.learning is not None:
-        yield from _learning_metrics(report.learning)
+    if report.learn_stats is not None:
+        yield from _learning_metrics(report.learn_stats)
 
 
 def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
     yield _gauge("accept_length", "mean accept length since the start; 1.0 is plain decoding", totals.accept_length)
     yield _counter("drafted_tokens", "draft tokens verified", totals.drafted)
     yield _counter("accepted_tokens", "draft tokens accepted", totals.accepted)
-    for name, about, label, counts in (
+    for name, documentation, label, counts in (
         ("rounds_by_accept_length", "rounds by accept length", "length", enumerate(totals.histogram)),
-        ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.reached, 1)),
-        ("depth_accepted", "rounds in which a depth was accepted", "depth", enumerate(totals.taken, 1)),
+        ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.rounds_tried_by_depth, 1)),
+        (
+            "depth_accepted",
+            "rounds in which a depth was accepted",
+            "depth",
+            enumerate(totals.rounds_accepted_by_depth, 1),
+        ),
     ):
-        yield _with_label(CounterMetricFamily, name, about, label, counts)
+        yield _with_label(CounterMetricFamily, name, documentation, label, counts)
 
 
-def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
+def _learning_metrics(figures: LearnStats) -> Iterator[Metric]:
     yield _counter("learn_swaps", "drafts swapped in", figures.swaps)
     yield _counter("learn_trainings", "trainings of the draft that ended", figures.trainings)
     yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
-    lengths = ("given", figures.given), ("served", figures.before), ("trained", figures.after)
-    about = "accept length on held-back traffic, at the last training"
-    yield _with_label(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
+    lengths = (
+        ("given", figures.startup_accept_length),
+        ("served", figures.served_accept_length),
+        ("trained", figures.trained_accept_length),
+    )
+    documentation = "accept length on held-back traffic, at the last training"
+    yield _with_label(GaugeMetricFamily, "learn_accept_length", documentation, "draft", lengths)
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
 
 def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
-    about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
-    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
+    documentation = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
+    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), documentation, strict=True)):
         rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
         yield _with_label(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"espalier_{name}", about, value=float(value))
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"espalier_{name}", documentation, value=float(value))
 
 
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(f"espalier_{name}", about, value=value)
+def _counter(name: str, documentation: str, value: float) -> Metric:
+    return CounterMetricFamily(f"espalier_{name}", documentation, value=value)
 
 
-def _with_label(kind: type[MetricFamily], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
-    family = kind(f"espalier_{name}", about, labels=[label])
+def _with_label(
+    kind: type[MetricFamily], name: str, documentation: str, label: str, values: Iterable[LabelledValue]
+) -> Metric:
+    family = kind(f"espalier_{name}", documentation, labels=[label])
     for each, value in values:
         family.add_metric([str(each)], value)
     return family
@@ -187,13 +197,15 @@ def _abort_steps_metric(steps: Mapping[int, int]) -> Metric:
     counts = [0] * (len(ABORT_BUCKETS) + 1)
     for step, count in steps.items():
         counts[bisect_left(ABORT_BUCKETS, step)] += count
-    about = "engine steps from an abort's arrival to the release of its pages"
-    return _histogram("abort_steps", about, ABORT_BUCKETS, counts, sum(step * count for step, count in steps.items()))
+    documentation = "engine steps from an abort's arrival to the release of its pages"
+    return _histogram(
+        "abort_steps", documentation, ABORT_BUCKETS, counts, sum(step * count for step, count in steps.items())
+    )
 
 
-def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+def _histogram(name: str, documentation: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
     """Returns a histogram metric.  limits: the upper limit of each bucket except the last, which has no limit.  counts:
     the number of values in each bucket.  total: the sum of all values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
-    return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)
+    return HistogramMetricFamily(f"espalier_{name}", documentation, buckets=buckets, sum_value=total)

@@ -12,25 +12,25 @@ from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
-from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
+from espalier.limits import MAX_BIASES, MAX_INT32, MAX_LOGPROBS
 from espalier.request import PARAMS_WITH_FLAGS, SamplingParams
 from espalier.server.fields import (
     CACHE_FIELDS,
     CACHE_REASON,
     FAIL_FAST,
-    NO_EFFECT_HINTS,
+    NO_EFFECT_FIELD_REASONS,
     NO_EFFECT_STORE,
     NO_EFFECT_VERBOSITY,
     REFUSED_FUNCTIONS,
     REFUSED_NON_TEXT,
     SCALAR_TYPES,
-    Body,
     EmptyList,
     GrammarFields,
     NoEffect,
     RefusedField,
-    entry_limit,
-    no_effect_inside,
+    RequestBody,
+    max_entries,
+    nested_fields_without_effect,
 )
 from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_tools
 
@@ -39,12 +39,12 @@ NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning
 TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
-TemplateKwargs = Annotated[dict[str, Any], entry_limit(MAX_TEMPLATE_KWARGS)]
+TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
 # The key's type is not strict, because JSON keys are strings.
-LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], entry_limit(MAX_BIAS)]
+LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIASES)]
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     type: Literal["text"] = Field(description="this server supports only text")
     text: str
     cache_control: CacheControl = None
@@ -55,14 +55,14 @@ def _join_text_parts(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class FunctionCall(Body):
+class FunctionCall(RequestBody):
     """The called function.  arguments: JSON text.  The text of a call that was cut off is accepted too."""
 
     name: str
     arguments: str | None = None
 
 
-class ToolCall(Body):
+class ToolCall(RequestBody):
     """A tool call in an assistant message of the conversation."""
 
     id: str | None = None
@@ -70,11 +70,11 @@ class ToolCall(Body):
     function: FunctionCall
     index: Annotated[int | None, NoEffect("the order of the list is used")] = None
 
-    def for_template(self) -> dict[str, Any]:
+    def as_template_dict(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
 
 
-class Message(Body):
+class Message(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
@@ -126,16 +126,16 @@ class Message(Body):
         """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
             for name in CACHE_FIELDS:
-                marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
+                marks = [cache_field for part in self.content if (cache_field := getattr(part, name)) is not None]
                 if marks and getattr(self, name) is None:
                     setattr(self, name, marks[0])
             self.content = self.text
 
-    def for_template(self) -> dict[str, Any]:
+    def as_template_dict(self) -> dict[str, Any]:
         """Returns the message as a dict for chat templates.  The arguments of calls stay JSON text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            turn["tool_calls"] = [call.as_template_dict() for call in self.tool_calls]
         turn |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         reasoning = self.reasoning_content or self.reasoning
         return turn if reasoning is None else {**turn, "reasoning_content": reasoning}
@@ -154,9 +154,11 @@ def _json_type(annotation: Any) -> Any:
 SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in PARAMS_WITH_FLAGS
 }
-Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
-HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_HINTS.items()}
-SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HINT_FIELDS)
+SamplingFields: Any = create_model("Sampling", __base__=RequestBody, **SAMPLING_FIELDS)
+NO_EFFECT_FIELDS: Mapping[str, Any] = {
+    name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_FIELD_REASONS.items()
+}
+SamplingAndNoEffectFields: Any = create_model("SamplingAndNoEffectFields", __base__=SamplingFields, **NO_EFFECT_FIELDS)
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +170,7 @@ def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
     return SamplingParams(**dict(values))
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool | None = Field(None, description="send a last chunk with the usage and no choices")
     continuous_usage_stats: bool | None = Field(
         None, description="add the usage so far, over all choices, to each chunk"
@@ -176,7 +178,7 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, RefusedField("chunks are never padded; leave it out")] = None
 
 
-class CommonFields(Body):
+class CommonFields(RequestBody):
     """The fields that all generating endpoints share."""
 
     model: str = Field(description="a name from /v1/models")
@@ -189,7 +191,7 @@ class CommonFields(Body):
     )
 
 
-class ToolFields(Body):
+class ToolFields(RequestBody):
     """The fields about tools that chat completions and responses share."""
 
     tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
@@ -201,7 +203,7 @@ class ToolFields(Body):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
 
 
-class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
+class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
     """The fields that completions and chat completions share."""
 
     stream_options: StreamOptions | None = Field(
@@ -220,7 +222,7 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None,
+        Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None,
         NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
@@ -229,7 +231,7 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
         """The name of the field with which the client limits the output."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
-    def sampling(self, **values: Any) -> SamplingParams:
+    def sampling_params(self, **values: Any) -> SamplingParams:
         """Returns SamplingParams from the body's fields.  values: fields with other names at this endpoint."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
@@ -240,14 +242,14 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
             return _shared_params(frozenset(given.items()))
         return SamplingParams(**given, grammar=grammar)
 
-    def check(self) -> None:
+    def require_compatible_fields(self) -> None:
         """Refuse combinations of fields that are not supported.  Raises EspalierError."""
         if self.stream_options is not None and not self.stream:
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
         # This check names the client's field in errors.  Without it, resolve would name max_tokens.
-        require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
+        require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
 
@@ -270,15 +272,15 @@ class CompletionRequest(GenerationRequest):
     def echoes_logprobs(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
 
-    def check(self) -> None:
-        super().check()
+    def require_compatible_fields(self) -> None:
+        super().require_compatible_fields()
         if self.echoes_logprobs and self.stream and (self.n or 1) > 1:
             raise EspalierError("echo with logprobs and stream needs n=1; lower n, or leave stream out")
 
     def params(self) -> SamplingParams:
         if not self.echoes_logprobs:
-            return self.sampling()
-        return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+            return self.sampling_params()
+        return self.sampling_params(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts.  Raises EspalierError for an empty list."""
@@ -289,7 +291,7 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class ChatTemplateFields(Body):
+class ChatTemplateFields(RequestBody):
     """The fields of ChatOptions, which define how the chat template turns messages into a prompt."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
@@ -309,7 +311,7 @@ class ChatTemplateFields(Body):
         return options
 
 
-class Prediction(Body):
+class Prediction(RequestBody):
     """The client's prediction of the answer, for speculative decoding."""
 
     type: Literal["content"]
@@ -320,7 +322,7 @@ class Prediction(Body):
         return _join_text_parts(self.content)
 
     def fields_without_effect(self) -> list[str]:
-        return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)
+        return [] if isinstance(self.content, str) else nested_fields_without_effect("content", self.content)
 
 
 class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
@@ -360,15 +362,15 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             self.tools = [_without_cache_fields(tool) for tool in tools]
         return self
 
-    def check(self) -> None:
-        super().check()
+    def require_compatible_fields(self) -> None:
+        super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
         # This check names the client's field in errors.  Without it, resolve would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:
-        return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling_params(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def options(self) -> ChatOptions:
         options = super().options()
@@ -377,18 +379,23 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
-    def checked_tool_use(self) -> RequestTools:
+    def checked_request_tools(self) -> RequestTools:
         """Returns the request's checked tools and tool_choice.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
         marks = [f"tools.{name}" for name in self._removed_fields]
-        predicted = [] if self.prediction is None else no_effect_inside("prediction", [self.prediction])
-        return super().fields_without_effect() + no_effect_inside("messages", self.messages) + marks + predicted
+        predicted = [] if self.prediction is None else nested_fields_without_effect("prediction", [self.prediction])
+        return (
+            super().fields_without_effect()
+            + nested_fields_without_effect("messages", self.messages)
+            + marks
+            + predicted
+        )
 
 
-def _has_cache_field(tool: dict[str, Any], mark: str) -> bool:
-    return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
+def _has_cache_field(tool: dict[str, Any], cache_field: str) -> bool:
+    return cache_field in tool or (isinstance(tool.get("function"), dict) and cache_field in tool["function"])
 
 
 def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:
@@ -411,7 +418,7 @@ class TokenizeRequest(ChatTemplateFields):
     )
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize"""
 
     model: str | None = Field(None, description="a name from /v1/models")

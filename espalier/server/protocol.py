@@ -1,8 +1,9 @@
-"""The interface `Engines` of a front to a model's engines, and the messages between front and engine process.
+"""The interface `Engines` of an API server to a model's engines, and the messages between API server and engine
+process.
 
 The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
 SpeculationStats are parts of messages, so no field is declared twice.  Log-probabilities are sent as rows of numbers
-(espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to the socket.
+(espalier/logprobs.py).  The API server binds a PAIR socket and starts the engine process, which connects to the socket.
 
 Two classes implement Engines: client.EngineClient with one engine process, and serve_ray/pool.py:EnginePool.
 """
@@ -17,16 +18,16 @@ import msgspec
 import numpy as np
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.logprobs import TokenLogprobs
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.stats import LearnFigures, SpeculationStats, Usage
+from espalier.stats import LearnStats, SpeculationStats, Usage
 
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class Start(msgspec.Struct, tag=True):
-    """The first message from the front.
+class StartEngine(msgspec.Struct, tag=True):
+    """The first message from the API server.
 
     settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
     between messages of an idle engine.  learn: the fields of LearnConfig; None for an engine without online learning.
@@ -43,8 +44,7 @@ class SubmittedPrompt(msgspec.Struct):
     """A prompt, of which the engine generates n samples.
 
     detokenize: the engine process makes the text, as stop strings need it.  client: the client's name, for fair order
-    among clients.  streamed: whether the client gets a stream.  private: online learning must not use this prompt and
-    its output.
+    among clients.  streamed: whether the client gets a stream.  private: not for online learning.
     """
 
     name: str
@@ -78,19 +78,18 @@ class Shutdown(msgspec.Struct, tag=True):
     """Makes the engine process exit at once, without waiting for running requests."""
 
 
-ToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
+MessageToEngine = StartEngine | SubmitPrompts | AbortPrompt | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag=True):
     """Reports that the engine is loaded.  config: the resolved configuration."""
 
-    facts: ModelFacts
+    model_info: ModelInfo
     config: dict[str, Any]
 
 
 class PromptRefused(msgspec.Struct, tag=True):
-    """Reports a prompt that the engine refused.  name: the name of the SubmittedPrompt.  error: the reason.  busy: the
-    engine may accept the same prompt later."""
+    """Reports a prompt, by name, that the engine refused.  error: the reason.  busy: the engine may accept it later."""
 
     name: str
     error: str
@@ -109,28 +108,28 @@ class OutputPart(msgspec.Struct, array_like=True):
 class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
-    harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
-    (batch bucket, whether a CUDA graph was used, number of rounds).  trees: (sizes of a tree, number of rounds).
-    tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.counts_by_source by name.  abort_steps: for
-    each abort since the last report, the engine steps from the abort's arrival to the release of the pages.  learning:
-    None without online learning.
+    num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
+    rounds_by_bucket: (batch bucket, whether a CUDA graph was used, number of rounds).  rounds_by_tree: (sizes of a
+    tree, number of rounds).  tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.counts_by_source
+    by name.  abort_steps: for each abort since the last report, the engine steps from the abort's arrival to the
+    release of the pages.  learn_stats: None without online learning.
     """
 
     num_steps: int = 0
-    waiting: int = 0
-    running: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
     pages_free: int = 0
     pages_cached: int = 0
     pages_owned: int = 0
     num_preempted: int = 0
-    rounds: list[tuple[int, bool, int]] = []
-    trees: list[tuple[str, int]] = []
+    rounds_by_bucket: list[tuple[int, bool, int]] = []
+    rounds_by_tree: list[tuple[str, int]] = []
     tree_changes: int = 0
     by_source: dict[str, list[float]] = {}
-    totals: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
+    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     low_acceptance: bool = False
     abort_steps: list[int] = []
-    learning: LearnFigures | None = None
+    learn_stats: LearnStats | None = None
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -142,18 +141,17 @@ class StepOutput(msgspec.Struct, tag=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: the engine refused its settings; a new process
-    would refuse them too."""
+    """The last message of an engine process that cannot go on.  refused: the engine refused its settings."""
 
     error: str
     refused: bool
 
 
-FromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
+MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns the rows of log-probabilities as bytes.  The front, not the engine process, builds objects from them."""
+    """Returns the rows of log-probabilities as bytes.  The API server builds objects from the rows."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -166,8 +164,8 @@ def _decode_logprobs(kind: Any, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_logprobs).encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_logprobs).decode
+decode_to_engine = msgspec.msgpack.Decoder(MessageToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(MessageFromEngine, dec_hook=_decode_logprobs).decode
 
 
 class EngineGone(Exception):
@@ -183,7 +181,7 @@ def refusal_error(refused: PromptRefused) -> EspalierError:
 
 
 @dataclass
-class EngineFigures:
+class EngineStats:
     """The metrics of one engine process, for /metrics.
 
     labels: distinguish the engine from others; {} for a single engine.  up: whether the engine is ready.  num_restarts:
@@ -200,14 +198,13 @@ class EngineFigures:
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
+    model_info: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
     unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
-    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the front's
-    samples that are queued or running.
+    engines together can run now.  max_slots: num_slots of the most engines.  open_samples: that are queued or running.
     """
 
     @property
-    def facts(self) -> ModelFacts | None: ...
+    def model_info(self) -> ModelInfo | None: ...
     @property
     def state(self) -> str: ...
     @property
@@ -231,7 +228,7 @@ class Engines(Protocol):
     def abort(self, generation: "Generation") -> None:
         """Abort the running samples and drop their output."""
 
-    def figures(self) -> list[EngineFigures]: ...
+    def engine_stats(self) -> list[EngineStats]: ...
 
     async def close(self) -> None:
         """End all requests with EngineGone, and release the engines."""
@@ -244,17 +241,16 @@ class Generation:
     unread parts, at most max_tokens for each sample, so a slow reader does not block other requests.  The caller must
     always call `close`, which aborts the running samples.
 
-    listener: called with new parts while the reader of `parts` waits, because waking the reader costs as much as
-    sending the parts.  The listener returns whether it took the parts.  The reader gets parts that it did not take, and
-    always the last parts.
+    listener: called with new parts while the reader of `iter_parts` waits, because waking the reader costs as much as
+    sending the parts.  The listener returns whether it took the parts.  If not, and at the end, the reader gets them.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
         self.engines = engines
         self.num_running = dict.fromkeys(names, num_samples)
-        self.unread_parts: list[OutputPart] = []
+        self.unread_outputs: list[OutputPart] = []
         self.error: Exception | None = None
-        self.new_parts = asyncio.Event()
+        self.has_new_outputs = asyncio.Event()
         self.listener: Callable[[list[OutputPart]], bool] | None = None
         self._is_waiting = False
 
@@ -262,11 +258,10 @@ class Generation:
     def has_ended(self) -> bool:
         return not any(self.num_running.values())
 
-    async def parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
+    async def iter_parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses a
-        prompt (EngineBusy if a retry may succeed).
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError for a refused prompt.
         """
         # One timer for all waits, because asyncio.timeout_at for each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
@@ -275,12 +270,12 @@ class Generation:
             while not ended:
                 self._is_waiting = True
                 try:
-                    await self.new_parts.wait()
+                    await self.has_new_outputs.wait()
                 finally:
                     self._is_waiting = False
-                self.new_parts.clear()
-                parts, ended = self.unread_parts, self.has_ended
-                self.unread_parts = []
+                self.has_new_outputs.clear()
+                parts, ended = self.unread_outputs, self.has_ended
+                self.unread_outputs = []
                 if parts:
                     yield parts
                 if self.error is not None:
@@ -299,30 +294,30 @@ class Generation:
         if self.error is not None:
             # After an error, earlier parts may be missing, so this part is dropped.
             return
-        self.unread_parts.append(part)
+        self.unread_outputs.append(part)
         if self.listener is None or self.has_ended:
-            self.new_parts.set()
-        elif len(self.unread_parts) == 1:
+            self.has_new_outputs.set()
+        elif len(self.unread_outputs) == 1:
             # All parts of a message arrive in one iteration of the event loop, and are offered together in the next.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
     def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
         """Call the listener with the unread parts.  If the listener does not take them, wake the reader."""
-        parts, self.unread_parts = self.unread_parts, []
+        parts, self.unread_outputs = self.unread_outputs, []
         try:
             is_taken = self._is_waiting and not self.has_ended and listener(parts)
         except Exception as error:
             self.fail(error)
             return
         if not is_taken:
-            self.unread_parts = parts
-        if self.unread_parts or self.has_ended:
-            self.new_parts.set()
+            self.unread_outputs = parts
+        if self.unread_outputs or self.has_ended:
+            self.has_new_outputs.set()
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise an error.  num_running still counts the samples, which run until `close`."""
         self.error = error
-        self.new_parts.set()
+        self.has_new_outputs.set()
 
     def close(self) -> None:
         self.engines.abort(self)

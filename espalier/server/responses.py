@@ -15,19 +15,26 @@ from espalier.server.fields import (
     NO_EFFECT_VERBOSITY,
     REFUSED_NON_TEXT,
     REFUSED_STATE,
-    Body,
     EmptyList,
     RefusedField,
-    entry_limit,
-    no_effect_inside,
+    RequestBody,
+    max_entries,
+    nested_fields_without_effect,
 )
-from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
+from espalier.server.openai import (
+    MAX_METADATA,
+    NO_EFFECT_FIELDS,
+    SAMPLING_FIELDS,
+    ChatRequest,
+    CommonFields,
+    ToolFields,
+)
 
 INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that have another name at this endpoint, or do not exist there.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
-_Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
+_Sampling: Any = create_model("ResponsesSampling", __base__=RequestBody, **_sampling, **NO_EFFECT_FIELDS)
 SHARED_FIELDS = (
     *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
@@ -56,17 +63,17 @@ def renaming_error_fields() -> Iterator[None]:
         raise
 
 
-class Reasoning(Body):
+class Reasoning(RequestBody):
     effort: str | None = Field(None, description="passed to the chat template as reasoning_effort")
     summary: str | None = Field(None, description="accepted; the answer has the reasoning itself")
 
 
-class TextOptions(Body):
+class TextOptions(RequestBody):
     format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
     verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
@@ -89,7 +96,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     ) = Field(
         None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
     )
-    metadata: Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
@@ -104,7 +111,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     modalities: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     def fields_without_effect(self) -> list[str]:
-        in_text = no_effect_inside("text", [self.text] if self.text else [])
+        in_text = nested_fields_without_effect("text", [self.text] if self.text else [])
         return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
     def as_chat_request(self) -> ChatRequest:
@@ -112,7 +119,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
-        if self.store is False:  # this body's own field already reports that true has no effect
+        if self.store is False:  # store=true has no effect, which this body's own field reports
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
@@ -212,7 +219,10 @@ def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
     """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if last is None or _begins_message(last, kind):
+    has_content = last is not None and (last["content"] is not None or "tool_calls" in last)
+    # A message has one reasoning item, then one content, then calls.
+    is_late = has_content or (kind == "reasoning" and last is not None and "reasoning_content" in last)
+    if last is None or (kind in ("message", "reasoning") and is_late):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
         last["content"] = _joined_text(f"{place}.content", item["content"])
@@ -229,14 +239,6 @@ def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequenc
         return False
     messages = (each for each in following if each.get("role") == "assistant")
     return any(item["arguments"] in _joined_text(f"{place}.content", each.get("content") or "") for each in messages)
-
-
-def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Returns whether an item of this type begins a new message, because `message` has such an item or a later one."""
-    has_content = message["content"] is not None or "tool_calls" in message
-    return (kind == "message" and has_content) or (
-        kind == "reasoning" and (has_content or "reasoning_content" in message)
-    )
 
 
 def _joined_text(place: str, content: Any) -> str:

@@ -24,9 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 from espalier import __version__
 from espalier.server.errors import ApiError, ErrorBody, json_response
-from espalier.server.front import Front, Fronts
+from espalier.server.frontend import ModelFrontend, MultiModelFrontend
 
-Server = Front | Fronts
+Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
@@ -65,22 +65,22 @@ PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 class Endpoint:
     """An HTTP endpoint: one method of one path.
 
-    handle: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's model. The
-    other fields are for the OpenAPI page.  about: one line; "" leaves the endpoint out.  answers: by success status,
-    the content types and their schemas.  errors: the error statuses.
+    handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's model.
+    The other fields are for the OpenAPI page.  summary: one line; "" leaves the endpoint out.  responses: by success
+    status, the content types and their schemas.  errors: the error statuses.
     """
 
     method: str
     path: str
-    handle: Callable[..., Awaitable[Response]]
-    about: str = ""
+    handler: Callable[..., Awaitable[Response]]
+    summary: str = ""
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
-    answers: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {200: JSON})
+    responses: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {200: JSON})
 
 
-def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the ASGI application inside the gate, which turns the application's ApiErrors into responses."""
+def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
+    """Returns the ASGI application inside the middleware, which turns the application's ApiErrors into responses."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -89,7 +89,7 @@ def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
         raise path_not_served(scope["path"], by_path)
 
     # No redirects for a trailing slash, because their URL would be wrong behind a proxy.
-    routes = [Route(path, PathEndpoints(server, path, by_method)) for path, by_method in by_path.items()]
+    routes = [Route(path, PathEndpoints(frontends, path, by_method)) for path, by_method in by_path.items()]
     return Router(routes, redirect_slashes=False, default=raise_not_served)
 
 
@@ -97,7 +97,7 @@ def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
 class PathEndpoints:
     """The endpoints of one path, as an ASGI application."""
 
-    server: Server
+    frontends: Frontends
     path: str
     by_method: Mapping[str, Endpoint]
 
@@ -105,23 +105,20 @@ class PathEndpoints:
         """Call the endpoint of the request's method.  Raises ApiError."""
         endpoint = self.by_method.get(scope["method"])
         if endpoint is None:
-            raise self._wrong_method(scope)
-        # The gate counts requests by this route.
+            # The middleware serves HEAD as GET.
+            allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
+            message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
+            raise ApiError(405, message, headers={"allow": allowed})
+        # The middleware counts requests by this route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         try:
-            body = () if endpoint.body is None else (await self.server.bodies.read(http, endpoint.body),)
-            response = await endpoint.handle(http, *body)
+            body = () if endpoint.body is None else (await self.frontends.body_reader.read(http, endpoint.body),)
+            response = await endpoint.handler(http, *body)
         except ClientDisconnect:
-            self.server.metrics.disconnects.inc()
+            self.frontends.metrics.disconnects.inc()
         else:
             await response(scope, receive, send)
-
-    def _wrong_method(self, scope: Scope) -> ApiError:
-        # The gate serves HEAD as GET.
-        allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
-        message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
-        return ApiError(405, message, headers={"allow": allowed})
 
 
 def path_not_served(path: str, served: Collection[str]) -> ApiError:
@@ -147,7 +144,7 @@ def path_not_served(path: str, served: Collection[str]) -> ApiError:
 class FieldRow(NamedTuple):
     name: str
     kind: str
-    about: str
+    summary: str
     required: bool
 
 
@@ -156,12 +153,12 @@ class Operation(NamedTuple):
 
     method: str
     path: str
-    about: str
+    summary: str
     body: str
     statuses: str
 
 
-def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
+def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
     """Returns the endpoints of the pages that describe `endpoints`."""
     environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
@@ -170,35 +167,37 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
     @cache
-    def described() -> dict[str, Any]:
-        return openapi(endpoints, server.names)
+    def openapi_json() -> dict[str, Any]:
+        return openapi(endpoints, frontends.names)
 
     @cache
     def fields() -> HTMLResponse:
-        return page("docs.html", operations=operations_of(described()), schemas=schemas_of(described()))
+        return page("docs.html", operations=operations_of(openapi_json()), schemas=schemas_of(openapi_json()))
 
     async def describe(http: Request) -> Response:
-        return json_response(described())
+        return json_response(openapi_json())
 
     async def docs(http: Request) -> Response:
         return fields()
 
     async def start(http: Request) -> Response:
-        names = () if needs_key else server.names
-        models = [(name, server.front_of(name).inputs.facts.max_context) for name in names]
+        names = () if needs_key else frontends.names
+        models = [(name, frontends.frontend_for(name).inputs.model_info.max_context) for name in names]
         # The browser's address of this server.  Special characters are escaped, because a shell reads the address.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
-        asks = list(example_requests(server, needs_key))
-        return page("start.html", models=models, operations=operations_of(described()), origin=origin, asks=asks)
+        examples = list(example_requests(frontends, needs_key))
+        return page(
+            "start.html", models=models, operations=operations_of(openapi_json()), origin=origin, examples=examples
+        )
 
     handles = {"/": start, "/docs": docs, "/openapi.json": describe}
-    return [Endpoint("GET", path, handle) for path, handle in handles.items()]
+    return [Endpoint("GET", path, handler) for path, handler in handles.items()]
 
 
 def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, Any]:
     """Returns the OpenAPI description.  names: the names of the served models."""
-    shown = [each for each in endpoints if each.about]
-    bodies = [each.body for each in shown if each.body is not None]
+    listed = [each for each in endpoints if each.summary]
+    bodies = [each.body for each in listed if each.body is not None]
     models: list[type[BaseModel]] = [*bodies, ErrorBody]
     refs, found = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
@@ -209,44 +208,46 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
         if model.get("type") == "string":
             model["enum"] = list(names)
     paths: dict[str, Any] = {}
-    for each in shown:
+    for each in listed:
         of_error = {"application/json": {"schema": refs[ErrorBody, "validation"]}}
-        answers = {status: ("an answer", content) for status, content in each.answers.items()}
+        responses = {status: ("an answer", content) for status, content in each.responses.items()}
         operation: dict[str, Any] = {
-            "summary": each.about,
+            "summary": each.summary,
             "responses": {
-                str(status): {"description": about, "content": content}
-                for status, (about, content) in (dict.fromkeys(each.errors, ("an error", of_error)) | answers).items()
+                str(status): {"description": summary, "content": content}
+                for status, (summary, content) in (
+                    dict.fromkeys(each.errors, ("an error", of_error)) | responses
+                ).items()
             },
         }
         if parameters := PATH_PARAMETER_PATTERN.findall(each.path):
-            about = {"in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [{"name": name, **about} for name in parameters]
+            summary = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name, **summary} for name in parameters]
         if each.body is not None:
             content = {"application/json": {"schema": refs[each.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(PATH_PARAMETER_PATTERN.sub(r"{\1}", each.path), {})[each.method.lower()] = operation
-    about = {"title": "Espalier", "version": __version__}
-    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
+    summary = {"title": "Espalier", "version": __version__}
+    return {"openapi": "3.1.0", "info": summary, "paths": paths, "components": {"schemas": schemas}}
 
 
-def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
+def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[str, str]]:
     """Yields (path, the rest of a curl command).  The command works in a shell whose environment has the key."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return
-    front = server.front_of(server.names[0])
+    frontend = frontends.frontend_for(frontends.names[0])
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
-    if front.inputs.tokenizer is None:
+    if frontend.inputs.tokenizer is None:
         asked = {"prompt": [1]}
-    elif front.inputs.tokenizer.template.text:
+    elif frontend.inputs.tokenizer.template.source:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body = json.dumps({"model": server.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
+    body = json.dumps({"model": frontends.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
 
-def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
-    for path, methods in described["paths"].items():
+def operations_of(openapi_json: dict[str, Any]) -> Iterator[Operation]:
+    for path, methods in openapi_json["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
             body = next((_type_text(kind["schema"]) for kind in content.values()), "")
@@ -254,9 +255,9 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
             yield Operation(method.upper(), path, operation["summary"], body, statuses)
 
 
-def schemas_of(described: dict[str, Any]) -> dict[str, list[FieldRow]]:
+def schemas_of(openapi_json: dict[str, Any]) -> dict[str, list[FieldRow]]:
     """Returns the fields of each schema by the schema's name."""
-    schemas = described.get("components", {}).get("schemas", {})
+    schemas = openapi_json.get("components", {}).get("schemas", {})
     return {
         _short_schema_name(name): [
             FieldRow(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))

@@ -23,13 +23,18 @@ from starlette.types import ASGIApp
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.limits import check_bool
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.batches import Batches
+from espalier.server.batch_store import BatchStore
+from espalier.server.batches import BatchRunner
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTS_PER_TURN, Connections, log_failed_accepts_rarely, max_connections
-from espalier.server.front import Front, FrontOptions
-from espalier.server.gate import Gate
+from espalier.server.connections import (
+    MAX_ACCEPTS_PER_LOOP_TURN,
+    OpenConnections,
+    log_failed_accepts_rarely,
+    max_connections,
+)
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import Connection
-from espalier.server.stored import Store
+from espalier.server.middleware import RequestMiddleware
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.tokenizer_files import tokenizer_class
 
@@ -68,7 +73,7 @@ class ServeOptions:
     drain_timeout_s: float
     send_timeout_s: float | None
     client: ClientOptions
-    front: FrontOptions
+    frontend: FrontendOptions
     api: ApiOptions
     batch_dir: Path | None = None
 
@@ -76,8 +81,7 @@ class ServeOptions:
 def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by option name; None for an option that was not given.  name_in_errors: returns the option's name
-    for error messages.
+    options: values by option name; None for an option that was not given.  name_in_errors: the option's name in errors.
     """
     for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
@@ -91,41 +95,43 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 
 @dataclass(eq=False)
-class Server:
+class HttpServer:
     """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
-    front: Front
-    gate: Gate
-    connections: Connections
+    frontend: ModelFrontend
+    middleware: RequestMiddleware
+    connections: OpenConnections
     drain_timeout_s: float
-    batches: Batches | None = None
+    batches: BatchRunner | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     should_exit: asyncio.Event = field(default_factory=asyncio.Event)
     shutdown_task: asyncio.Task[None] | None = None
 
-    def begin_shutdown(self, at_once: bool) -> None:
-        again, self.front.draining = self.front.draining, True
+    def begin_shutdown(self, aborts_requests: bool) -> None:
+        again, self.frontend.draining = self.frontend.draining, True
         if not again:
-            self.gate.drain()
+            self.middleware.drain()
             if self.batches is not None:
                 self.batches.stop()
-        if again or at_once:
+        if again or aborts_requests:
             self.should_exit.set()
             # The attribute keeps the task alive; the event loop alone would not.
-            self.shutdown_task = self.loop.create_task(self.front.engines.close())
+            self.shutdown_task = self.loop.create_task(self.frontend.engines.close())
             return
-        log.info("draining: %d requests are in progress", self.gate.num_open)
+        log.info("draining: %d requests are in progress", self.middleware.num_open)
         self.shutdown_task = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.drain_timeout_s):
-                while self.gate.num_open:
+                while self.middleware.num_open:
                     await asyncio.sleep(0.05)
-        if self.gate.num_open:
-            log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
-        await self.front.engines.close()
+        if self.middleware.num_open:
+            log.warning(
+                "%d requests did not finish within %g s: ending them", self.middleware.num_open, self.drain_timeout_s
+            )
+        await self.frontend.engines.close()
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -134,8 +140,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTS_PER_TURN connections at once.  `listener` lets more connections wait.
-        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
+        # asyncio accepts MAX_ACCEPTS_PER_LOOP_TURN connections at once.  `listener` lets more connections wait.
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
         try:
@@ -150,12 +156,12 @@ class Server:
     async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.frontend.draining else None)
 
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
         for connection in self.connections:
-            connection.end()
+            connection.close_after_response()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
@@ -175,41 +181,42 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
-    listener = bound_listener(options.host, options.port)
-    store = None if options.batch_dir is None else Store(options.batch_dir)
+    listener = bind_listener(options.host, options.port)
+    store = None if options.batch_dir is None else BatchStore(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
     assert loading is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # The front's tokenizer module is slow to import, so it is imported while the engine process loads.
+        # The API server's tokenizer module is slow to import, so it is imported while the engine process loads.
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
-        front = await asyncio.to_thread(Front, client, options.front)
+        frontend = await asyncio.to_thread(ModelFrontend, client, options.frontend)
         loop.remove_signal_handler(signal.SIGTERM)
-        front.render_in_helper_process()
-        if PRESTARTS_TEMPLATE_PROCESS and front.templates is not None:
+        frontend.render_in_helper_process()
+        if PRESTARTS_TEMPLATE_PROCESS and frontend.template_process is not None:
             # Started early, because its imports take a second or two.
-            await front.templates.helper.start()
-        batches = None if store is None else Batches(store, _batch_concurrency(front))
-        app, gate = make_app(front, options.api, batches)
+            await frontend.template_process.helper.start()
+        batches = None if store is None else BatchRunner(store, _batch_concurrency(frontend))
+        app, middleware = make_app(frontend, options.api, batches)
         limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s
-        connections = Connections(front.metrics, *limits)
-        server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
-        log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
+        connections = OpenConnections(frontend.metrics, *limits)
+        server = HttpServer(app, frontend, middleware, connections, options.drain_timeout_s, batches)
+        log.info("serving %s at %s/v1", ", ".join(frontend.names), url_of(*listener.getsockname()[:2]))
         # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
         # The default threshold is 700 objects, a few requests.  Under load, garbage collections would delay requests.
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
-            batches.start(gate, options.api.api_key)
-        _allow_reuse(listener)
+            batches.start(middleware, options.api.api_key)
+        # A later server may bind the port while connections of this server still use it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
         if batches is not None:
             await batches.close()
-        await front.close()
+        await frontend.close()
         return await ending is None
     finally:
         await client.close()
@@ -217,58 +224,57 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
 
 @asynccontextmanager
-async def local_app(
+async def in_process_app(
     settings: Mapping[str, Any],
     client_options: ClientOptions,
-    front_options: FrontOptions,
+    frontend_options: FrontendOptions,
     api_options: ApiOptions,
-) -> AsyncIterator[tuple[Front, ASGIApp]]:
-    """Yields a front and its ASGI application, for requests from this process without sockets.
+) -> AsyncIterator[tuple[ModelFrontend, ASGIApp]]:
+    """Yields an API server and its ASGI application, for requests from this process without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
     client = EngineClient(settings, client_options)
     try:
         await client.start()
-        front = await asyncio.to_thread(Front, client, front_options)
-        app, _ = make_app(front, api_options)
+        frontend = await asyncio.to_thread(ModelFrontend, client, frontend_options)
+        app, _ = make_app(frontend, api_options)
         try:
-            yield front, app
+            yield frontend, app
         finally:
-            await front.close()
+            await frontend.close()
     finally:
         await client.close()
 
 
-async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
+async def _shut_down_without_engine(client: EngineClient, server: HttpServer) -> str | None:
     """Shut the server down when the last engine process has ended.  Returns the reason; None after a signal."""
     why = await client.wait_until_ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
-        server.begin_shutdown(at_once=True)
+        server.begin_shutdown(aborts_requests=True)
     return why
 
 
-def _batch_concurrency(front: Front) -> int:
+def _batch_concurrency(frontend: ModelFrontend) -> int:
     """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
 
     A batch must not fill all slots, because other requests would wait for the end of running requests.
     """
-    slots = front.engines.num_slots
-    return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
+    slots = frontend.engines.num_slots
+    return max(1, min(slots - slots // 4, (slots + frontend.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:
     """Import the module that will load the tokenizer.
 
-    model: the user's name of the model; None for a model without a tokenizer.  For a Hugging Face id, whose files are
-    not known yet, AutoTokenizer is imported.
+    model: the user's name of the model, None for a model without a tokenizer.  Imports AutoTokenizer if in doubt.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
-def bound_listener(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int) -> socket.socket:
     """Returns the bound socket.  Call this before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
     # with it, because the old connections of a server that has ended keep its port for a minute.
@@ -278,11 +284,6 @@ def bound_listener(host: str, port: int) -> socket.socket:
         return _bind(host, port, reuse=True)
     except (OSError, OverflowError) as error:
         raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
-
-
-def _allow_reuse(listener: socket.socket) -> None:
-    """Let a later server bind the port while connections of this server still use the port."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int, reuse: bool) -> socket.socket:

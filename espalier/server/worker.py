@@ -1,7 +1,7 @@
-"""The engine process: receives messages from the front, runs the engine's steps, and sends the output.
+"""The engine process: receives messages from the API server, runs the engine's steps, and sends the output.
 
-The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, and SIGTERM once the model is loaded. The
-front handles both signals, and drains first.
+The process ends on Shutdown, or when the API server has ended.  It ignores SIGINT, and SIGTERM once the model is
+loaded. The API server handles both signals, and drains first.
 """
 
 import gc
@@ -24,24 +24,24 @@ import zmq
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.round_trees import tree_label
 from espalier.errors import EspalierError
-from espalier.layout import bucket_of
-from espalier.llm import LLM, low_acceptance, prepare
+from espalier.layout import padded_batch
+from espalier.llm import LLM, is_acceptance_low, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, Start, SubmittedPrompt
+from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, StartEngine, SubmittedPrompt
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
     from espalier.learn.learner import Learner
 
 log = logging.getLogger("espalier.server")
-WAIT_FOR_START_MS = 60_000
-FRONT_CHECK_MS = 500
+START_TIMEOUT_MS = 60_000
+API_SERVER_CHECK_MS = 500
 # Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_S = 0.1
 GRAMMAR_CHECK_MS = 5
-EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
+EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
 
 @dataclass
@@ -58,18 +58,20 @@ class RunningPrompt:
     abort_step: int | None = None
 
 
-class Worker:
-    """Runs the engine for a front.
+class EngineWorker:
+    """Runs the engine for an API server.
 
-    socket: a connected PAIR socket.  start: the front's first message.  front_pid: the front's process; the worker ends
-    when the front ends.  learner: attached to the engine; None without online learning.
+    socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process;
+    the worker ends when the API server ends.  learner: attached to the engine; None without online learning.
     """
 
-    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
+    def __init__(
+        self, socket: zmq.Socket, llm: LLM, start: StartEngine, api_server_pid: int, learner: "Learner | None" = None
+    ):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
-        self.front_pid = front_pid
+        self.api_server_pid = api_server_pid
         self.learner = learner
         self.running_prompts: dict[str, RunningPrompt] = {}
         # Prompts whose grammars are being compiled in threads.
@@ -81,7 +83,7 @@ class Worker:
 
     def run(self) -> None:
         """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
-        while os.getppid() == self.front_pid and self._receive_messages():
+        while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
@@ -152,11 +154,11 @@ class Worker:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
-        parts = [self._part(chunk) for chunk in chunks]
+        parts = [self._output_part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
         self.socket.send(protocol.encode(protocol.StepOutput(parts, self._report() if is_due else None)))
 
-    def _part(self, chunk: OutputChunk) -> OutputPart:
+    def _output_part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
@@ -181,38 +183,38 @@ class Worker:
         cached = 0 if engine.prefix_tree is None else len(engine.prefix_tree)
         return protocol.EngineReport(
             num_steps=self.num_steps,
-            waiting=len(scheduler.waiting) + len(self.compiling_prompts),
-            running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self.compiling_prompts),
+            num_running=len(scheduler.running),
             pages_free=pool.num_free,
             pages_cached=cached,
             pages_owned=pool.num_pages - 1 - pool.num_free - cached,
             num_preempted=scheduler.num_preempted,
-            rounds=self._rounds_by_bucket(),
-            trees=[(tree_label(tree), count) for tree, count in scheduler.round_trees.num_rounds.items()],
+            rounds_by_bucket=self._rounds_by_bucket(),
+            rounds_by_tree=[(tree_label(tree), count) for tree, count in scheduler.round_trees.num_rounds.items()],
             tree_changes=scheduler.round_trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guess_sources.counts_by_source.tolist(), strict=True)),
-            totals=engine.totals,
-            low_acceptance=low_acceptance(engine.totals),
+            speculation=engine.totals,
+            low_acceptance=is_acceptance_low(engine.totals),
             abort_steps=abort_steps,
-            learning=None if self.learner is None else self.learner.figures,
+            learn_stats=None if self.learner is None else self.learner.figures,
         )
 
     def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
         """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
-            counts[bucket_of(batch, self.batch_buckets)] += count
+            counts[padded_batch(batch, self.batch_buckets)] += count
         return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
-def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of LLM for the plain values of Start.settings."""
+def unpack_settings(sent: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of LLM for the plain values of StartEngine.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
-    return LLM(**settings_of(settings))
+    return LLM(**unpack_settings(settings))
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
@@ -221,7 +223,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
-    prepared = prepare(EngineConfig(**settings_of(settings)))
+    prepared = prepare(EngineConfig(**unpack_settings(settings)))
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
@@ -231,27 +233,26 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     return llm, learner
 
 
-Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
+ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
-def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect to the front, load the model and serve.  Sends EngineFailed with the reason if loading or serving fails.
+def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
+    """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason of a failure.
 
-    front_pid: the front's process.  Not a field of Start, because the front may end before it sends Start.
+    api_server_pid: the API server's process, which may end before it sends StartEngine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output, because a slow front must not block the engine.  The short linger time is for a
-        # front that has ended.
+        # No limit on unread output, because a slow API server must not block the engine.  One that has ended gets 1 s.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
         try:
-            start = wait_for_start(socket, front_pid)
+            start = wait_for_start(socket, api_server_pid)
             if start is None:
                 return EXIT_FAILED
-            logs.set_up(start.log_level, start.log_json)
-            _serve(socket, start, front_pid, load, Path(address.removeprefix("ipc://")))
+            logs.set_up_logging(start.log_level, start.log_json)
+            _serve(socket, start, api_server_pid, load, Path(address.removeprefix("ipc://")))
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -261,38 +262,38 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
-            if os.getppid() != front_pid:
+            if os.getppid() != api_server_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
-    return EXIT_DONE
+    return EXIT_OK
 
 
-def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """Returns the front's first message.  Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or
-    sends another message than Start."""
-    for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
-        if socket.poll(FRONT_CHECK_MS):
+def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> StartEngine | None:
+    """Returns the API server's first message.  Returns None if the API server has ended, is silent for
+    START_TIMEOUT_MS, or sends another message than StartEngine."""
+    for _ in range(START_TIMEOUT_MS // API_SERVER_CHECK_MS):
+        if socket.poll(API_SERVER_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
-            return start if isinstance(start, Start) else None
-        if os.getppid() != front_pid:
+            return start if isinstance(start, StartEngine) else None
+        if os.getppid() != api_server_pid:
             break
     return None
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket that a killed front left, and its folder if the folder is then empty."""
+    """Remove the socket that a killed API server left, and its folder if the folder is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
 
 
 @contextmanager
-def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
-    """Ends this process as soon as the front has ended, even while the block loads a model for minutes."""
+def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
+    """Ends this process as soon as the API server has ended, even while the block loads a model for minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(FRONT_CHECK_MS / 1000):
-            if os.getppid() != front_pid:
+        while not is_over.wait(API_SERVER_CHECK_MS / 1000):
+            if os.getppid() != api_server_pid:
                 _remove_socket(address)
                 os._exit(EXIT_FAILED)
 
@@ -303,20 +304,20 @@ def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
         is_over.set()
 
 
-def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address: Path) -> None:
+def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: ModelLoader, address: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None
-        with _exit_with_front(front_pid, address):
+        with _exit_with_api_server(api_server_pid, address):
             if start.learn is None:
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # From now on, the front drains at SIGTERM.
+        # From now on, the API server drains at SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
-        worker = Worker(socket, llm, start, front_pid, learner)
+        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.model_info, llm.config.as_dict())))
+        worker = EngineWorker(socket, llm, start, api_server_pid, learner)
         # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()

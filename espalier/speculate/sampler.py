@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_next_rows
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams, process_logits
 from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
 from espalier.sampling.pick import SampledTokens, divide_by_temperature, gumbel, pick, scores_with_shared_noise
@@ -25,7 +25,7 @@ from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
 if TYPE_CHECKING:
-    from espalier.kernels.sampling.logit_processors import SlotRows
+    from espalier.kernels.sampling.logit_processors import GatheredSlots
 
 ALL_NODES = slice(None)
 
@@ -153,7 +153,7 @@ class TorchSampler(Sampler):
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.best_children(drafted, out.tokens.shape[2])
-        return rank_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        return rank_next_rows(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
@@ -195,15 +195,15 @@ class KernelSampler(Sampler):
     slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used.
     """
 
-    slot_rows: SlotRows
+    slot_rows: GatheredSlots
 
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
-        from espalier.kernels.sampling.pick import pick_triton
+        from espalier.kernels.sampling.pick import sample_triton
 
         first_above = 0 if drafted_ancestors is None else 1
-        found = pick_triton(
+        found = sample_triton(
             logits, self.slot_rows, self.first_position, offsets, drafted_ancestors, first_output=first_above, mask=mask
         )
         return SampledTokens(*found)
@@ -255,10 +255,10 @@ def make_sampler(
 def make_kernel_sampler(
     slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, shares_noise: bool = True
 ) -> KernelSampler:
-    from espalier.kernels.sampling.logit_processors import SlotRows
+    from espalier.kernels.sampling.logit_processors import GatheredSlots
 
     return KernelSampler(
-        first_position, sampling_features, shares_noise, None, SlotRows.gather(slots.table, slots.index)
+        first_position, sampling_features, shares_noise, None, GatheredSlots.gather(slots.table, slots.index)
     )
 
 

@@ -24,8 +24,6 @@ from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The maximum number of trees of a batch bucket, including plain decoding, but not the tree without a draft pass.
-MAX_TREES = 4
 # Rows per request in trees with shared rows.  With 8 rows per request, shared rows gain at most 2%; with 16, nothing
 # (docs/log.md).
 SHARED_ROWS = 4
@@ -36,6 +34,9 @@ MAX_LOOKUP_STEPS = 12
 ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # The prediction for a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
+# The engine keeps at least MIN_TREES trees beside plain decoding, and more until the set is at least MIN_SET_RATE times
+# as fast as all trees in the worst case.
+MIN_TREES, MIN_SET_RATE = 3, 0.97
 
 ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
@@ -57,12 +58,11 @@ class PredictedCosts:
 
 
 def tree_sets(
-    configured: TreeShape, costs: PredictedCosts, max_batch: int, max_rows: int, can_share_rows: bool, has_sources: bool
+    configured: TreeShape, costs: PredictedCosts, max_batch: int, has_sources: bool = False
 ) -> ChoicesByBatch:
     """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
     speed).
 
-    max_rows: the maximum number of nodes of all trees of a batch.  can_share_rows: whether requests may share rows.
     has_sources: whether other sources propose tokens in addition to a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
@@ -70,13 +70,10 @@ def tree_sets(
     sets: dict[int, tuple[TreeShape, ...]] = {}
     least = 1
     for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
-        while halved.num_draft_tokens * min(bucket, max_batch) > max_rows:
+        while halved.num_draft_tokens * min(bucket, max_batch) > MAX_VERIFY_ROWS:
             halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
-        trees_of_bucket = [tree for tree in fitting if tree != PLAIN_TREE]
-        if can_share_rows and bucket > 1:
-            trees_of_bucket += [shared for tree in trees_of_bucket for shared in with_shared_rows(tree)]
-        shapes = best_trees(trees_of_bucket, costs, bucket)
+        shapes = best_trees([tree for tree in fitting if tree != PLAIN_TREE], costs, bucket)
         if has_sources:
             shapes += (replace(halved, drafts=False),)
         if shapes != next(reversed(sets.values()), None):
@@ -85,31 +82,18 @@ def tree_sets(
     return tuple(sets.items())
 
 
-def with_shared_rows(tree: TreeShape) -> list[TreeShape]:
-    """Returns the tree with shared rows; no tree if it has too few nodes."""
-    return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
-
-
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Returns plain decoding and the subset of trees that loses the least speed compared with all trees, in order of
-    predicted speed.
-
-    At most one of the trees has shared rows, because such trees differ little.
-    """
+    """Returns plain decoding and the smallest sufficient subset of trees, in order of predicted speed."""
     every = (*trees, PLAIN_TREE)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
     supposed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in supposed for tree in trees]
 
-    def shares(kept: Sequence[TreeShape]) -> list[float]:
-        return [max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in supposed]
+    def worst_rate(kept: Sequence[TreeShape]) -> float:
+        return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in supposed)
 
-    fixed = sum(not tree.shared_rows for tree in trees)
-    sets = (
-        each
-        for each in combinations(trees, min(MAX_TREES - 1, fixed + (fixed < len(trees))))
-        if sum(tree.shared_rows > 0 for tree in each) <= 1
-    )
-    kept = max(sets, key=lambda each: (min(shares(each)), sum(shares(each))))
+    counts = range(min(MIN_TREES, len(trees)), len(trees) + 1)
+    sets = (max(combinations(trees, count), key=worst_rate) for count in counts)
+    kept = next(kept for kept in sets if worst_rate(kept) >= MIN_SET_RATE)
     return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -known[tree]))
 
 
@@ -177,20 +161,22 @@ def adaptive_tree_choices(
 
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
     draft pass are chosen only if other sources search texts.
-    can_share_rows: see tree_sets.  sources: the sources in addition to the drafter.  weights: the numbers of weights of
-    target and draft.  max_steps: the maximum depth of this drafter; None for no limit.
+    can_share_rows: whether requests may share rows; read on a CPU only.  sources: the sources in addition to the
+    drafter.  weights: the numbers of weights of target and draft.  max_steps: the maximum depth of this drafter; None
+    for no limit.
     """
     if speculation.by_batch != "auto" or configured == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
     if costs is not None:
-        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, can_share_rows, looks_up)
+        return costs, tree_sets(configured, costs, max_batch, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN_TREE)),)
     if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
         deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
         lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN_TREE)
-        shared = tuple(with_shared_rows(configured)) if can_share_rows else ()
+        has_shared = can_share_rows and configured.num_draft_tokens >= 2 * SHARED_ROWS
+        shared = (replace(configured, shared_rows=SHARED_ROWS),) if has_shared else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 

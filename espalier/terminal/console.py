@@ -171,11 +171,11 @@ def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
     """Returns the text of tokens, in which tokens from the draft are coloured."""
-    sink = tokenizer.sink(prompt)
+    sink = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
-        sink.push(token)
-        text.append(sink.take(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
+        sink.push_token(token)
+        text.append(sink.take_text(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
     return text
 
 

@@ -1,14 +1,14 @@
 """Parses a request's tokens into the deltas of a message, and finds stop strings in the content.
 
-The engine process and the front run equal streams over the same tokens.  The engine process ends the request at the
-token that completes a stop string.  The front ends the content before the stop string.
+The engine process and the API server run equal streams over the same tokens.  The engine process ends the request at
+the token that completes a stop string.  The API server ends the content before the stop string.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from espalier.request import Output, OutputChunk, OutputForm, ResolvedParams
-from espalier.text import StopFinder, TextStream
+from espalier.text import StopStringFinder, TextStream
 from espalier.tool_calls.base import Delta
 from espalier.tool_calls.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import Message, OutputParser, message_of
@@ -16,7 +16,8 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """A request.TextSink that finds stop strings only in the content.  Its text is the model's whole text.
+    """A request.IncrementalDetokenizer that finds stop strings only in the content.  Its text is the model's whole
+    text.
 
     text: makes text from tokens, without stop strings.  num_reasoning_tokens: the number of reasoning tokens so far.
     """
@@ -24,22 +25,22 @@ class MessageStream:
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text = text
         self.parser = parser
-        self.stop_finder = StopFinder(params.stop, params.include_stop_str_in_output)
+        self.stop_string_finder = StopStringFinder(params.stop, params.include_stop_str_in_output)
         self.min_tokens = params.min_tokens
         self.keep_stop = params.include_stop_str_in_output
         self.num_reasoning_tokens = 0
         self._texts: list[str] = []
         self._deltas: list[Delta] = []
 
-    def push(self, token_id: int) -> str | None:
+    def push_token(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string that it completes in the content, else None."""
         was_reasoning = self.parser.in_reasoning
-        self.text.push(token_id)
+        self.text.push_token(token_id)
         self._read(final=False)
         self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
-        return self.stop_finder.stopped
+        return self.stop_string_finder.stopped
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
         self._read(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
@@ -50,12 +51,12 @@ class MessageStream:
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
-        if self.stop_finder.stop or self.parser.may_reason:
+        if self.stop_string_finder.stop or self.parser.may_reason:
             for token in tokens:
-                self.push(token)
+                self.push_token(token)
             self.num_reasoning_tokens += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
         else:
-            self.text.push_all(tokens)
+            self.text.push_tokens(tokens)
         self._read(is_last)
         if is_last:
             self._add(self.parser.finish(is_cut=output.finish_reason != "stop"))
@@ -68,22 +69,22 @@ class MessageStream:
 
         They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """
-        if self.stop_finder.stopped and output.finish_reason in ("stop", "length"):
-            return "stop", self.stop_finder.stopped
+        if self.stop_string_finder.stopped and output.finish_reason in ("stop", "length"):
+            return "stop", self.stop_string_finder.stopped
         return output.finish_reason, output.stop_reason
 
     def _read(self, final: bool) -> None:
-        text = self.text.take(final)
+        text = self.text.take_text(final)
         self._texts.append(text)
         self._add(self.parser.feed(text))
 
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if self.stop_finder.stopped:
+            if self.stop_string_finder.stopped:
                 return
             if delta.kind == "content":
-                self.stop_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
-                self._put(self.stop_finder.take(final=False))
+                self.stop_string_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
+                self._put(self.stop_string_finder.take_text(final=False))
                 continue
             if delta.kind == "call":
                 # Content before a call and content after it are separate.
@@ -91,7 +92,7 @@ class MessageStream:
             self._deltas.append(delta)
 
     def _flush(self) -> None:
-        self._put(self.stop_finder.take(final=True))
+        self._put(self.stop_string_finder.take_text(final=True))
 
     def _put(self, content: str) -> None:
         if content:

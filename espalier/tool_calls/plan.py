@@ -219,7 +219,7 @@ class ChatPlan:
 
     def template_reads(self, variable: str) -> bool:
         """Returns whether the chat template reads a variable."""
-        return self.tokenizer is not None and self.tokenizer.template.reads(variable)
+        return self.tokenizer is not None and self.tokenizer.template.reads_variable(variable)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the messages in the form for this model's chat template."""
@@ -246,7 +246,9 @@ class ChatPlan:
             params,
             grammar=self._grammar(params, prompt),
             shown_special_tokens=self.tokenizer.special_ids(special_tokens),
-            form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt)) if params.stop else None,
+            output_form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt))
+            if params.stop
+            else None,
         )
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
@@ -271,7 +273,7 @@ class ChatPlan:
         if reasoning.includes_calls:
             return not self.answer_start(prompt)
         is_closed = reasoning.end in self._last_turn(prompt)
-        return not is_closed and any(map(self.tokenizer.template.reads, reasoning.template_switches))
+        return not is_closed and any(map(self.tokenizer.template.reads_variable, reasoning.template_switches))
 
     def _is_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Returns whether the prompt ends inside the reasoning."""

@@ -213,7 +213,7 @@ def write_own_questions(target: Path, path: Path, device: str, seconds: float) -
     if path.exists():
         return path
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))
-    if tokenizer is None or not tokenizer.template.text:
+    if tokenizer is None or not tokenizer.template.source:
         raise EspalierError(f"--target {target} has no chat template, so it asks no questions; give --data")
     mark = "MARK-OF-THE-QUESTION"
     whole = tokenizer.hf.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import EspalierError, one_line
-from espalier.inputs import InputProcessor, ModelFacts
-from espalier.prompt_files import EXPECTED_RECORD, TEXT_FIELDS, record_kind, records, token_ids
+from espalier.inputs import InputProcessor, ModelInfo
+from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, read_records, record_format, token_ids
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
@@ -74,7 +74,7 @@ def read_data(path: Path, target: Path) -> UserText:
     documents, conversations, licenses = [], [], set()
     for record, tokens in _read_prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
-        if record_kind("", record) not in (*TEXT_FIELDS, "token_ids"):
+        if record_format("", record) not in (*TEXT_FIELDS, "token_ids"):
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
@@ -90,17 +90,17 @@ def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], li
     """Yields each record with its token ids.  See prompt_files.token_ids."""
     config, found = read_target(target), False
     vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _input_processor(target, config))
-    for place, record in records("--data", path):
+    for place, record in read_records("--data", path):
         yield record, token_ids(place, record, vocab_size, inputs)
         found = True
     if not found:
-        raise EspalierError(f'--data {path} is empty; a record is {EXPECTED_RECORD}, or "token_ids"')
+        raise EspalierError(f'--data {path} is empty; a record is {RECORD_FORMAT}, or "token_ids"')
 
 
 def _input_processor(target: Path, config: dict[str, Any]) -> InputProcessor:
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     try:
-        inputs = InputProcessor(ModelFacts(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))
+        inputs = InputProcessor(ModelInfo(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))
         inputs.require_tokenizer("text")
         return inputs
     except EspalierError as error:

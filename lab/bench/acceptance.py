@@ -25,25 +25,25 @@ from lab.bench.checks import refuse_tree_flags
 from lab.faults.planted import plant
 
 # Text is called repeated if a run of this many tokens occurred before.
-REPEAT = 16
+REPEATED_RUN_TOKENS = 16
 # The fault that runs a draft of this form in the other one.
-OTHER_FORM = MappingProxyType({"chain": "chain-reads-target", "target": "target-reads-chain"})
+FAULT_OF_OTHER_FORM = MappingProxyType({"chain": "chain-reads-target", "target": "target-reads-chain"})
 # Teacher forcing runs one round from every eighth token.
 TEACHER_FORCED_STRIDE = 8
 
 
 @dataclass(frozen=True)
-class Variant:
+class DraftVariant:
     """One way to draft.
 
-    speculation: None for the settings as they are; planted: a context in which a fault is planted; shares_noise: see
-    ModelRunner; teacher_forced: whether that is measured too.
+    speculation: None for the user's settings; plant_fault: makes a context in which a fault is planted; shares_noise:
+    see ModelRunner; teacher_forced: whether teacher forcing is measured too.
     """
 
     name: str
     speculation: SpeculationConfig | None = None
     temperature: float = 0.0
-    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plant_fault: Callable[[], AbstractContextManager[Any]] = nullcontext
     shares_noise: bool = True
     teacher_forced: bool = False
 
@@ -52,9 +52,9 @@ class Variant:
 class Acceptance:
     """Accept length over all rounds, over rounds that begin in new text, and in a repeated 16-gram.
 
-    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
-    depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
-    temperature, None where tokens are not compared.
+    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by depth,
+    from 1; same_tokens: number of requests with the same tokens as the first variant of this temperature, None where
+    tokens are not compared.
     """
 
     name: str
@@ -68,33 +68,33 @@ class Acceptance:
     same_tokens: int | None
 
 
-def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
+def default_variants(steps: int, algorithm: str, has_draft: bool) -> list[DraftVariant]:
     """The configured tree; a chain of the same steps; n-gram; a planted fault; sampling with and without coupled
     scores.  Without a draft: the tree and n-gram."""
-    ngram = Variant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
+    ngram = DraftVariant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
     if not has_draft:
-        return [Variant("tree", teacher_forced=True), ngram]
+        return [DraftVariant("tree", teacher_forced=True), ngram]
     chain = SpeculationConfig(steps=steps, topk=1, num_draft_tokens=steps + 1)
     return [
-        Variant(f"{algorithm} tree", teacher_forced=True),
-        Variant(f"{algorithm} chain", chain),
+        DraftVariant(f"{algorithm} tree", teacher_forced=True),
+        DraftVariant(f"{algorithm} chain", chain),
         ngram,
-        Variant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
-        Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
-        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, shares_noise=False),
+        DraftVariant(f"{algorithm} tree, wrong ancestors", plant_fault=partial(plant, "wrong-ancestor")),
+        DraftVariant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
+        DraftVariant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, shares_noise=False),
     ]
 
 
-def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) -> list[Variant]:
+def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) -> list[DraftVariant]:
     """Each tree and, for an MTP draft of this form, the same tree in the other form."""
     found = []
     for tree in trees:
         name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
         speculation = SpeculationConfig(**tree.sizes, by_batch={})
-        found.append(Variant(name, speculation))
+        found.append(DraftVariant(name, speculation))
         if form is not None:
-            swapped = partial(plant, OTHER_FORM[form])
-            found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
+            swapped = partial(plant, FAULT_OF_OTHER_FORM[form])
+            found.append(DraftVariant(f"{name}, in the other form", speculation, plant_fault=swapped))
     return found
 
 
@@ -104,54 +104,55 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
         if not all(tree.steps for tree in args.trees):
             raise EspalierError("--trees: a tree of steps 0 drafts nothing; leave it out")
     with progress("measuring", 2 * len(args.trees) or 7) as advance:
-        rows = measure(settings, args.prompts, args.tokens, advance, args.trees)
+        rows = measure_acceptance(settings, args.prompts, args.tokens, advance, args.trees)
     about = {name: str(value) for name, value in settings.items()}
     write_json(args.json, {"settings": about, "acceptance": [asdict(row) for row in rows]})
-    print_table(_table(rows))
+    print_table(_acceptance_table(rows))
 
 
-def measure(
+def measure_acceptance(
     settings: dict[str, Any],
     num_prompts: int,
     num_tokens: int,
     advance: Callable[[], None],
     trees: Sequence[TreeShape] = (),
 ) -> list[Acceptance]:
-    """Every variant on the same prompts, or these trees; `advance` is called after each.  Raises EspalierError."""
+    """Measure the default variants, or these trees, on the same prompts.  `advance` is called after each.  Raises
+    EspalierError."""
     with LLM(**settings) as llm:
         steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
         heldout_tokens(llm, num_prompts)  # raises, before anything is measured, if there are too few
-        form = form_of(llm.engine)
-    chosen = tree_variants(trees, algorithm, form) if trees else variants(steps, algorithm, draft is not None)
+        form = mtp_form_of(llm.engine)
+    chosen = tree_variants(trees, algorithm, form) if trees else default_variants(steps, algorithm, draft is not None)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
     for variant in chosen:
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
-        with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
+        with variant.plant_fault(), LLM(**_variant_settings(variant, settings)) as llm:
             engine = llm.engine
             if not variant.shares_noise:
                 engine = rebuilt_engine(engine, llm.config.graph_batch, shares_noise=False)
-            driven = _generated(llm, engine, variant, num_prompts, num_tokens)
+            driven = _continue_prompts(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
             rows.append(_summarise(variant.name, driven, driven.traces, same))
             advance()
             if variant.teacher_forced:
-                rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
+                rows.append(_measure_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
                 advance()
             engine.close()
     return rows
 
 
-def form_of(engine: Engine) -> str | None:
+def mtp_form_of(engine: Engine) -> str | None:
     """The form of a draft of several MTP modules; None for other drafts, which have no form."""
     spec = engine.executor.runner.drafter.spec
     return spec.hidden_source if spec.num_modules > 1 else None
 
 
-def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
+def _variant_settings(variant: DraftVariant, settings: dict[str, Any]) -> dict[str, Any]:
     """LLM's settings for this variant."""
     if variant.speculation is None:
         return settings
@@ -160,7 +161,9 @@ def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "speculation": variant.speculation}
 
 
-def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> DriveResult:
+def _continue_prompts(
+    llm: LLM, engine: Engine, variant: DraftVariant, num_prompts: int, num_tokens: int
+) -> DriveResult:
     """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
     prompts = [prompt for prompt, _ in heldout_tokens(llm, num_prompts)]
     longest, max_context = max(map(len, prompts)), llm.config.layout.max_context
@@ -169,14 +172,14 @@ def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num
             f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={max_context}; lower "
             "--tokens or --prompts, or raise --max-context"
         )
-    return drive(engine, prompts, _params(variant, num_tokens))
+    return drive(engine, prompts, _sampling_params(variant, num_tokens))
 
 
-def _params(variant: Variant, num_tokens: int) -> SamplingParams:
+def _sampling_params(variant: DraftVariant, num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
 
 
-def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
+def _measure_teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
     """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
     contexts, roots = [], []
     for prompt, reference in heldout_tokens(llm, num_prompts):
@@ -191,15 +194,12 @@ def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
 
 
 def _summarise(
-    name: str,
-    driven: DriveResult,
-    traces: dict[str, list[RoundTrace]],
-    same: int | None,
+    name: str, driven: DriveResult, traces: dict[str, list[RoundTrace]], num_same_tokens: int | None
 ) -> Acceptance:
     lengths: dict[bool, list[int]] = {False: [], True: []}
     by_depth: list[list[int]] = []
     for request in driven.requests:
-        repeated = inside_repeats(request.tokens)
+        repeated = repeated_positions(request.tokens)
         for trace in traces[request.id]:
             first_token = trace.prefix_len + 1
             lengths[first_token in repeated].append(len(trace.emitted))
@@ -207,26 +207,26 @@ def _summarise(
     all_lengths = lengths[False] + lengths[True]
     return Acceptance(
         name=name,
-        accept_length=_mean(all_lengths),
-        accept_length_new=_mean(lengths[False]),
-        accept_length_repeated=_mean(lengths[True]),
+        accept_length=_mean_or_zero(all_lengths),
+        accept_length_new=_mean_or_zero(lengths[False]),
+        accept_length_repeated=_mean_or_zero(lengths[True]),
         repeated_share=sum(lengths[True]) / max(sum(all_lengths), 1),
         rounds=len(all_lengths),
         by_depth=[(tried, accepted) for tried, accepted in by_depth],
         requests=len(driven.requests),
-        same_tokens=same,
+        same_tokens=num_same_tokens,
     )
 
 
-def _count_depths(by_depth: list[list[int]], accept_length: int, depth: int) -> None:
+def _count_depths(depth_counts: list[list[int]], accept_length: int, depth: int) -> None:
     for d in range(min(accept_length, depth)):
-        if d == len(by_depth):
-            by_depth.append([0, 0])
-        by_depth[d][0] += 1
-        by_depth[d][1] += d + 1 < accept_length
+        if d == len(depth_counts):
+            depth_counts.append([0, 0])
+        depth_counts[d][0] += 1
+        depth_counts[d][1] += d + 1 < accept_length
 
 
-def inside_repeats(tokens: Sequence[int], size: int = REPEAT) -> set[int]:
+def repeated_positions(tokens: Sequence[int], size: int = REPEATED_RUN_TOKENS) -> set[int]:
     """Positions inside a run of `size` tokens that occurred earlier in the text."""
     seen: set[tuple[int, ...]] = set()
     inside: set[int] = set()
@@ -238,11 +238,11 @@ def inside_repeats(tokens: Sequence[int], size: int = REPEAT) -> set[int]:
     return inside
 
 
-def _mean(values: Sequence[int]) -> float:
+def _mean_or_zero(values: Sequence[int]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _table(rows: Sequence[Acceptance]) -> list[list[str]]:
+def _acceptance_table(rows: Sequence[Acceptance]) -> list[list[str]]:
     lines = [["", "accept length", "new text", "repeated", "share repeated", "rounds", "same tokens", "by depth"]]
     for row in rows:
         cells = [

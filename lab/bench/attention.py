@@ -29,23 +29,32 @@ from espalier.terminal.console import (
     stdout,
     write_json,
 )
-from lab.bench.cases import Case, Timed, table, timed
-from lab.bench.kernels import DTYPE, FEW_HEADS, SPEC, Inputs, Shape, inputs, layers_beyond_cache, require_page_sizes
-
-SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
-SHAPES = (
-    *(Shape(*sizes, spec=spec) for spec in (SPEC, FEW_HEADS) for sizes in SIZES),
-    *(Shape(1, 2048, 8192, spec=spec, chain=True) for spec in (SPEC, FEW_HEADS)),
+from lab.bench.cases import KernelCase, TimedCase, time_cases, timing_table
+from lab.bench.kernels import (
+    DTYPE,
+    GQA_SPEC,
+    MLA_SPEC_16_HEADS,
+    PassInputs,
+    PassShape,
+    layers_beyond_cache,
+    make_pass_inputs,
+    require_page_sizes,
 )
-PLANS = 20
+
+PASS_SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
+PASS_SHAPES = (
+    *(PassShape(*sizes, spec=spec) for spec in (GQA_SPEC, MLA_SPEC_16_HEADS) for sizes in PASS_SIZES),
+    *(PassShape(1, 2048, 8192, spec=spec, chain=True) for spec in (GQA_SPEC, MLA_SPEC_16_HEADS)),
+)
+TIMED_PLANS = 20
 
 
-HEADS = ("requests x queries x committed", "heads", "page size", "backend")
+COLUMN_NAMES = ("requests x queries x committed", "heads", "page size", "backend")
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A backend that does not take a cell, and why."""
+class RefusedCell:
+    """A cell that a backend refuses, and the reason."""
 
     names: tuple[str, ...]
     why: str
@@ -53,7 +62,7 @@ class Refused:
 
 def run(args: Namespace) -> int:
     require_page_sizes(args.page_size)
-    backends = [name.strip() for name in args.backends.split(",") if name.strip()] or installed()
+    backends = [name.strip() for name in args.backends.split(",") if name.strip()] or installed_gpu_backends()
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown:
         raise EspalierError(f"--backends: {unknown[0]!r} is unknown; use some of {', '.join(BACKENDS)}")
@@ -62,22 +71,22 @@ def run(args: Namespace) -> int:
     print_header()
     timer = GraphTimer()
     bandwidth = timer.bandwidth(device)
-    times: list[Timed] = []
-    refused: list[Refused] = []
-    with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
-        for shape, page_size in product(SHAPES, args.page_size):
-            times += timed(cases(shape, page_size, backends, device, refused), timer, bandwidth)
+    times: list[TimedCase] = []
+    refused: list[RefusedCell] = []
+    with progress("measuring", len(PASS_SHAPES) * len(args.page_size)) as advance:
+        for shape, page_size in product(PASS_SHAPES, args.page_size):
+            times += time_cases(backend_cases(shape, page_size, backends, device, refused), timer, bandwidth)
             advance()
-    cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
+    cells = {"cells": [one.as_dict(COLUMN_NAMES) for one in times], "refused": [asdict(one) for one in refused]}
     write_json(args.json, cells)
     stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", DIM_STYLE))
-    print_table(table(HEADS, times))
+    print_table(timing_table(COLUMN_NAMES, times))
     for one in refused:
         print(f"  refused: {', '.join(one.names)}: {one.why}")
     return 0
 
 
-def installed() -> list[str]:
+def installed_gpu_backends() -> list[str]:
     """The backends for a GPU that are installed, without the reference: it would need minutes."""
     return [
         name
@@ -86,14 +95,14 @@ def installed() -> list[str]:
     ]
 
 
-def cases(
-    shape: Shape, page_size: int, backends: Sequence[str], device: torch.device, refused: list[Refused]
-) -> Iterator[Case]:
-    """One for each backend, and for each way to plan where that differs.  Adds to `refused`.
+def backend_cases(
+    shape: PassShape, page_size: int, backends: Sequence[str], device: torch.device, refused: list[RefusedCell]
+) -> Iterator[KernelCase]:
+    """Yields a case for each backend; two for a backend that plans on the host.  Refused cells are added to `refused`.
 
-    The note: what a plan costs on the host, for each launch, and the largest difference from our kernels' result.
+    A case's note has the host time of a plan, and the largest difference from our kernels' result.
     """
-    made = inputs(shape, page_size, layers_beyond_cache(shape, device), device)
+    made = make_pass_inputs(shape, page_size, layers_beyond_cache(shape, device), device)
     ours = BACKENDS["triton"]().plan(*made.of_plan).attend_prefix(made.q, 0)[0].float()
     for name in backends:
         for exact in (True, False) if BACKENDS[name].support.needs_exact_lengths else (True,):
@@ -104,32 +113,37 @@ def cases(
             try:
                 grouped_backend(name, device.type, DTYPE, page_size, [shape.spec], range(1), exact_lengths=exact)
             except EspalierError as refusal:
-                refused.append(Refused(names, str(refusal)))
+                refused.append(RefusedCell(names, str(refusal)))
                 continue
-            yield _case(names, BACKENDS[name](), shape, made, ours, exact)
+            yield _backend_case(names, BACKENDS[name](), shape, made, ours, exact)
             torch.cuda.empty_cache()
 
 
-def _case(
-    names: tuple[str, ...], backend: AttentionBackend, shape: Shape, made: Inputs, ours: torch.Tensor, exact: bool
-) -> Case:
+def _backend_case(
+    names: tuple[str, ...],
+    backend: AttentionBackend,
+    shape: PassShape,
+    made: PassInputs,
+    our_output: torch.Tensor,
+    has_exact_lengths: bool,
+) -> KernelCase:
     layers, lengths = len(made.of_plan[1]), (shape.context,) * shape.batch
-    host_us = _host_us(backend, lengths, exact)
-    backend.prepare(CommittedLengths(lengths, exact, in_graph=True))
+    host_us = _host_planning_us(backend, lengths, has_exact_lengths)
+    backend.prepare(CommittedLengths(lengths, has_exact_lengths, in_graph=True))
     made.of_plan[2].plan_cache.clear()
     attention = backend.plan(*made.of_plan)
-    error = float((attention.attend_prefix(made.q, 0)[0].float() - ours).abs().max())
+    error = float((attention.attend_prefix(made.q, 0)[0].float() - our_output).abs().max())
     run_layers = run_in_order([partial(attention.attend_prefix, made.q, layer) for layer in range(layers)])
     flops = replace(shape, chain=False).flops  # without the chunk's own rows
     note = f"host {host_us:.0f} us, differs by {error:.1g}"
-    return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)
+    return KernelCase(names, shape.kv_bytes, flops, run_layers, layers, note=note)
 
 
-def _host_us(backend: AttentionBackend, lengths: tuple[int, ...], exact: bool) -> float:
-    """What `prepare` of a launch costs, with lengths that change as they do from round to round."""
+def _host_planning_us(backend: AttentionBackend, lengths: tuple[int, ...], has_exact_lengths: bool) -> float:
+    """Returns the median microseconds of `prepare`, with lengths that change as from round to round."""
     times = []
-    for more in range(PLANS):
-        announced = CommittedLengths(tuple(length - more for length in lengths), exact, in_graph=True)
+    for more in range(TIMED_PLANS):
+        announced = CommittedLengths(tuple(length - more for length in lengths), has_exact_lengths, in_graph=True)
         torch.cuda.synchronize()
         began = time.perf_counter()
         backend.prepare(announced)

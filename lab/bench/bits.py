@@ -1,7 +1,7 @@
 """`python -m lab bits`: in how many bits do ranks differ, in the hidden states and logits of an engine's rounds?
 
-The engine itself compares tokens and log-probabilities.  Here every rank gathers what the target's head reads and gives
-in each pass, and counts on the device, also inside of CUDA graphs.
+The engine itself compares tokens and log-probabilities.  Here every rank gathers the inputs and outputs of the target's
+head in each pass, and counts differing bits on the device, also inside CUDA graphs.
 """
 
 import random
@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.ranks import OtherRanks
 from espalier.errors import EspalierError
-from espalier.llm import LLM, Prepared, prepare
+from espalier.llm import LLM, PreparedEngine, prepare
 from espalier.request import SamplingParams
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
@@ -23,8 +23,8 @@ from espalier.startup.load import build_engine_of_ranks, load_rank_models_from_f
 from espalier.startup.ranks import starting_ranks
 from espalier.terminal.console import print_header, require_writable, stdout, write_json
 
-# Greedy, sampled, filtered, and with log-probabilities: what ranks give each other differs by these.
-STYLES: tuple[dict[str, Any], ...] = (
+# Greedy, sampled, filtered, and with log-probabilities: ranks exchange different tensors for each.
+SAMPLING_STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
@@ -51,14 +51,14 @@ class BitCounter:
 
 
 @dataclass(frozen=True)
-class Counted:
+class BitCounts:
     passes: int
     differing_bits: int
     tokens: int
 
 
-def counted_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """What one rank holds (espalier/startup/ranks.py:Models).  Its target's `bits` is a BitCounter."""
+def load_counting_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
+    """Returns one rank's models (espalier/startup/ranks.py:Models).  The target's attribute `bits` is a BitCounter."""
     loaded = load_rank_models_from_files(config, shards)
     target: Any = loaded.target
     counter, right = BitCounter(shards, loaded.device), target.logits
@@ -72,9 +72,9 @@ def counted_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
     return loaded
 
 
-def count(ranks: OtherRanks, prepared: Prepared, passes: int) -> Counted:
+def count_bits(ranks: OtherRanks, prepared: PreparedEngine, passes: int) -> BitCounts:
     """Run batches of requests until the target has made this many passes."""
-    engine, config = build_engine_of_ranks(ranks, prepared.resolved, None, counted_models)
+    engine, config = build_engine_of_ranks(ranks, prepared.resolved, None, load_counting_models)
     with LLM.from_engine(engine, config, prepared.inputs) as llm:
         target: Any = engine.executor.runner.target
         counts, tokens, draw = target.bits.counts, 0, random.Random(0)
@@ -84,11 +84,16 @@ def count(ranks: OtherRanks, prepared: Prepared, passes: int) -> Counted:
             prompts = [[draw.randrange(vocab) for _ in range(draw.randint(1, 40))] for _ in range(batch)]
             most = min(passes - int(counts[0]), MAX_CONTEXT // 2)
             styles = [
-                SamplingParams(**STYLES[i % len(STYLES)], seed=draw.randrange(2**32), max_tokens=most, ignore_eos=True)
+                SamplingParams(
+                    **SAMPLING_STYLES[i % len(SAMPLING_STYLES)],
+                    seed=draw.randrange(2**32),
+                    max_tokens=most,
+                    ignore_eos=True,
+                )
                 for i in range(batch)
             ]
             tokens += sum(len(output.token_ids) for output in llm.generate(prompts, styles))
-        return Counted(int(counts[0]), int(counts[1]), tokens)
+        return BitCounts(int(counts[0]), int(counts[1]), tokens)
 
 
 def run(args: Namespace) -> int:
@@ -99,7 +104,7 @@ def run(args: Namespace) -> int:
     prepared = prepare(EngineConfig(model="bundled", tensor_parallel=args.ranks, **settings))
     print_header()
     with starting_ranks(args.ranks) as ranks:
-        counted = count(ranks, prepared, args.passes)
+        counted = count_bits(ranks, prepared, args.passes)
     stdout().print(
         f"{counted.passes} passes of {args.ranks} ranks, {counted.tokens} tokens: "
         f"{counted.differing_bits} bits of hidden states and logits differ"

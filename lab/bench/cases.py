@@ -1,21 +1,22 @@
-"""One way to time a case on a GPU, and the table of what was timed."""
+"""Times cases on a GPU and formats the table of the times."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from espalier.bench.timing import GraphTimer
-from lab.bench.ceilings import Ceilings
+from lab.bench.ceilings import GpuCeilings
 
-TURNS = 20
+TIMING_TURNS = 20
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A row of the table.
 
-    names: its first cells.  num_bytes: that a call must read, flops: that it computes; 0: neither is a measure of it.
-    run: what is captured and replayed, `calls` calls of the case, for `seconds` at least.  note: its last cell.
+    names: the row's first cells.  num_bytes: the bytes that a call must read; flops: the FLOPs that it computes; 0 if
+    the number says nothing about the case.  run: runs `calls` calls; it is captured as a CUDA graph and replayed for at
+    least `seconds`.  note: the row's last cell.
     """
 
     names: tuple[str, ...]
@@ -28,10 +29,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """us: of a call, the median.  bandwidth: bytes/s that the device reads, measured in the same run."""
+class TimedCase:
+    """us: median microseconds of a call.  bandwidth: bytes/s that the device reads, measured in the same run."""
 
-    case: Case
+    case: KernelCase
     us: float
     bandwidth: float
 
@@ -47,22 +48,22 @@ class Timed:
     def tflops(self) -> float:
         return self.case.flops / self.us / 1e6
 
-    def as_dict(self, heads: Sequence[str]) -> dict[str, Any]:
-        """For --json.  heads: of the case's names."""
+    def as_dict(self, column_names: Sequence[str]) -> dict[str, Any]:
+        """Returns the row for --json.  column_names: of the case's names."""
         rates = {name: getattr(self, name) for name in ("us", "terabytes_per_second", "bandwidth_share", "tflops")}
-        return {**dict(zip(heads, self.case.names, strict=True)), **rates, "note": self.case.note}
+        return {**dict(zip(column_names, self.case.names, strict=True)), **rates, "note": self.case.note}
 
 
-def timed(cases: Iterable[Case], timer: GraphTimer, bandwidth: float) -> Iterator[Timed]:
-    """Time one case after another.  Cases that are made one by one need the memory of one."""
+def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float) -> Iterator[TimedCase]:
+    """Time one case after another.  If `cases` is a generator, only one case is in memory at a time."""
     for case in cases:
-        [ms] = timer.ms([case.run], TURNS, case.seconds)
-        yield Timed(case, 1e3 * ms / case.calls, bandwidth)
+        [ms] = timer.ms([case.run], TIMING_TURNS, case.seconds)
+        yield TimedCase(case, 1e3 * ms / case.calls, bandwidth)
 
 
-def table(heads: Sequence[str], rows: Sequence[Timed]) -> list[list[str]]:
-    """heads: of the cases' names."""
-    lines = [[*heads, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
+def timing_table(column_names: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
+    """Returns the table's lines.  column_names: of the cases' names."""
+    lines = [[*column_names, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
     for row in rows:
         read = [f"{row.terabytes_per_second:.2f}", f"{row.bandwidth_share:.1%}"] if row.case.num_bytes else ["", ""]
         computed = f"{row.tflops:.0f}" if row.case.flops else ""
@@ -70,5 +71,5 @@ def table(heads: Sequence[str], rows: Sequence[Timed]) -> list[list[str]]:
     return lines
 
 
-def about(ceilings: Ceilings) -> str:
+def describe_ceilings(ceilings: GpuCeilings) -> str:
     return f"memory reads {ceilings.bandwidth / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"

@@ -6,19 +6,19 @@ import torch
 
 from espalier.bench.timing import DEFAULT_TURNS, MEASUREMENT_SECONDS, GraphTimer, median_graph_ms
 
-PEAK_SIDE = 8192
+PEAK_MATRIX_SIZE = 8192
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class GpuCeilings:
     """Measured limits of a GPU.  bandwidth: bytes/s read; peak: FLOP/s of a large bf16 matrix product."""
 
     bandwidth: float
     peak: float
 
 
-def measured_ceilings(timer: GraphTimer, device: torch.device) -> Ceilings:
-    return Ceilings(timer.bandwidth(device), PeakMeter(timer, device).measure())
+def measure_ceilings(timer: GraphTimer, device: torch.device) -> GpuCeilings:
+    return GpuCeilings(timer.bandwidth(device), PeakMeter(timer, device).measure())
 
 
 class PeakMeter:
@@ -28,11 +28,11 @@ class PeakMeter:
     """
 
     def __init__(self, timer: GraphTimer, device: torch.device) -> None:
-        a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(PEAK_MATRIX_SIZE, PEAK_MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
         # The graph reads them, and does not keep them.
         self._inputs = (a, b)
         self._graph = timer.capture(lambda: a @ b)
 
     def measure(self) -> float:
         (ms,) = median_graph_ms([self._graph], DEFAULT_TURNS, MEASUREMENT_SECONDS)
-        return 2 * PEAK_SIDE**3 / ms * 1e3
+        return 2 * PEAK_MATRIX_SIZE**3 / ms * 1e3

@@ -1,4 +1,4 @@
-"""Checks of what a bench is asked, and of what it measured."""
+"""Checks of a bench's flags and of its results."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT
+from espalier.layout import MAX_ROUNDS_IN_FLIGHT
 from espalier.request import Output
 from espalier.terminal.flags import flag_of, given_flags
 
@@ -18,24 +18,24 @@ def refuse_tree_flags(args: Namespace, flag: str) -> None:
 
 
 def positive_numbers(flag: str, text: str, example: str) -> list[int]:
-    """The numbers of N,N, which are 1 or more.  Raises EspalierError, naming the flag."""
+    """Parse N,N into numbers of 1 or more.  Raises EspalierError, which names the flag."""
     numbers = [int(part) for part in text.split(",") if part.isdecimal()]
     if not numbers or min(numbers) < 1 or ",".join(map(str, numbers)) != text:
         raise EspalierError(f"{flag}={text} is not supported; use whole numbers, 1 or more, such as {example}")
     return numbers
 
 
-def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> None:
+def require_pages(engine: Engine, measurement: str, batch: int, num_tokens: int) -> None:
     """Check that the engine's pages hold `batch` requests of num_tokens tokens, prompt and output, at the same time.
 
-    what: names the measurement in the EspalierError that is raised if they do not.
+    measurement: its name in the EspalierError that is raised if they do not.
     """
     layout, usable = engine.layout, engine.pool.num_pages - 1
-    needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(ROUNDS_IN_FLIGHT))
+    needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT))
     if needed > usable:
         raise EspalierError(
-            f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "
-            "batch or context"
+            f"{measurement} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a "
+            "smaller batch or context"
         )
 
 

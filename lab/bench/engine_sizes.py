@@ -1,4 +1,4 @@
-"""The engines of `lab round --shape`: one for each tree with a user's sizes, or one as large as each cell."""
+"""The engines of `lab round --shape`: one engine for each tree, with a user's sizes, or one for each cell."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -11,30 +11,30 @@ from espalier.config import ResolvedConfig, SpeculationConfig, is_unresolved
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from lab.bench.cells import Cell
+from lab.bench.cells import RoundCell
 from lab.bench.engines import requested_pages, shape_config
-from lab.bench.full_rounds import require_sizes
-from lab.bench.synthetic_models import RunningEngine, Start, SyntheticModels
+from lab.bench.full_rounds import require_cell_fits
+from lab.bench.synthetic_models import RunningEngine, StartupCost, SyntheticModels
 from lab.synthetic.checkpoint import Recipe
 
 
 class EngineSizes(Protocol):
-    """Which cells share an engine, and how large it is."""
+    """Decides which cells share an engine, and how large the engine is."""
 
-    def name(self, cell: Cell) -> str:
-        """The name of the cell's engine.  Cells with the same name share it."""
+    def name(self, cell: RoundCell) -> str:
+        """Returns the name of the cell's engine.  Cells whose engines have the same name share one engine."""
         ...
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
-        """The layout of the cell's engine.  rounds: timed rounds.  Raises EspalierError if it does not fit the cell."""
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
+        """Returns the layout of the cell's engine.  Raises EspalierError if the cell does not fit into it."""
         ...
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
-        """The cell's engine.  It closes at the end of the block; its memory is free when the caller drops it too."""
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
+        """Opens the cell's engine; closed at the end of the block.  Its memory is freed when the caller drops it."""
         ...
 
 
-class UserSizes:
+class UserEngineSizes:
     """The sizes that LLM chooses for a user.  All cells of a tree and page size share an engine.
 
     settings: of LLM, without the models, the tree and the page size, which cells name.
@@ -43,32 +43,33 @@ class UserSizes:
     def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
         self.recipe, self.settings, self.device = recipe, settings, device
 
-    def name(self, cell: Cell) -> str:
+    def name(self, cell: RoundCell) -> str:
         return cell.tree_name
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
         layout = self.config(cell).layout
-        require_sizes(layout, self.recipe.shape.target.max_position, cell, rounds)
+        require_cell_fits(layout, self.recipe.shape.target.max_position, cell, num_rounds)
         return layout
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
         return models.make_engine(self.config(cell), requested_pages(self.settings))
 
-    def config(self, cell: Cell) -> ResolvedConfig:
+    def config(self, cell: RoundCell) -> ResolvedConfig:
         steps, topk, nodes = cell.tree
         # by_batch is empty: the cell's tree runs at every batch.
-        fixed = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
+        fixed = (
+            SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.has_draft else None
+        )
         tree = SpeculationConfig() if cell.is_auto else fixed
         settings = {**self.settings, "page_size": cell.page_size, "speculation": tree}
         return shape_config(self.recipe, settings, self.device)
 
 
 @dataclass(frozen=True)
-class OwnSize:
+class CellEngineSizes:
     """Each cell has an engine that is exactly as large as the cell, without a prefix cache.
 
-    draft: of the models that it runs.  all_buckets: capture the rounds of every batch bucket, not only of the cell's
-    batch.
+    draft: the spec of the draft.  all_buckets: capture the rounds of every batch bucket, not only of the cell's batch.
     """
 
     draft: DraftSpec
@@ -79,22 +80,22 @@ class OwnSize:
     kv_dtype: str = "auto"
     draft_kv_dtype: str = "auto"
 
-    def name(self, cell: Cell) -> str:
+    def name(self, cell: RoundCell) -> str:
         return cell.name
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
-        return cell.own_layout(self.chunk_size, rounds, self.draft)
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
+        return cell.own_layout(self.chunk_size, num_rounds, self.draft)
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
         draft = self.kv_dtype if is_unresolved(self.draft_kv_dtype) else self.draft_kv_dtype
         stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
-        layout = self.layout(cell, rounds)
+        layout = self.layout(cell, num_rounds)
         return models.engine(layout, self.attention, self.overlap, self.all_buckets, **stored)
 
 
 @dataclass(frozen=True)
-class EngineFigures:
-    """One engine: its name, its sizes and the cost of its start."""
+class EngineStats:
+    """The name, the sizes and the startup cost of one engine."""
 
     name: str
     max_batch: int
@@ -104,10 +105,10 @@ class EngineFigures:
     page_size: int
     num_pages: int
     prefix_cache: bool
-    start: Start
+    start: StartupCost
 
     @classmethod
-    def of(cls, name: str, engine: Engine, start: Start) -> "EngineFigures":
+    def of(cls, name: str, engine: Engine, start: StartupCost) -> "EngineStats":
         layout = engine.layout
         return cls(
             name=name,

@@ -1,4 +1,4 @@
-"""Engines for a load: of a model's files, or of synthetic models of a named shape."""
+"""Engines for benches: of a model's files, or of synthetic models of a named shape."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
 from espalier.models.declared_weights import require_shards
@@ -31,30 +31,30 @@ from espalier.terminal.console import print_header, require_gpu, require_writabl
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
-from lab.bench.synthetic_models import SyntheticModels, recipe_of
+from lab.bench.synthetic_models import SyntheticModels, recipe_with_accept_length
 from lab.shape_flags import refuse_shape_flags, shape_settings
 from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
-DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+SETTINGS_OF_SHAPE = ("model", "draft", "device", "dtype", "model_overrides")
 
-WAYS = (AS_CONFIGURED, PLAIN_DECODING)
+DEFAULT_VARIANTS = (AS_CONFIGURED, PLAIN_DECODING)
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
-    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
+    """Returns defaults of `engines_of_flags` for a load of this batch and context, without a prefix cache."""
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def way_with(tree: TreeShape) -> EngineVariant:
-    """Decoding with this tree at every batch, or plain."""
+def variant_with_tree(tree: TreeShape) -> EngineVariant:
+    """Returns the engine variant that decodes with this tree at every batch, or plain."""
     return PLAIN_DECODING if tree == PLAIN_TREE else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
-class OfShape:
-    """settings: of LLM, without the names of model and draft.  ways: all that will be opened.
+class ShapeEngines:
+    """Engines of one named shape.  The models are made once, when they are first needed.
 
-    The models are made once, when they are first needed.
+    settings: of LLM, without the names of model and draft.  variants: all variants that will be opened.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class OfShape:
         recipe: Recipe,
         settings: Mapping[str, Any],
         device: torch.device,
-        ways: Iterable[EngineVariant] = WAYS,
+        variants: Iterable[EngineVariant] = DEFAULT_VARIANTS,
     ) -> None:
-        self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
+        self.recipe, self.settings, self.device, self.variants = recipe, settings, device, tuple(variants)
 
     @property
     def positions(self) -> int:
@@ -72,7 +72,7 @@ class OfShape:
 
     @cached_property
     def position_rows(self) -> int:
-        return max(self.config(way).layout.position_rows for way in self.ways)
+        return max(self.config(way).layout.position_rows for way in self.variants)
 
     @cached_property
     def models(self) -> SyntheticModels:
@@ -83,10 +83,10 @@ class OfShape:
         config = self.config(way)
         if (needed := config.layout.position_rows) > self.position_rows:
             raise ValueError(
-                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
+                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in variants"
             )
         with self.models.make_engine(config, requested_pages(self.settings)) as (engine, _):
-            yield BenchEngine(_llm(engine, config), self.models.prompts)
+            yield BenchEngine(_llm_of_engine(engine, config), self.models.prompts)
 
     def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         return shape_config(self.recipe, {**self.settings, **way}, self.device)
@@ -114,7 +114,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     if drafter_without_files(algorithm):
         spec = DraftSpec(algorithm)
     facts = StartupInfo(
-        free_bytes=free_memory(device) - unmade_bytes(recipe, dtype_on(device), config.tensor_parallel),
+        free_bytes=free_memory(device) - unmade_model_bytes(recipe, dtype_on(device), config.tensor_parallel),
         weights=WeightSize(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
@@ -134,61 +134,62 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     return resolve(config, shape.name, None, spec, device, facts)
 
 
-def unmade_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes of the models that are not on the device yet: those that each of several ranks will make."""
+def unmade_model_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
+    """Returns the bytes of the models that several ranks will make; 0 for one rank, whose models are made already."""
     if ranks == 1:
         return 0
     target, draft = recipe.tensors(dtype, "meta")
     return total_bytes(target) // ranks + total_bytes(draft)
 
 
-def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
-    """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
+def _llm_of_engine(engine: Engine, config: ResolvedConfig) -> LLM:
+    """Returns an LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
     target = engine.executor.runner.target.config
-    facts = ModelFacts(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
+    facts = ModelInfo(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
-def engines_of(
-    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS, **least: int
+def engines_of_flags(
+    args: Namespace, defaults: Mapping[str, Any], variants: Iterable[EngineVariant] = DEFAULT_VARIANTS, **least: int
 ) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
-    defaults: of settings whose flags were not given; ways: all that will be opened; least: the smallest value that each
-    size may have.
-    Raises EspalierError for flags that do not fit together.
+    defaults: of settings whose flags were not given; variants: all that will be opened; least: the smallest values of
+    sizes.  Raises EspalierError for flags that do not fit together.
     """
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
         refuse_shape_flags(args)
-    made = engines_with(args, settings, ways)
+    made = engines_with_settings(args, settings, variants)
     print_header()
     return made
 
 
-def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS) -> BenchEngines:
+def engines_with_settings(
+    args: Namespace, settings: Mapping[str, Any], variants: Iterable[EngineVariant] = DEFAULT_VARIANTS
+) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
         return ModelEngines(settings)
-    refuse_decided(settings)
+    refuse_settings_of_shape(settings)
     device = require_gpu(f"{args.command} --shape")
-    recipe = recipe_of(**shape_settings(args, settings))
-    return OfShape(recipe, settings, device, ways)
+    recipe = recipe_with_accept_length(**shape_settings(args, settings))
+    return ShapeEngines(recipe, settings, device, variants)
 
 
-def shape_of(args: Namespace) -> ModelShape:
+def shape_of_flags(args: Namespace) -> ModelShape:
     """The sizes of the --shape that the flags describe."""
-    return recipe_sizes(recipe_of(**shape_settings(args, {})))
+    return recipe_sizes(recipe_with_accept_length(**shape_settings(args, {})))
 
 
-def refuse_decided(settings: Mapping[str, Any]) -> None:
+def refuse_settings_of_shape(settings: Mapping[str, Any]) -> None:
     """Refuse settings that --shape decides.  Raises EspalierError."""
-    refused = [name for name in DECIDED if name in settings]
+    refused = [name for name in SETTINGS_OF_SHAPE if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
 
 
-def about(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
-    """What --json says of the engine that was measured."""
+def engine_report(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
+    """Returns the entries of --json about the measured engine."""
     return {"shape": args.shape, "config": config.as_dict()}

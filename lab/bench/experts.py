@@ -1,6 +1,6 @@
-"""Experts behind routers on a GPU: in a chain of the products of a pass, and alone.
+"""Products with routed experts on a GPU: in a chain with the other products of a pass, and alone.
 
-Experts are large: layers take a few copies of them in turn.
+Experts are large, so layers use a few copies of them in turn.
 """
 
 import math
@@ -18,17 +18,11 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import InputRows, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.experts import (
-    MAX_SHARED_ROWS,
-    ExpertBiases,
-    ExpertMatrix,
-    SharedExperts,
-    grouped_experts,
-)
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, ExpertMatrix, SharedExperts, grouped_experts
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
-from lab.bench.cases import Case
+from lab.bench.cases import KernelCase
 
 # The size of the largest L2 cache that we measure on.
 L2_BYTES = 60 * 10**6
@@ -37,7 +31,7 @@ L2_BYTES = 60 * 10**6
 def stored_experts(
     shape: ExpertsShape, weights: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[ExpertMatrix, ExpertMatrix]:
-    """random_experts as the engine holds them.  weights: "dense", or a name of QUANTISERS."""
+    """Returns random experts in the engine's format.  weights: "dense", or a name of QUANTISERS."""
     gate_up, down = random_experts(shape, dtype, device)
     if weights == DENSE:
         return gate_up, down
@@ -65,11 +59,11 @@ class LayerExperts:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A product of a chain: with weight `layer` of the run.
+class ProductStep:
+    """A product of a chain: rows times the weight of one layer of `run`.
 
-    is_experts: instead with the experts of that layer, behind the router that `run` is.
-    shared: the two layers of the shared expert, if it is part of the product.
+    is_experts: the product is with that layer's experts, and `run` is their router.
+    shared: the two linear layers of the shared expert, if they are part of the product.
     """
 
     run: ProductRun
@@ -78,44 +72,44 @@ class Step:
     shared: tuple[ProductRun, ...] = ()
 
 
-def steps_of(runs: Sequence[ProductRun], experts: bool) -> list[Step]:
+def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[ProductStep]:
     """The products in the order of a pass: layer by layer, then the rest.
 
-    experts: with those behind routers, at the place where the engine launches them.
+    with_experts: with the products of routed experts, where the engine launches them.
     """
     steps = []
     for group in group_by_count(runs):
         for layer in range(group[0].count):
             of_layer = iter(group)
             for run in of_layer:
-                steps.append(Step(run, layer))
-                if experts and run.experts is not None:
+                steps.append(ProductStep(run, layer))
+                if with_experts and run.experts is not None:
                     # The next two runs are then the shared expert's.
-                    joins = takes_shared(run.experts, run.rows)
+                    joins = joins_shared_expert(run.experts, run.rows)
                     shared = (next(of_layer), next(of_layer)) if joins else ()
-                    steps.append(Step(run, layer, True, shared))
+                    steps.append(ProductStep(run, layer, True, shared))
     return steps
 
 
-def touched_to_draw(experts: RoutedExperts, rows: int) -> int | None:
-    """The nearest number that `rows` rows can touch; None for uniform routing."""
+def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
+    """Returns the measured number of touched experts, limited to what `rows` rows can touch; None: uniform routing."""
     if experts.touched is None:
         return None
     shape = experts.sizes.shape
     return min(max(round(experts.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
 
 
-def takes_shared(experts: RoutedExperts, rows: int) -> bool:
+def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
     """Whether `rows` rows take the shared expert in the launches of the routed ones."""
     return experts.sizes.shared_joins and experts.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
-def num_copies(experts: RoutedExperts) -> int:
-    """The number of copies of a layer's experts, which layers take in turn.
+def num_expert_copies(experts: RoutedExperts) -> int:
+    """Returns the number of copies of a layer's experts, which layers use in turn.
 
-    With so many, more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
-    read at least: a call to each of the other copies, and a third of the expert's own call, the bytes of down, because
-    down comes after all of gate and up.
+    It is large enough that between two uses of an expert more than an L2 cache is read, for any ids.  Between them, at
+    least one call to each other copy is read, and a third of the expert's own call: the bytes of down, which comes
+    after all of gate and up.
     """
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
     return min(experts.sizes.layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
@@ -128,13 +122,13 @@ class ExpertCalls:
         experts, rows, down = router.experts, router.rows, copies[0].down
         assert experts is not None
         self.copies, dtype = copies, copies[0].dtype
-        touched = touched_to_draw(experts, rows)
+        touched = num_touched_experts(experts, rows)
         self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)
-        # The norm before rounds them, so that is no part of the product.
+        # In the engine the norm before the product rounds the rows, so rounding is not timed.
         self.rows: InputRows = x if rounding is None else RoundedRows(*quantise_rows(x, rounding), dtype)
-        # Decoder passes which rows are live, and here all are.
+        # Here all rows are live, that is, none is padding.
         self.live = torch.ones(rows, dtype=torch.bool, device=down.device)
 
     def product(self, layer: int, shared: Sequence[Matrix]) -> Product:
@@ -149,7 +143,7 @@ class ExpertCalls:
 
 
 class ExpertWeights(Weights):
-    """With the experts behind routers."""
+    """The weights of a pass, with those of routed experts."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -160,16 +154,16 @@ class ExpertWeights(Weights):
         experts = router.experts
         assert experts is not None
         if router.name not in self._experts:
-            count = num_copies(experts)
+            count = num_expert_copies(experts)
             self._experts[router.name] = [LayerExperts.drawn(experts, self.dtype, self.device) for _ in range(count)]
         return self._experts[router.name]
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
-        """A function that runs all products of `steps_of`.  Experts are multiplied as the engine does."""
+        """Returns a function that runs all products of `product_steps`.  The engine's kernels multiply experts."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
         inputs: InputsBySize = {}
         products = []
-        for step in steps_of(runs, experts):
+        for step in product_steps(runs, experts):
             if step.is_experts:
                 shared = [self.of(run)[step.layer] for run in step.shared]
                 products.append(calls[step.run].product(step.layer, shared))
@@ -185,7 +179,7 @@ def expert_case(
     down: ExpertMatrix,
     dtype: torch.dtype,
     rows: int,
-) -> Case:
+) -> KernelCase:
     """The product of one layer's experts with `rows` rows, whose bytes are those of the experts that have rows.
 
     gate_up, down: as in grouped_experts.  dtype: of the rows.
@@ -194,4 +188,4 @@ def expert_case(
     calls = [partial(grouped_experts.triton, inputs.x, gate_up, down, ids, inputs.weights) for ids in inputs.ids]
     num_bytes = inputs.touched * (gate_up.nbytes + down.nbytes) / shape.num_experts
     note = f"{inputs.touched:.1f} of them touched"
-    return Case(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)
+    return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)

@@ -65,7 +65,7 @@ def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
             executor.graphs = graphs
 
 
-def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None = None) -> float | None:
+def experts_touched(engine: Engine, run_passes: Callable[[], object], rows: int | None = None) -> float | None:
     """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target, and where
     several ranks run it.
 
@@ -75,7 +75,7 @@ def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None 
     if not mixture_blocks(engine) or isinstance(engine.executor, LeadExecutor):
         return None
     with count_experts(engine) as counts:
-        run()
+        run_passes()
         counted = [count for pass_rows, count in counts if rows in (None, pass_rows)]
         if counted[0].is_cuda:
             torch.cuda.synchronize(counted[0].device)

@@ -11,18 +11,18 @@ from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbers
 from lab.shape_flags import SHAPE_NAMES, add_shape_flags
 
-ACCEPT_LENGTH = "accept length of the draft of --shape with tree 5,8,64 (4)"
+ACCEPT_LENGTH_HELP = "accept length of the draft of --shape with tree 5,8,64 (4)"
 CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain, 8x1024:auto or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 
 
 def engines(parser: ArgumentParser) -> None:
-    """The flags of engines_of (lab/bench/engines.py), and --json."""
+    """The flags of engines_of_flags (lab/bench/engines.py), and --json."""
     _add_shape(parser)
     add_json_flag(parser)
     add_engine_flags(parser)
 
 
-def _add_shape(parser: ArgumentParser, accept_length: str = ACCEPT_LENGTH) -> None:
+def _add_shape(parser: ArgumentParser, accept_length: str = ACCEPT_LENGTH_HELP) -> None:
     """accept_length: the help of that flag."""
     parser.add_argument(
         "--shape", metavar="NAME", help=f"instead of a model, on a GPU: one of {', '.join(SHAPE_NAMES)}"
@@ -66,10 +66,7 @@ def round(parser: ArgumentParser) -> None:
         help="of --acceptance: measure these trees alone, in each form of an MTP draft",
     )
     parser.add_argument(
-        "--page-size",
-        type=whole_numbers,
-        metavar="N,N",
-        help="tokens a page of the cache (16); several with --shape",
+        "--page-size", type=whole_numbers, metavar="N,N", help="tokens a page of the cache (16); several with --shape"
     )
     parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
     add_json_flag(parser)
@@ -81,9 +78,7 @@ def round(parser: ArgumentParser) -> None:
 def _add_shaped_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("synthetic models of a named shape, on a GPU")
     group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPE_NAMES)}")
-    group.add_argument(
-        "--accept-length", type=float, metavar="X", help="accept length of the draft of --shape with tree 5,8,64 (4)"
-    )
+    group.add_argument("--accept-length", type=float, metavar="X", help=ACCEPT_LENGTH_HELP)
     add_shape_flags(parser)
     group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {CELL_EXAMPLES}; plain decoding is added")
     group.add_argument(
@@ -107,7 +102,7 @@ def generate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tree",
         nargs="+",
-        type=_tree,
+        type=_tree_or_plain,
         metavar="S,K,D|plain",
         help="trees (steps, topk, num_draft_tokens) to compare with plain decoding, each in an engine of its own, at "
         "every batch; `plain`: plain decoding alone; by default the engine's trees",
@@ -303,7 +298,9 @@ def foundry(parser: ArgumentParser) -> None:
     skill.add_argument(
         "--accept-length", type=float, metavar="X", help="choose the skill that gives this accept length at --tree"
     )
-    parser.add_argument("--tree", type=_sizes, default=(5, 8, 64), metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
+    parser.add_argument(
+        "--tree", type=_tree_sizes, default=(5, 8, 64), metavar="S,K,D", help="steps, topk, nodes (5,8,64)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the files (bfloat16)")
     parser.add_argument(
         "--device",
@@ -320,19 +317,19 @@ def _prompt_group(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _tree(text: str) -> TreeShape:
+def _tree_or_plain(text: str) -> TreeShape:
     try:
         return PLAIN_TREE if text == "plain" else tree_shape(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}, or plain") from None
 
 
-def _sizes(text: str) -> tuple[int, int, int]:
+def _tree_sizes(text: str) -> tuple[int, int, int]:
     steps, topk, nodes = (int(part) for part in text.split(","))
     return steps, topk, nodes
 
 
-_sizes.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
+_tree_sizes.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
 
 
 def learn(parser: ArgumentParser) -> None:

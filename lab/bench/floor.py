@@ -31,15 +31,15 @@ from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_unresolved
 from espalier.layout import TreeShape
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
-from lab.bench.ceilings import Ceilings, measured_ceilings
+from lab.bench.ceilings import GpuCeilings, measure_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attention_flops, index_cost, rows_read, state_bytes
+from lab.bench.passes import attended_rows, attention_flops, index_cost, state_bytes
 
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """ms of a chain of linear layers: by the library, and by the fastest found (our kernels where the plans say so)."""
+    """ms of a chain of linear layers: by the library, and by the faster of library and engine."""
 
     rows: int
     cublas_ms: float
@@ -51,8 +51,8 @@ class LinearTimes:
 class ExpertTimes:
     """The routed experts of a chain.
 
-    touched: experts with rows in a layer, the mean over layers.  num_bytes: of all of these.
-    ms: that they add to the linear layers in the same CUDA graph.
+    touched: experts with rows in a layer, the mean over layers.  num_bytes: bytes of all touched experts.
+    ms: the time that experts add to the linear layers in the same CUDA graph.
     """
 
     touched: float
@@ -62,9 +62,10 @@ class ExpertTimes:
 
 @dataclass(frozen=True)
 class RoundFloor:
-    """ms: of a whole round; linear_ms: of its linear layers alone; expert_ms: that its experts add to them.
+    """The shortest times of a round and of its parts.
 
-    weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
+    ms: the whole round; linear_ms: its linear layers alone; expert_ms: the time that experts add to them;
+    weight_bytes_ms: the time to read the weights at the measured bandwidth, of experts only the touched ones.
     """
 
     ms: float
@@ -74,13 +75,13 @@ class RoundFloor:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What an operation reads and computes."""
+class PassCost:
+    """The bytes that an operation reads and the FLOPs that it computes."""
 
     num_bytes: float
     flops: float
 
-    def ms(self, ceilings: Ceilings) -> float:
+    def ms(self, ceilings: GpuCeilings) -> float:
         return 1e3 * max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.peak)
 
 
@@ -112,10 +113,10 @@ def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
 
 @dataclass(frozen=True)
 class RoundSize:
-    """What decides the time of a round.
+    """The sizes that determine the time of a round.
 
-    tree: of each request; in plain decoding a draft still extends.  context: mean committed tokens of a request.
-    has_draft: whether there is a draft that runs.  touched: experts of the target's pass, as of RoutedExperts.
+    tree: of each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
+    request.  has_draft: whether a draft runs.  touched: experts that the target's pass touches, see RoutedExperts.
     """
 
     batch: int
@@ -125,8 +126,8 @@ class RoundSize:
     touched: float | None = None
 
 
-def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
-    """(the target's pass over the trees, the draft's passes) of a round."""
+def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
+    """Returns (products of the target's pass over the trees, products of the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
         run if run.experts is None else replace(run, experts=replace(run.experts, touched=size.touched))
@@ -143,13 +144,13 @@ def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ..
 
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
-    """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
+    """Returns the bytes of a K or V value of (target, draft).  A draft's "auto" means the target's dtype."""
     draft_kv_dtype = kv_dtype if is_unresolved(draft_kv_dtype) else draft_kv_dtype
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 
-def round_attention(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, int] = (2, 2)) -> Cost:
-    """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
+def round_attention_cost(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, int] = (2, 2)) -> PassCost:
+    """The attention of the passes of `round_products`.  value_bytes: see kv_value_bytes.
 
     Each pass reads a request's committed tokens once.  A layer with a window reads only the window; one with
     an index reads the index keys and, once for all nodes, as many rows as are chosen.  The nodes are left out: they are
@@ -169,16 +170,16 @@ def round_attention(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, 
             if isinstance(spec.cache_spec, RecurrentState):
                 num_bytes += 2 * batch * state_bytes(spec.cache_spec)
                 continue
-            rows = batch * rows_read(spec, size.context)
+            rows = batch * attended_rows(spec, size.context)
             of_keys, of_query = index_cost(model, spec, size.context)
             index_values = prod(spec.cache_spec.planes.get(INDEX_PLANE, (0,)))
             # A layer that reads the rows of an earlier one reads them again.
             num_bytes += of_value * (spec.cache_spec.values_per_token - index_values) * rows + batch * of_keys
             flops += queries * (attention_flops(spec) * rows + batch * of_query)
-    return Cost(num_bytes, flops)
+    return PassCost(num_bytes, flops)
 
 
-class Floors:
+class FloorMeter:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
     def __init__(
@@ -196,14 +197,14 @@ class Floors:
         # Context and page size change no product.
         self._products: dict[tuple[ProductRun, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
-    def ceilings(self) -> Ceilings:
-        return measured_ceilings(self.timer, self.device)
+    def ceilings(self) -> GpuCeilings:
+        return measure_ceilings(self.timer, self.device)
 
-    def linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
-        """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
+    def time_linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
+        """Time the linear layers as one CUDA graph, with F.linear and with the engine's kernels."""
         return self._timed(runs, rows, with_experts=(False,))[0]
 
-    def products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+    def time_products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
         """Time the linear layers alone, and together with the experts behind routers; None without experts.
 
         The same runs are timed once.
@@ -233,7 +234,7 @@ class Floors:
         mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
         return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 
-    def round(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
+    def round(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor of a round.
 
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
@@ -241,19 +242,19 @@ class Floors:
         ceilings: measured in the same run.  Ranks share the time of the target alone, at one GPU's efficiency; the time
         of their sums is left out.
         """
-        whole = self._of_one(size, ceilings)
+        whole = self._one_gpu_floor(size, ceilings)
         if self.ranks == 1:
             return whole
-        target = self._of_one(replace(size, has_draft=False), ceilings)
+        target = self._one_gpu_floor(replace(size, has_draft=False), ceilings)
         share = 1 - 1 / self.ranks
         pairs = zip(astuple(whole), astuple(target), strict=True)
         return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
 
-    def _of_one(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
+    def _one_gpu_floor(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor on one GPU."""
-        target, draft = round_runs(self.shape, size)
-        linears, experts = self.products((*draft, *target), size.batch * size.tree.num_draft_tokens)
-        attention_ms = round_attention(self.shape, size, self.value_bytes).ms(ceilings)
+        target, draft = round_products(self.shape, size)
+        linears, experts = self.time_products((*draft, *target), size.batch * size.tree.num_draft_tokens)
+        attention_ms = round_attention_cost(self.shape, size, self.value_bytes).ms(ceilings)
         expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
         bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
         whole_ms = linears.fastest_ms + expert_ms + attention_ms
@@ -264,18 +265,18 @@ def run(args: Namespace) -> int:
     """`python -m lab floor`."""
     rows = positive_numbers("--rows", args.rows, "1,16,64")
     require_writable("--json", args.json)
-    floors = Floors(shape_named(args.shape))
+    floors = FloorMeter(shape_named(args.shape))
     print_header()
     ceilings = floors.ceilings()
-    times = [floors.products(floors.shape.target_pass(count), count) for count in rows]
+    times = [floors.time_products(floors.shape.target_pass(count), count) for count in rows]
     passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    print_table(table(times, ceilings))
+    print_table(floor_table(times, ceilings))
     return 0
 
 
-def table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: Ceilings) -> list[list[str]]:
+def floor_table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: GpuCeilings) -> list[list[str]]:
     rows = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
     if any(experts for _, experts in times):
         rows[0] += ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]

@@ -33,7 +33,7 @@ class ForwardTimer:
         return result
 
 
-def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
+def engine_with_timers(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
     runner = engine.executor.runner
     target: Any = ForwardTimer(runner.target, ("logits",))

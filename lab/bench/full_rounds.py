@@ -11,7 +11,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.request import Request
-from lab.bench.cells import COUNTED, Cell
+from lab.bench.cells import EXPERT_COUNT_ROUNDS, RoundCell
 from lab.bench.checks import require_pages
 from lab.bench.experts_touched import experts_touched
 from lab.bench.instrument import record_launches
@@ -19,7 +19,7 @@ from lab.bench.synthetic_models import SyntheticModels
 
 
 @dataclass(frozen=True)
-class Rounds:
+class FullRounds:
     """Full-batch rounds of one cell.
 
     context: tokens of a request, the mean over requests and rounds.
@@ -44,7 +44,7 @@ class Rounds:
     experts_touched: float | None
 
 
-def require_sizes(layout: RoundLayout, positions: int, cell: Cell, num_rounds: int) -> None:
+def require_cell_fits(layout: RoundLayout, positions: int, cell: RoundCell, num_rounds: int) -> None:
     """Check, before anything is loaded, that an engine of this layout runs the whole cell.
 
     positions: of the model.  Raises EspalierError.
@@ -60,10 +60,10 @@ def require_sizes(layout: RoundLayout, positions: int, cell: Cell, num_rounds: i
         )
 
 
-def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds: int) -> Rounds:
-    """Enter the cell's prompts, time num_rounds rounds of all of them, and abort them.
+def measure_full_rounds(engine: Engine, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> FullRounds:
+    """Prefill the cell's prompts, time num_rounds rounds of all requests, and abort the requests.
 
-    Raises EspalierError if the engine's pages do not hold them.
+    Raises EspalierError if the engine's pages do not hold the requests.
     """
     max_tokens = cell.max_tokens(engine.layout, num_rounds)
     require_pages(engine, f"cell {cell.name}", cell.batch, cell.context + max_tokens)
@@ -71,9 +71,9 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
     prompts = models.prompts([cell.context] * cell.batch)
     requests: list[Request] = []
     for rounds_before in cell.rounds_before:
-        leave(engine, requests)
+        abort_requests(engine, requests)
         empty_prefix_cache(engine)
-        requests = enter(engine, prompts, max_tokens)
+        requests = enter_requests(engine, prompts, max_tokens)
         for _ in range(rounds_before):
             engine.step()
     before = [request.num_tokens for request in requests]
@@ -91,7 +91,7 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
         )
     gpu_ms, idle_share = launches.gpu_times() if launches.replays else (None, None)
     num_tokens = sum(after) - sum(before)
-    rounds = Rounds(
+    rounds = FullRounds(
         context=(sum(after) + sum(before)) / 2 / cell.batch,
         round_ms=1e3 * median(times),
         gpu_ms=gpu_ms,
@@ -101,13 +101,13 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
         accept_length=num_tokens / cell.batch / num_rounds,
         tokens_per_second=num_tokens / sum(times),
         follows=sum(models.follows(request.prompt, request.output) for request in requests),
-        experts_touched=experts_touched(engine, lambda: [engine.step() for _ in range(COUNTED)]),
+        experts_touched=experts_touched(engine, lambda: [engine.step() for _ in range(EXPERT_COUNT_ROUNDS)]),
     )
-    leave(engine, requests)
+    abort_requests(engine, requests)
     return rounds
 
 
-def enter(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
+def enter_requests(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
     """Add requests, and step until each has its first token."""
     requests = [greedy_request(f"in{i}", i, prompt, num_tokens) for i, prompt in enumerate(prompts)]
     for request in requests:
@@ -117,7 +117,7 @@ def enter(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> 
     return requests
 
 
-def leave(engine: Engine, requests: Sequence[Request]) -> None:
+def abort_requests(engine: Engine, requests: Sequence[Request]) -> None:
     """Abort the requests, and step until the engine is empty."""
     for request in requests:
         engine.abort(request.id)

@@ -27,20 +27,20 @@ from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.checks import refuse_tree_flags, require_pages, require_success
-from lab.bench.engines import about, engines_of, shape_of, way_with
-from lab.bench.floor import Floors, RoundSize, kv_value_bytes
+from lab.bench.engines import engine_report, engines_of_flags, shape_of_flags, variant_with_tree
+from lab.bench.floor import FloorMeter, RoundSize, kv_value_bytes
 
 # Default --prompts: for a named shape, and for a model.
-PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
-PROMPTS_OF_MODEL = [(1, 128), (8, 128)]
+SHAPE_PROMPTS = [(1, 1024), (8, 1024)]
+MODEL_PROMPTS = [(1, 128), (8, 128)]
 # The first rounds of the full batch do not count, because the host runs ahead.
-WARM_UP = 3
+WARM_UP_ROUNDS = 3
 # The fewest rounds that a mean is taken over.
 MIN_ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundFigures:
     """The rounds of one call.  seconds: of a round that runs every request, the mean.
 
     accept_length: the mean over all requests and rounds.
@@ -73,17 +73,17 @@ class RoundClock:
         sizes = [size for _, size in self.launches]
         first = sizes.index(batch) if batch in sizes else len(sizes)
         times = [time for time, _ in takewhile(lambda launch: launch[1] == batch, self.launches[first:])]
-        times = times[WARM_UP:]
+        times = times[WARM_UP_ROUNDS:]
         if len(times) <= MIN_ROUNDS:
             raise EspalierError(
-                f"too few rounds ran the whole batch of {batch}: {len(times)} after the first {WARM_UP}, and "
+                f"too few rounds ran the whole batch of {batch}: {len(times)} after the first {WARM_UP_ROUNDS}, and "
                 f"{MIN_ROUNDS + 1} are needed; raise --tokens"
             )
         return (times[-1] - times[0]) / (len(times) - 1)
 
 
 @dataclass(frozen=True)
-class Generated:
+class PromptFigures:
     """A batch of prompts of `context` tokens.
 
     tree: of a round of this batch; by default an engine changes it by batch.
@@ -105,29 +105,29 @@ class Generated:
 
 
 def run(args: Namespace) -> int:
-    args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
+    args.prompts = args.prompts or (MODEL_PROMPTS if args.shape is None else SHAPE_PROMPTS)
     require_at_least_one(args, "tokens", "repeats")
     if args.tree is None:
-        made = engines_of(args, {})
+        made = engines_of_flags(args, {})
         ways = list(variants_to_compare(made).values())
     else:
         refuse_tree_flags(args, "--tree")
-        ways = _ways_with(args.tree)
-        made = engines_of(args, {}, ways)
+        ways = _variants_with_trees(args.tree)
+        made = engines_of_flags(args, {}, ways)
     for way in ways:
         _require_sizes(made.config(way), made.positions, args)
-    measured: list[list[Generated]] = []
+    measured: list[list[PromptFigures]] = []
     configs: list[ResolvedConfig] = []
     with progress("measuring", len(ways) * len(args.prompts)) as advance:
         for way in ways:
-            figures, config = _measure_all(made, way, args, advance)
+            figures, config = _measure_variant(made, way, args, advance)
             measured.append(figures)
             configs.append(config)
     if args.shape is not None and torch.cuda.is_available():
         _add_floors(measured, configs, args)
     config = configs[0]
     # The config is that of the first tree; each cell says its tree.
-    write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
+    write_json(args.json, {**engine_report(args, config), "tokens": args.tokens, "cells": _json_cells(measured)})
     layout = config.layout
     sizes = f"max_batch {layout.max_batch}, max_context {layout.max_context}, page_size {layout.page_size}"
     stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", DIM_STYLE))
@@ -135,18 +135,18 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _ways_with(trees: Sequence[TreeShape]) -> list[EngineVariant]:
-    """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
+def _variants_with_trees(trees: Sequence[TreeShape]) -> list[EngineVariant]:
+    """Returns variants for each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
     named = trees if trees == [PLAIN_TREE] else [*trees, PLAIN_TREE]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
     if twice:
         beside = "plain decoding is measured beside every tree"
         raise EspalierError(f"--tree names {twice[0]} twice ({beside}); leave one out")
-    return [way_with(tree) for tree in named]
+    return [variant_with_tree(tree) for tree in named]
 
 
 def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> None:
-    """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
+    """Check, before anything is loaded, that all prompts fit into the engine.  Raises EspalierError if not."""
     batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
     context = length + args.tokens
     longest = next(f"{count}x{each}" for count, each in args.prompts if each == length)
@@ -161,25 +161,25 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
         )
 
 
-def _measure_all(
-    made: BenchEngines, way: EngineVariant, args: Namespace, advance: Callable[[], None]
-) -> tuple[list[Generated], ResolvedConfig]:
-    """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
+def _measure_variant(
+    engines: BenchEngines, variant: EngineVariant, args: Namespace, advance: Callable[[], None]
+) -> tuple[list[PromptFigures], ResolvedConfig]:
+    """Measure every group of prompts.  The engine's memory is freed when this function returns."""
     measured = []
-    with made.open(way) as bench:
+    with engines.open(variant) as bench:
         for batch, context in args.prompts:
             prompts = bench.prompts([context] * batch)
-            measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
+            measured.append(measure_prompts(bench.llm, prompts, args.tokens, args.repeats))
             advance()
         return measured, bench.config
 
 
-def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], args: Namespace) -> None:
-    """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
+def _add_floors(by_variant: list[list[PromptFigures]], configs: list[ResolvedConfig], args: Namespace) -> None:
+    """Set floor_ms and weight_bytes_ms of all figures.  The context is the prompt and half of the new tokens."""
     value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
-    floors = Floors(shape_of(args), value_bytes=value_bytes)
+    floors = FloorMeter(shape_of_flags(args), value_bytes=value_bytes)
     ceilings = floors.ceilings()
-    for figures, config in zip(measured, configs, strict=True):
+    for figures, config in zip(by_variant, configs, strict=True):
         has_draft = drafter_without_files(config.algorithm) is None
         for i, one in enumerate(figures):
             size = RoundSize(one.batch, one.tree, one.context + args.tokens / 2, has_draft)
@@ -187,7 +187,7 @@ def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], 
             figures[i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
 
 
-def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> Generated:
+def measure_prompts(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> PromptFigures:
     """Medians over repeats, after a warm-up.
 
     prompts: of one length; num_tokens: of each request, in the calls whose rounds are timed.
@@ -200,9 +200,9 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
         empty_prefix_cache(llm.engine)
         first_seconds.append(_seconds_to_first_token(llm, prompts))
         # The prompts are cached now, so all requests enter at once.
-        rounds.append(_rounds(llm, prompts, num_tokens))
+        rounds.append(_time_rounds(llm, prompts, num_tokens))
     seconds, accept_length = median(each.seconds for each in rounds[1:]), rounds[-1].accept_length
-    return Generated(
+    return PromptFigures(
         batch=batch,
         context=context,
         first_token_ms=1e3 * median(first_seconds[1:]),
@@ -215,72 +215,65 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
 
 def _seconds_to_first_token(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
     begun = perf_counter()
-    _generate(llm, prompts, 1)
+    _generate_greedy(llm, prompts, 1)
     return perf_counter() - begun
 
 
-def _rounds(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Rounds:
+def _time_rounds(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> RoundFigures:
     llm.engine.observer = clock = RoundClock()
     try:
-        outputs = _generate(llm, prompts, num_tokens)
+        outputs = _generate_greedy(llm, prompts, num_tokens)
     finally:
         llm.engine.observer = None
     seconds = clock.seconds(len(prompts))  # raises if there were too few rounds
     # The first token of a request comes from its prefill.
     decoded = sum(len(output.token_ids) - 1 for output in outputs)
     accept_length = decoded / sum(output.speculation.rounds for output in outputs)
-    return Rounds(seconds, accept_length)
+    return RoundFigures(seconds, accept_length)
 
 
-def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Output]:
+def _generate_greedy(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Output]:
     """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
     require_success(outputs)
     return outputs
 
 
-def _cells(measured: Sequence[Sequence[Generated]]) -> list[dict[str, Any]]:
+def _json_cells(by_variant: Sequence[Sequence[PromptFigures]]) -> list[dict[str, Any]]:
     """For --json: for each group of prompts and each tree its figures, those of plain decoding, and how many times as
     fast the tree is.
 
     measured: a list for each way, plain decoding last.
     """
     cells: list[dict[str, Any]] = []
-    for *trees, plain in zip(*measured, strict=True):
+    for *trees, plain in zip(*by_variant, strict=True):
         prompts: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
         beside = {"plain": asdict(plain)}
-        cells += [{**prompts, "tree": asdict(tree), **beside, "tree_over_plain": _over(tree, plain)} for tree in trees]
+        cells += [
+            {**prompts, "tree": asdict(tree), **beside, "tree_over_plain": _speedup(tree, plain)} for tree in trees
+        ]
         if not trees:
             cells.append(prompts | beside)
     return cells
 
 
-def _over(tree: Generated, plain: Generated) -> float:
+def _speedup(tree: PromptFigures, plain: PromptFigures) -> float:
     return tree.tokens_per_second / plain.tokens_per_second
 
 
-def _table(measured: Sequence[Sequence[Generated]]) -> list[list[str]]:
+def _table(by_variant: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
     """One row for each group of prompts and way.  measured: as in `_cells`."""
-    rows = [
-        [
-            "batch x context",
-            "steps, topk, nodes",
-            "first token ms",
-            "round ms",
-            "of floor",
-            "bytes ms",
-            "accept",
-            "tokens/s",
-            "over plain",
-        ]
-    ]
-    for *trees, plain in zip(*measured, strict=True):
-        rows += [_row("tree", tree, f"{_over(tree, plain):.2f}") for tree in trees]
-        rows.append(_row("plain", plain, ""))
+    rows = [[
+        "batch x context", "steps, topk, nodes", "first token ms", "round ms", "of floor", "bytes ms", "accept",
+        "tokens/s", "over plain",
+    ]]  # fmt: skip
+    for *trees, plain in zip(*by_variant, strict=True):
+        rows += [_table_row("tree", tree, f"{_speedup(tree, plain):.2f}") for tree in trees]
+        rows.append(_table_row("plain", plain, ""))
     return rows
 
 
-def _row(name: str, figures: Generated, over_plain: str) -> list[str]:
+def _table_row(name: str, figures: PromptFigures, over_plain: str) -> list[str]:
     return [
         f"{figures.batch}x{figures.context} {name}",
         ", ".join(map(str, figures.tree.sizes.values())),

@@ -1,4 +1,4 @@
-"""`python -m lab grammar`: what grammars cost and bring.
+"""`python -m lab grammar`: the costs and benefits of grammars.
 
 Host time of a round's masks, time between the tokens of requests beside one with a grammar, and tokens a second under a
 JSON schema, with the tree and plain.  With --schemas, a model from files generates a value of each of many random JSON
@@ -28,24 +28,24 @@ from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from espalier.terminal.flags import require_at_least_one
 from espalier.text import TokenBytes
-from lab.bench.engines import about, engines_of, load_sizes
+from lab.bench.engines import engine_report, engines_of_flags, load_sizes
 from lab.bench.schemas import random_schema
 from lab.bench.synthetic_vocabulary import synthetic_vocabulary
 
 # (nodes of a tree, requests) whose masks are timed.
 MASK_SIZES = ((16, 8), (64, 1))
-BATCH, CONTEXT = 8, 256
-REPEATS = 9
+NUM_REQUESTS, PROMPT_TOKENS = 8, 256
+MASK_REPEATS = 9
 # Timed runs of a load, after one that is not timed.
-RUNS = 3
-SCHEMA: dict[str, Any] = {
+TIMED_RUNS = 3
+NOTE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"kind": {"enum": ["note", "report"]}, "text": {"type": "string"}},
     "required": ["kind", "text"],
 }
-PROMPT = "A record as JSON: "
-# What the draft is told: (forced tokens, masks, whether below its first tokens too).
-TOLD = {
+SCHEMA_PROMPT = "A record as JSON: "
+# What guides the draft: (forced tokens, masks, whether also below the tree's first level).
+DRAFT_GUIDANCE = {
     "nothing": (False, False, False),
     "masks": (False, True, True),
     "forced tokens": (True, False, True),
@@ -59,10 +59,12 @@ class Vocabulary:
     """The tokens of the measured model.  end: a token that ends an output."""
 
     tokens: list[bytes]
-    end: int
+    end_token: int
 
-    def masker(self, form: Any) -> GrammarMasker:
-        return GrammarMasker(form, len(self.tokens), (self.end,), None, lambda t: TokenBytes(self.tokens[t], True))
+    def masker(self, grammar: Any) -> GrammarMasker:
+        return GrammarMasker(
+            grammar, len(self.tokens), (self.end_token,), None, lambda t: TokenBytes(self.tokens[t], True)
+        )
 
 
 def run(args: Namespace) -> int:
@@ -76,14 +78,14 @@ def run(args: Namespace) -> int:
         raise EspalierError("--schemas and --suite need the jsonschema package: pip install jsonschema")
     if args.suite is not None and not any(args.suite.glob("*.json")):
         raise EspalierError(f"--suite={args.suite} has no *.json files; name tests/draft2020-12 of the suite")
-    made = engines_of(args, load_sizes(BATCH, CONTEXT + args.tokens + 8))
+    made = engines_of_flags(args, load_sizes(NUM_REQUESTS, PROMPT_TOKENS + args.tokens + 8))
     if in_bulk:
         with made.open() as bench:
             schemas, refused = [random_schema(seed) for seed in range(args.schemas or 0)], 0
             if args.suite is not None:
                 schemas, refused = schemas_of_suite(bench.llm, args.suite)
-            figures = {"refused": refused, **run_schemas(bench.llm, schemas, args.tokens)}
-            write_json(args.json, {**about(args, bench.config), "schemas": figures})
+            figures = {"refused": refused, **measure_schemas(bench.llm, schemas, args.tokens)}
+            write_json(args.json, {**engine_report(args, bench.config), "schemas": figures})
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
     measured: dict[str, Any] = {}
@@ -91,35 +93,35 @@ def run(args: Namespace) -> int:
     for name, way in ways.items():
         with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
-            form = compile_with_xgrammar(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
+            form = compile_with_xgrammar(_xgrammar_compiler(vocabulary), Grammar.of_json_schema(NOTE_SCHEMA))
             if name == "tree":
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
-            measured[name] = _measure(bench, vocabulary, form, args.tokens)
-    write_json(args.json, {**about(args, config), **measured})
+            measured[name] = _measure_loads(bench, vocabulary, form, args.tokens)
+    write_json(args.json, {**engine_report(args, config), **measured})
     print_table(_table(measured, ways))
     return 0
 
 
 def vocabulary_of_model(llm: LLM) -> Vocabulary:
-    size = llm.inputs.facts.vocab_size
+    size = llm.inputs.model_info.vocab_size
     if llm.tokenizer is None:
         return Vocabulary(synthetic_vocabulary(size), size - 1)
-    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
+    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.model_info.eos_token_ids[0])
 
 
-def _compiler(vocabulary: Vocabulary) -> Any:
+def _xgrammar_compiler(vocabulary: Vocabulary) -> Any:
     import xgrammar
 
-    info = xgrammar.TokenizerInfo(vocabulary.tokens, xgrammar.VocabType.RAW, stop_token_ids=[vocabulary.end])
+    info = xgrammar.TokenizerInfo(vocabulary.tokens, xgrammar.VocabType.RAW, stop_token_ids=[vocabulary.end_token])
     return xgrammar.GrammarCompiler(info)
 
 
-def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
+def mask_ms(vocabulary: Vocabulary, grammar: Any, nodes: int, batch: int) -> float:
     """Median milliseconds of the masks of `batch` trees of `nodes` tokens that the grammar allows, inside a text."""
     rng = random.Random(0)
     trees, maskers = [], []
     for _ in range(batch):
-        masker = vocabulary.masker(form)
+        masker = vocabulary.masker(grammar)
         for byte in b'{"kind": "note", "text": "':
             masker.push(vocabulary.tokens.index(bytes([byte])))
         allowed = allowed_tokens(masker.root_mask())
@@ -127,20 +129,21 @@ def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
         trees.append(([0, *(int(rng.choice(allowed)) for _ in parents[1:])], parents))
         maskers.append(masker)
     builder, times = MaskBuilder(len(vocabulary.tokens), 1), []
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + MASK_REPEATS):
         begun = perf_counter()
         builder.node_masks(maskers, trees)
         times.append(perf_counter() - begun)
     return 1e3 * median(times[1:])
 
 
-def _measure(bench: BenchEngine, vocabulary: Vocabulary, form: Any, num_tokens: int) -> dict[str, Any]:
-    """Figures of BATCH requests: none, one and all of them under the grammar, in turn."""
-    prompts = bench.prompts([CONTEXT] * BATCH)
-    runs: dict[str, list[Timed]] = {"none": [], "one": [], "all": []}
-    for repeat in range(1 + RUNS):
-        for name, count in (("none", 0), ("one", 1), ("all", BATCH)):
-            timed = _run(bench.llm, prompts, num_tokens, [vocabulary.masker(form) for _ in range(count)], vocabulary)
+def _measure_loads(bench: BenchEngine, vocabulary: Vocabulary, grammar: Any, num_tokens: int) -> dict[str, Any]:
+    """Figures of NUM_REQUESTS requests: none, one and all of them under the grammar, in turn."""
+    prompts = bench.prompts([PROMPT_TOKENS] * NUM_REQUESTS)
+    runs: dict[str, list[LoadFigures]] = {"none": [], "one": [], "all": []}
+    for repeat in range(1 + TIMED_RUNS):
+        for name, count in (("none", 0), ("one", 1), ("all", NUM_REQUESTS)):
+            maskers = [vocabulary.masker(grammar) for _ in range(count)]
+            timed = _run_load(bench.llm, prompts, num_tokens, maskers, vocabulary)
             if repeat:
                 runs[name].append(timed)
     return {
@@ -154,7 +157,7 @@ def _measure(bench: BenchEngine, vocabulary: Vocabulary, form: Any, num_tokens: 
 
 
 @dataclass(frozen=True)
-class Timed:
+class LoadFigures:
     """between_tokens_ms: median over the chunks of the requests without a grammar, or of all if each has one."""
 
     between_tokens_ms: float
@@ -162,13 +165,13 @@ class Timed:
     accept_length: float
 
 
-def _run(
+def _run_load(
     llm: LLM, prompts: Sequence[list[int]], num_tokens: int, maskers: Sequence[GrammarMasker], vocabulary: Vocabulary
-) -> Timed:
+) -> LoadFigures:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [llm.new_requests(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
     for request, masker in zip(requests, maskers, strict=False):
-        request.masker, request.stop_ids = masker, frozenset((vocabulary.end,))
+        request.masker, request.stop_ids = masker, frozenset((vocabulary.end_token,))
     watched = {request.id for request in requests[len(maskers) :] or requests}
     for request in requests:
         llm.engine.add(request)
@@ -187,11 +190,11 @@ def _run(
     if failed := next((request.error for request in requests if request.error), None):
         raise EspalierError(f"a request failed: {failed}")
     rounds = sum(request.stats.rounds for request in requests)
-    return Timed(1e3 * median(gaps), num_generated / (max(last.values()) - begun), num_generated / max(rounds, 1))
+    return LoadFigures(1e3 * median(gaps), num_generated / (max(last.values()) - begun), num_generated / max(rounds, 1))
 
 
 def _table(measured: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
-    rows = [[f"{BATCH} requests", "ms between tokens", "tokens/s", "accept", "over plain"]]
+    rows = [[f"{NUM_REQUESTS} requests", "ms between tokens", "tokens/s", "accept", "over plain"]]
     for name in names:
         for asked, figures in measured[name].items():
             plain = measured["plain"][asked]["tokens_per_second"]
@@ -226,17 +229,17 @@ def schemas_of_suite(llm: LLM, folder: Path) -> tuple[list[Any], int]:
     return schemas, num_refused
 
 
-def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict[str, Any]:
+def measure_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict[str, Any]:
     """Generate a value of each schema, greedy and sampled in turn.  Needs the jsonschema package."""
     count = len(schemas)
     outputs: dict[str, list[Output]] = {}
-    with progress("generating", len(TOLD) + 1) as advance:
-        for name, told in TOLD.items():
+    with progress("generating", len(DRAFT_GUIDANCE) + 1) as advance:
+        for name, told in DRAFT_GUIDANCE.items():
             masks = llm.engine.scheduler.mask_builder
             masks.guides_forced, masks.guides_mask, masks.guides_all_levels = told
-            outputs[name] = _values_of(llm, schemas, max_tokens, speculation=True)
+            outputs[name] = _generate_values(llm, schemas, max_tokens, speculation=True)
             advance()
-        outputs["off"] = _values_of(llm, schemas, max_tokens, speculation=False)
+        outputs["off"] = _generate_values(llm, schemas, max_tokens, speculation=False)
         advance()
     both = outputs["both"]
     ended = [output.finish_reason == "stop" for output in both]
@@ -248,11 +251,11 @@ def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict
         "ended by themselves": sum(ended),
         "valid of those": sum(is_valid(schema, output.text) for schema, output, end in pairs if end),
         "equal with speculation off": sum(same),
-        **{f"accept length, draft told {name}": round(_accept_length(outputs[name]), 3) for name in TOLD},
+        **{f"accept length, draft told {name}": round(_accept_length(outputs[name]), 3) for name in DRAFT_GUIDANCE},
     }
 
 
-def _values_of(llm: LLM, schemas: Sequence[Any], max_tokens: int, speculation: bool) -> list[Output]:
+def _generate_values(llm: LLM, schemas: Sequence[Any], max_tokens: int, speculation: bool) -> list[Output]:
     params = [
         SamplingParams(
             temperature=0.8 if i % 2 else 0.0,
@@ -263,7 +266,7 @@ def _values_of(llm: LLM, schemas: Sequence[Any], max_tokens: int, speculation: b
         )
         for i, schema in enumerate(schemas)
     ]
-    return llm.generate([PROMPT] * len(schemas), params)
+    return llm.generate([SCHEMA_PROMPT] * len(schemas), params)
 
 
 def _accept_length(outputs: Sequence[Output]) -> float:

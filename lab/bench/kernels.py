@@ -39,34 +39,36 @@ from espalier.terminal.console import (
     write_json,
 )
 from espalier.terminal.flags import flag_text
-from lab.bench.cases import Case, Timed, about, table, timed
-from lab.bench.ceilings import measured_ceilings
+from lab.bench.cases import KernelCase, TimedCase, describe_ceilings, time_cases, timing_table
+from lab.bench.ceilings import measure_ceilings
 from lab.bench.experts import expert_case
-from lab.bench.states import STATE_HEADS, state_cases
+from lab.bench.states import STATE_COLUMNS, state_cases
 
-SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
+GQA_SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
 # The attention of DeepSeek-V2-Lite and of DeepSeek-V3.
-LATENT = LatentKV(576, 512)
-FEW_HEADS, MANY_HEADS = (LayerSpec(heads, LATENT, scale=192**-0.5) for heads in (16, 128))
+MLA_ROWS = LatentKV(576, 512)
+MLA_SPEC_16_HEADS, MLA_SPEC_128_HEADS = (LayerSpec(heads, MLA_ROWS, scale=192**-0.5) for heads in (16, 128))
 DTYPE = torch.bfloat16
-STEPS = 5
-TOPK = 8
+TREE_STEPS = 5
+TREE_TOPK = 8
 
-PARTS = ("attention", "experts", "states")
-HEADS = ("what", "requests x queries x committed", "heads", "page size")
-EXPERT_HEADS = ("experts, a row's", "hidden x inner", "rows")
+MEASURED_PARTS = ("attention", "experts", "states")
+ATTENTION_COLUMNS = ("what", "requests x queries x committed", "heads", "page size")
+EXPERT_COLUMNS = ("experts, a row's", "hidden x inner", "rows")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A pass: `queries` rows of each of `batch` requests over `context` committed rows.  chain: a prefill chunk, else a
-    tree.  spec: of its layers."""
+class PassShape:
+    """A pass of `queries` rows for each of `batch` requests over `context` committed rows.
+
+    chain: whether the rows are a prefill chunk, else a tree.  spec: of the pass's layers.
+    """
 
     batch: int
     queries: int
     context: int
     chain: bool = False
-    spec: LayerSpec = SPEC
+    spec: LayerSpec = GQA_SPEC
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.queries} {'chunk' if self.chain else 'nodes'} x {self.context}"
@@ -90,25 +92,25 @@ class Shape:
         return 2 * self.batch * self.spec.heads * pairs * (keeps.k_size + keeps.v_size)
 
 
-SHAPES = (
-    Shape(64, 8, 4096),
-    Shape(1, 8, 65536),
-    Shape(1, 64, 32768),
-    Shape(1, 2048, 0, chain=True),
-    Shape(1, 2048, 16384, chain=True),
+PASS_SHAPES = (
+    PassShape(64, 8, 4096),
+    PassShape(1, 8, 65536),
+    PassShape(1, 64, 32768),
+    PassShape(1, 2048, 0, chain=True),
+    PassShape(1, 2048, 16384, chain=True),
     *(
-        Shape(*sizes, spec=spec)
-        for spec in (FEW_HEADS, MANY_HEADS)
+        PassShape(*sizes, spec=spec)
+        for spec in (MLA_SPEC_16_HEADS, MLA_SPEC_128_HEADS)
         for sizes in ((1, 1, 65536), (1, 64, 32768), (32, 16, 4096))
     ),
     *(
-        Shape(*sizes, spec=spec)
-        for spec in with_row_dtype((SPEC, MANY_HEADS), FP8)
+        PassShape(*sizes, spec=spec)
+        for spec in with_row_dtype((GQA_SPEC, MLA_SPEC_128_HEADS), FP8)
         for sizes in ((1, 1, 65536), (1, 64, 32768), (64, 8, 4096))
     ),
 )
 # DeepSeek-V2-Lite, Qwen3-30B-A3B and gpt-oss-20b.
-EXPERTS = (ExpertsShape(64, 6, 2048, 1408), ExpertsShape(128, 8, 2048, 768), ExpertsShape(32, 4, 2880, 2880))
+EXPERT_SHAPES = (ExpertsShape(64, 6, 2048, 1408), ExpertsShape(128, 8, 2048, 768), ExpertsShape(32, 4, 2880, 2880))
 EXPERT_ROWS = (1, 4, 16, 64, 256, 2048)
 
 
@@ -118,24 +120,24 @@ def run(args: Namespace) -> int:
     device = require_gpu("kernels")
     print_header()
     timer = GraphTimer()
-    ceilings = measured_ceilings(timer, device)
-    sources: dict[str, tuple[Sequence[str], Iterator[Case]]] = {
-        "attention": (HEADS, attention_cases(args.page_size, device, args.in_order)),
-        "experts": (EXPERT_HEADS, expert_cases(device)),
-        "states": (STATE_HEADS, state_cases(device)),
+    ceilings = measure_ceilings(timer, device)
+    sources: dict[str, tuple[Sequence[str], Iterator[KernelCase]]] = {
+        "attention": (ATTENTION_COLUMNS, attention_cases(args.page_size, device, args.in_order)),
+        "experts": (EXPERT_COLUMNS, expert_cases(device)),
+        "states": (STATE_COLUMNS, state_cases(device)),
     }
-    names = [name for name in PARTS if name in (args.only or PARTS)]
-    measured: dict[str, list[Timed]] = {}
+    names = [name for name in MEASURED_PARTS if name in (args.only or MEASURED_PARTS)]
+    measured: dict[str, list[TimedCase]] = {}
     with progress("measuring", len(names)) as advance:
         for name in names:
-            measured[name] = list(timed(sources[name][1], timer, ceilings.bandwidth))
+            measured[name] = list(time_cases(sources[name][1], timer, ceilings.bandwidth))
             advance()
     order = "in order" if args.in_order else "in no order"
     cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}
     write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
-    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", DIM_STYLE))
+    stdout().print(Text(f"bfloat16, pages {order}; {describe_ceilings(ceilings)}", DIM_STYLE))
     for name, rows in measured.items():
-        print_table(table(sources[name][0], rows))
+        print_table(timing_table(sources[name][0], rows))
         stdout().print()
     return 0
 
@@ -146,30 +148,32 @@ def require_page_sizes(sizes: Sequence[int]) -> None:
         raise EspalierError(f"--page-size={flag_text(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
 
 
-def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: bool = False) -> Iterator[Case]:
-    """Of each shape the attention of one layer, and the plan that all layers share.
+def attention_cases(
+    page_sizes: Sequence[int], device: torch.device, pages_in_order: bool = False
+) -> Iterator[KernelCase]:
+    """Yields two cases for each shape: the attention of one layer, and the plan that all layers share.
 
-    in_order: consecutive pages, as from a pool that was never full; otherwise in random order.
+    pages_in_order: pages are consecutive, as in a pool that was never full; otherwise in random order.
     """
-    for shape, page_size in product(SHAPES, page_sizes):
+    for shape, page_size in product(PASS_SHAPES, page_sizes):
         layers = layers_beyond_cache(shape, device)
-        attention, run_layers = prepared(shape, page_size, layers, device, in_order)
+        attention, run_layers = prepare_pass(shape, page_size, layers, device, pages_in_order)
         names = str(shape), shape.heads, str(page_size)
-        # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
+        # A chain reads more than its committed rows.  MEASUREMENT_SECONDS: the previous shape may have lowered clocks.
         num_bytes = 0 if shape.chain else shape.kv_bytes
-        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
-        yield Case(("plan", *names), 0, 0, _plan(attention, shape))
+        yield KernelCase(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
+        yield KernelCase(("plan", *names), 0, 0, _planner(attention, shape))
 
 
-def expert_cases(device: torch.device) -> Iterator[Case]:
-    for shape in EXPERTS:
+def expert_cases(device: torch.device) -> Iterator[KernelCase]:
+    for shape in EXPERT_SHAPES:
         experts = random_experts(shape, DTYPE, device)
         sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden_size} x {shape.inner_size}"
         for rows in EXPERT_ROWS:
             yield expert_case((*sizes, f"{rows}"), shape, *experts, DTYPE, rows)
 
 
-def _plan(attention: AttentionPlan, shape: Shape) -> Callable[[], object]:
+def _planner(attention: AttentionPlan, shape: PassShape) -> Callable[[], object]:
     """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(shape.spec).policy
@@ -184,24 +188,24 @@ def _plan(attention: AttentionPlan, shape: Shape) -> Callable[[], object]:
     return plan
 
 
-def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
-    """The number of layers after which the first one has left the L2 cache."""
+def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
+    """Returns the number of layers after which the first layer's rows have left the L2 cache."""
     cache: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
     return min(16, max(2, -(-4 * cache // max(shape.kv_bytes, 1))))
 
 
-def prepared(
-    shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False
+def prepare_pass(
+    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
 ) -> tuple[AttentionPlan, Callable[[], Sequence[torch.Tensor]]]:
-    """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `attention_cases`."""
-    made = inputs(shape, page_size, layers, device, in_order)
+    """Returns (a planned pass over full pages, a function that runs all its layers).  See attention_cases."""
+    made = make_pass_inputs(shape, page_size, layers, device, pages_in_order)
     attention = TritonBackend().plan(*made.of_plan)
     return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: of every layer."""
+class PassInputs:
+    """The inputs of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: the same for every layer."""
 
     of_plan: tuple[PagedKV, Sequence[LayerSpec], Prefix, Nodes]
     q: torch.Tensor
@@ -209,9 +213,11 @@ class Inputs:
     v: torch.Tensor
 
 
-def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False) -> Inputs:
-    """A pass over full pages.  in_order: see `attention_cases`."""
-    tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
+def make_pass_inputs(
+    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
+) -> PassInputs:
+    """Returns the inputs of a pass over full pages.  pages_in_order: see attention_cases."""
+    tree = (0, 1, 1) if shape.chain else (TREE_STEPS, TREE_TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
     width = layout.pages_for(shape.context)
@@ -222,7 +228,7 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
             for plane in stacked:
                 plane.copy_(torch.randn(plane.shape, dtype=DTYPE, device=device))
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
-    order = torch.arange if in_order else torch.randperm
+    order = torch.arange if pages_in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
     keeps = shape.spec.rows
@@ -232,10 +238,10 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
         for size in keeps.planes.values()
     ]
     k, v = keeps.read(rows)
-    return Inputs((pages, specs, Prefix(table, length), _nodes(shape, length)), q, k, v)
+    return PassInputs((pages, specs, Prefix(table, length), _pass_nodes(shape, length)), q, k, v)
 
 
-def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:
+def _pass_nodes(shape: PassShape, length: torch.Tensor) -> Nodes:
     """A chain, or a tree in which each node sees every second node before it."""
     order = torch.arange(shape.queries, device=length.device)
     if shape.chain:

@@ -1,7 +1,7 @@
 """`python -m lab linears`: each linear layer of a named shape on a GPU, and its experts, format by format.
 
-Weights of a chain of calls differ, so that none is found in the L2 cache.  What is printed is the share of the read
-bandwidth that the bytes of the stored weights make up.
+The calls of a chain have different weights, so that no weight is in the L2 cache.  The table shows the bytes of stored
+weights per second as a share of the read bandwidth.
 """
 
 from argparse import Namespace
@@ -29,7 +29,7 @@ from espalier.terminal.console import (
     stdout,
     write_json,
 )
-from lab.bench.cases import Case, Timed, table, timed
+from lab.bench.cases import KernelCase, TimedCase, time_cases, timing_table
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import expert_case, stored_experts
 from lab.synthetic.quantised import find_quantiser
@@ -37,10 +37,10 @@ from lab.synthetic.quantised import find_quantiser
 DTYPE = torch.bfloat16
 # Weights of a chain together; the L2 cache holds a fraction.
 CHAIN_BYTES = 600 * 10**6
-GATED = "gate_up"
+GATED_LAYER = "gate_up"
 
 
-HEADS = ("layer", "out x in", "weights", "rows")
+COLUMN_NAMES = ("layer", "out x in", "weights", "rows")
 
 
 def run(args: Namespace) -> int:
@@ -55,20 +55,20 @@ def run(args: Namespace) -> int:
     timer = GraphTimer()
     bandwidth = timer.bandwidth(device)
     shape = shape_named(args.shape)
-    times: list[Timed] = []
+    times: list[TimedCase] = []
     for name in formats:
-        times += timed(layer_cases(shape, name, all_rows, device), timer, bandwidth)
-        times += timed(expert_cases(shape, name, all_rows, device), timer, bandwidth)
-    write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
+        times += time_cases(layer_cases(shape, name, all_rows, device), timer, bandwidth)
+        times += time_cases(expert_cases(shape, name, all_rows, device), timer, bandwidth)
+    write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(COLUMN_NAMES) for time in times]})
     stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", DIM_STYLE))
-    print_table(table(HEADS, times))
+    print_table(timing_table(COLUMN_NAMES, times))
     return 0
 
 
-def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[KernelCase]:
     """The linear layers that the format takes, without routers and the head.
 
-    Each has the plan of its kernel as a note, None: the library's.
+    A case's note is the plan of its kernel; None if the library computes it.
     """
     made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
@@ -81,13 +81,15 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
         copies = [first, *(made.random_weight(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
         for rows in all_rows:
             x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
-            calls = run_in_order([partial(product, x, weight, run.name == GATED) for weight in copies])
+            calls = run_in_order([partial(engine_product, x, weight, run.name == GATED_LAYER) for weight in copies])
             names = run.name, f"{run.shape[0]} x {run.shape[1]}", weights, f"{rows}"
             flops = 2 * rows * run.shape[0] * run.shape[1]
-            yield Case(names, first.nbytes, flops, calls, len(copies), note=_plan(first, x))
+            yield KernelCase(names, first.nbytes, flops, calls, len(copies), note=_plan_note(first, x))
 
 
-def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+def expert_cases(
+    shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device
+) -> Iterator[KernelCase]:
     """The product with the experts of a layer."""
     if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].quantises_only_experts):
         return
@@ -98,8 +100,8 @@ def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], devic
         yield expert_case(names, sizes, *experts, DTYPE, rows)
 
 
-def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
-    """As the engine computes it."""
+def engine_product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
+    """Returns the product, computed like in the engine."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
     plans = plans_for_dense_weight(weight)
@@ -108,7 +110,7 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
     )
 
 
-def _plan(weight: Matrix, x: torch.Tensor) -> str:
+def _plan_note(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
         is_library = library_supports_product(x, weight) or uses_dequantised_product(x, weight)
         return str(None if is_library else quantised_plan_for(weight, x))

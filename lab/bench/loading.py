@@ -1,7 +1,7 @@
 """`python -m lab loading`: how fast a target comes from disk onto its device, and how much memory that takes.
 
-The files are read first as they are, then loaded, each time after they were dropped from the system's file cache.
-The memory of the process is sampled: its own pages, without those of files, which the system takes back at will.
+The files are first only read, and then loaded.  Before each, they are dropped from the system's file cache.
+The memory of the process is sampled, without the pages of files, which the system may take back at any time.
 """
 
 import os
@@ -23,19 +23,19 @@ from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json
 
-# Bytes of a read, as large as a disk needs for its full rate.
+# Bytes per read: enough for a disk's full rate.
 READ_BYTES = 16 * 2**20
 SAMPLE_SECONDS = 0.01
-# Of the rotary tables, which loading makes.
+# Rows of the rotary tables that loading makes.
 POSITION_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Loading:
-    """file_bytes: of the target's files.  seconds: to read them alone, and to load them.
+class LoadingFigures:
+    """file_bytes: size of the target's files.  read_seconds, load_seconds: time to only read them, and to load them.
 
-    host_bytes: the most that the process's own pages grew by while loading.  weights_bytes: of the loaded weights.
-    gpu_bytes: the most that was allocated on the GPU; None without one.
+    host_bytes: the largest growth of the process's memory while loading.  weights_bytes: size of the loaded weights.
+    gpu_bytes: the most memory allocated on the GPU; None without a GPU.
     """
 
     file_bytes: int
@@ -51,31 +51,31 @@ def run(args: Namespace) -> int:
     device = choose_device(EngineConfig(device=args.device))
     path = find_target(args.model)
     print_header()
-    found = measure(path, getattr(torch, args.dtype), device)
+    found = measure_loading(path, getattr(torch, args.dtype), device)
     write_json(args.json, asdict(found))
     print_table(_table(found))
     return 0
 
 
-def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
+def measure_loading(path: Path, dtype: torch.dtype, device: torch.device) -> LoadingFigures:
     """Raises EspalierError where the system does not show a process's memory."""
     files = safetensors_files(path)
-    forget(files)
+    drop_from_file_cache(files)
     begun = perf_counter()
-    _read(files)
+    _read_files(files)
     read_seconds = perf_counter() - begun
-    forget(files)
+    drop_from_file_cache(files)
     if device.type == "cuda":
         torch.empty(1, device=device)  # the GPU's context is no part of loading
         torch.cuda.reset_peak_memory_stats(device)
-    before = own_bytes()
-    with _most(own_bytes) as samples:
+    before = process_bytes()
+    with _sample_until_end(process_bytes) as samples:
         begun = perf_counter()
         load_target(path, dtype=dtype, device=device, position_rows=POSITION_ROWS)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         load_seconds = perf_counter() - begun
-    return Loading(
+    return LoadingFigures(
         file_bytes=sum(file.stat().st_size for file in files),
         read_seconds=read_seconds,
         load_seconds=load_seconds,
@@ -85,7 +85,7 @@ def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
     )
 
 
-def forget(files: list[Path]) -> None:
+def drop_from_file_cache(files: list[Path]) -> None:
     """Drop files from the system's file cache.  Pages that are not on disk yet are written first."""
     for file in files:
         with file.open("rb") as opened:
@@ -93,7 +93,7 @@ def forget(files: list[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _read(files: list[Path]) -> None:
+def _read_files(files: list[Path]) -> None:
     buffer = bytearray(READ_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as opened:
@@ -101,7 +101,7 @@ def _read(files: list[Path]) -> None:
                 pass
 
 
-def own_bytes() -> int:
+def process_bytes() -> int:
     """Bytes of this process's memory that is no file's.  Raises EspalierError on systems other than Linux."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -111,13 +111,13 @@ def own_bytes() -> int:
 
 
 @contextmanager
-def _most(value: Callable[[], int]) -> Iterator[list[int]]:
-    """Samples of a value, taken by a thread until the block ends."""
-    samples, ended = [value()], Event()
+def _sample_until_end(read_value: Callable[[], int]) -> Iterator[list[int]]:
+    """Sample a value in a thread until the block ends.  Yields the list of samples."""
+    samples, ended = [read_value()], Event()
 
     def sample() -> None:
         while not ended.wait(SAMPLE_SECONDS):
-            samples.append(value())
+            samples.append(read_value())
 
     thread = Thread(target=sample, daemon=True)
     thread.start()
@@ -126,18 +126,18 @@ def _most(value: Callable[[], int]) -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-        samples.append(value())
+        samples.append(read_value())
 
 
-def _table(found: Loading) -> list[list[str]]:
-    size = found.file_bytes / 1e9
+def _table(figures: LoadingFigures) -> list[list[str]]:
+    size = figures.file_bytes / 1e9
     rows = [
         ["files", f"{size:.2f} GB"],
-        ["read alone", f"{found.read_seconds:.2f} s, {size / found.read_seconds:.2f} GB/s"],
-        ["loaded", f"{found.load_seconds:.2f} s, {size / found.load_seconds:.2f} GB/s"],
-        ["weights in memory", f"{found.weights_bytes / 1e9:.2f} GB"],
-        ["most memory of the process", f"+{found.host_bytes / 1e9:.2f} GB"],
+        ["read alone", f"{figures.read_seconds:.2f} s, {size / figures.read_seconds:.2f} GB/s"],
+        ["loaded", f"{figures.load_seconds:.2f} s, {size / figures.load_seconds:.2f} GB/s"],
+        ["weights in memory", f"{figures.weights_bytes / 1e9:.2f} GB"],
+        ["most memory of the process", f"+{figures.host_bytes / 1e9:.2f} GB"],
     ]
-    if found.gpu_bytes is not None:
-        rows.append(["most memory of the GPU", f"{found.gpu_bytes / 1e9:.2f} GB"])
+    if figures.gpu_bytes is not None:
+        rows.append(["most memory of the GPU", f"{figures.gpu_bytes / 1e9:.2f} GB"])
     return rows

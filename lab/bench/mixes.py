@@ -1,8 +1,8 @@
 """`python -m lab mixes`: batches of requests whose draft is better for some than for others, on a synthetic model.
 
 The draft's skill depends on the place in the text, so a request's skill follows from where its prompt begins.  One
-engine has all trees.  For each batch it runs the same requests with trees that it chooses, and then with every fixed
-tree, from the places in the text where the timed rounds of the chosen trees began.
+engine has all trees.  For each batch it first runs rounds in which it finds the best trees.  Then it runs the same
+requests from the places that these rounds reached, with chosen trees and with every fixed tree.
 """
 
 from argparse import Namespace
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
-from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, next_bucket
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, padded_batch
+from espalier.request import Request
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
-from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
+from espalier.startup.tree_policy import PredictedCosts, tree_sets
 from espalier.terminal.console import print_header, require_gpu, stdout, write_json
 from lab.bench.engines import dtype_on
-from lab.bench.full_rounds import enter, leave
-from lab.bench.synthetic_models import SyntheticModels, recipe_with
+from lab.bench.full_rounds import abort_requests, enter_requests
+from lab.bench.synthetic_models import SyntheticModels, recipe_of_shape
 from lab.synthetic.checkpoint import Recipe
 
 # How often the draft's first guess is right, by kind of text.  A text of two skills changes every BURST tokens.
@@ -61,27 +61,20 @@ class FewBuckets(RoundLayout):
 
 
 @dataclass
-class OneTree:
+class OneTree(TreeChooser):
     """Chooses one tree, or plain decoding at a batch that has no graph of it."""
 
     layout: RoundLayout
     tree: TreeShape
-    num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
-        has = self.layout.tree_choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape:
+        has = self.layout.tree_choices_for(padded_batch(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN_TREE
-
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        pass
-
-    def restart(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """batches: ascending; context: tokens of a prompt; finding: rounds before the timed ones where the engine chooses;
+    """batches: ascending; context: tokens of a prompt; finding: rounds in which the engine finds the best trees;
     rounds: timed ones."""
 
     batches: tuple[int, ...]
@@ -96,20 +89,18 @@ class Sizes:
 
 @dataclass
 class Timed:
-    """tokens: of a request and round; follows: requests with the expected tokens; lengths: the tokens of each request
-    when the timed rounds began; trees: rounds by tree."""
+    """tokens: of a request and round; follows: requests with the expected tokens; trees: rounds by tree."""
 
     tokens_per_second: float
     tokens: float
     follows: int
-    lengths: list[int]
     trees: Counter[TreeShape] = field(default_factory=Counter)
 
 
 def run(args: Namespace) -> int:
     device = require_gpu("mixes")
     sizes = Sizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
-    recipe = mixed_recipe(recipe_with(args.shape, 0, layers=args.layers))
+    recipe = mixed_recipe(recipe_of_shape(args.shape, 0, layers=args.layers))
     costs = PredictedCosts(pass_weights(recipe.shape.target, recipe.draft_config), measure_chip(device))
     print_header()
     cells = []
@@ -154,12 +145,11 @@ def measure(
                 choosers: dict[str, TreeChooser] = {
                     name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED
                 }
-                found: dict[str, Timed] = {}
-                lengths = [sizes.context] * batch
-                for ways in (choosers, fixed):
-                    prompts = prompts_of(models, MIXES[mix], lengths, sizes)
-                    found |= {name: timed(engine, models, way, prompts, sizes) for name, way in ways.items()}
-                    lengths = found[ADAPTIVE].lengths
+                prompts = prompts_of(models, MIXES[mix], [sizes.context] * batch, sizes)
+                reached = {name: find_trees(engine, chooser, prompts, sizes) for name, chooser in choosers.items()}
+                prompts = prompts_of(models, MIXES[mix], reached[ADAPTIVE], sizes)
+                ways = choosers | fixed
+                found = {name: timed(engine, models, way, prompts, sizes) for name, way in ways.items()}
                 yield {"mix": mix, "batch": batch, **figures(found, list(fixed), list(choosers))}
 
 
@@ -202,8 +192,7 @@ def layouts(
 
 def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
     """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
-    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, can_share_rows=False, has_sources=False)
-    trees = next(trees for least, trees in reversed(sets) if least <= next_bucket(batch))
+    trees = tree_sets(CONFIGURED, costs, batch)[-1][1]
     return (*trees, *SHARING) if shares and batch > 1 else trees
 
 
@@ -223,27 +212,45 @@ def prompts_of(models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[
     return found
 
 
+def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes) -> list[int]:
+    """Runs rounds in which the chooser finds the best trees.  Returns the tokens that each request then has."""
+    requests = enter_and_step(engine, chooser, prompts, sizes, sizes.finding)
+    lengths = [request.num_tokens for request in requests]
+    abort_requests(engine, requests)
+    engine.drain()
+    return lengths
+
+
+def enter_and_step(
+    engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes, rounds: int
+) -> list[Request]:
+    """Enters a request for each prompt and runs this many rounds."""
+    engine.scheduler.round_trees.chooser = chooser
+    requests = enter_requests(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
+    for _ in range(rounds):
+        engine.step()
+    return requests
+
+
 def timed(
     engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
 ) -> Timed:
     """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
-    trees = engine.scheduler.round_trees
-    trees.chooser = chooser
-    requests = enter(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
-    for _ in range(sizes.finding if isinstance(chooser, TreeChoice) else WARM_UP):
-        engine.step()
-    lengths, ran = [request.num_tokens for request in requests], trees.num_rounds.copy()
+    requests, num_rounds = (
+        enter_and_step(engine, chooser, prompts, sizes, WARM_UP),
+        engine.scheduler.round_trees.num_rounds,
+    )
+    before, ran = sum(request.num_tokens for request in requests), num_rounds.copy()
     begun = perf_counter()
     for _ in range(sizes.rounds):
         engine.step()
     seconds = perf_counter() - begun
-    tokens = sum(request.num_tokens for request in requests) - sum(lengths)
+    tokens = sum(request.num_tokens for request in requests) - before
     assert len(engine.scheduler.running) == len(requests), "all requests ran in all rounds"
     follows = sum(models.follows(request.prompt, request.output) for request in requests)
-    leave(engine, requests)
+    abort_requests(engine, requests)
     engine.drain()
-    mean = tokens / sizes.rounds / len(requests)
-    return Timed(tokens / seconds, mean, follows, lengths, trees.num_rounds - ran)
+    return Timed(tokens / seconds, tokens / sizes.rounds / len(requests), follows, num_rounds - ran)
 
 
 def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the laboratory counts of a model's passes besides their weights: prefill, and the rows that attention reads."""
+"""FLOPs and bytes of a model's passes besides linear layers: attention, states, and the products of prefill."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,41 +15,42 @@ UP_TO_ATTENTION = (
 )
 
 
-def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[ProductRun, ...]:
-    """A prefill pass: the target over `rows` rows, its lm_head over a row of each request, and the draft's extend.
+def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = True) -> tuple[ProductRun, ...]:
+    """Returns the products of a prefill pass.
 
-    A last layer whose output is read at the last tokens alone computes it there alone (speculate/round.py).
+    The target runs over `rows` rows, its lm_head over one row of each request, and then the draft's extend runs.
+    If only the last tokens' output of the last layer is read, that layer computes only these rows (speculate/round.py).
     """
-    extend = shape.extend_passes(rows) if drafts else ()
+    extend = shape.extend_passes(rows) if has_draft else ()
     if shape.modules == 1:
-        extend = _read_at(requests, extend)
+        extend = _with_output_rows(requests, extend)
     whole = shape.target_pass(rows, requests)
-    if drafts and shape.mtp is not None:
+    if has_draft and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
     rest, last = shape.part(0, shape.layers - 1), shape.part(shape.layers - 1)
-    of_last = _read_at(requests, last.target_pass(rows)[:-1])
+    of_last = _with_output_rows(requests, last.target_pass(rows)[:-1])
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
-def _read_at(rows: int, layer: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
-    """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
-    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
+def _with_output_rows(rows: int, layer_runs: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
+    """Returns a layer's products if its output is read at `rows` rows: those after attention compute no other rows."""
+    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer_runs)
 
 
-def rows_read(spec: LayerSpec, context: float) -> float:
-    """The rows of a prefix that a query of a layer attends to."""
+def attended_rows(spec: LayerSpec, context: float) -> float:
+    """Returns how many of `context` prefix rows a query of a layer attends to."""
     return min(*(most for most in (spec.window, spec.topk) if most is not None), context, context)
 
 
 def attention_flops(spec: LayerSpec) -> int:
-    """FLOPs of one pair of query and row, in one layer."""
+    """Returns the attention FLOPs of one layer for one pair (query, row)."""
     keeps = spec.rows
     return 2 * spec.heads * (keeps.k_size + keeps.v_size)
 
 
 def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[float, float]:
-    """(bytes of the index keys, in bfloat16, that a request's queries score, FLOPs of one query), in one layer."""
+    """Returns (bytes of index keys, in bfloat16, that a request's queries score, FLOPs per query), of one layer."""
     index = None if shape.latent is None else shape.latent.indexer
     if index is None or INDEX_PLANE not in spec.cache_spec.planes or context <= index.topk:
         return 0, 0
@@ -69,12 +70,11 @@ def state_flops(keeps: RecurrentState, length: int) -> int:
 
 
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
-    """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it.  Those of states
-    are added."""
-    return sum(count * flops_of_prompt(spec, length) for spec, count in Counter(shape.specs).items())
+    """Returns the FLOPs of causal attention over a prompt, of all layers, plus the FLOPs of recurrent states."""
+    return sum(count * layer_prompt_flops(spec, length) for spec, count in Counter(shape.specs).items())
 
 
-def flops_of_prompt(spec: LayerSpec, length: int) -> int:
+def layer_prompt_flops(spec: LayerSpec, length: int) -> int:
     if isinstance(spec.cache_spec, RecurrentState):
         return state_flops(spec.cache_spec, length)
     return attention_flops(spec) * sum(min(at + 1, spec.window or length) for at in range(length))

@@ -10,7 +10,7 @@ from espalier.bench.report import save_plot
 
 @dataclass(frozen=True)
 class Bars:
-    """One cell.  floor_ms: None if it was not measured; plain: tokens/s of plain decoding."""
+    """The figures of one cell.  floor_ms: None if not measured; plain: tokens/s of plain decoding."""
 
     name: str
     round_ms: float
@@ -19,7 +19,7 @@ class Bars:
     plain: float | None
 
 
-def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
+def plot_bars(bars: Sequence[Bars], title: str, path: Path | None) -> None:
     """Write the plot if a path is given.  Raises EspalierError."""
     if path is None:
         return
@@ -28,14 +28,14 @@ def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
 
     figure = Figure(figsize=(max(6.0, 1.2 + 0.9 * len(bars)), 8.0), layout="constrained")
     times, rates = figure.subplots(2, 1, sharex=True)
-    _pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
-    _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
+    _plot_pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
+    _plot_pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)
     save_plot(figure, path)
 
 
-def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:
+def _plot_pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:
     """Two bars for each pair; None is left out."""
     for side, (label, colour) in enumerate(zip(labels, ("tab:blue", "tab:gray"), strict=True)):
         values = [(i, pair[side]) for i, pair in enumerate(pairs) if pair[side] is not None]

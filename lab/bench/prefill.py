@@ -1,4 +1,4 @@
-"""`python -m lab prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
+"""`python -m lab prefill`: the time to prefill prompts, and how long running requests wait during a prefill."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -19,33 +19,33 @@ from espalier.request import Request
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
-from lab.bench.cases import timed
+from lab.bench.cases import time_cases
 from lab.bench.ceilings import PeakMeter
-from lab.bench.engines import about, engines_of, load_sizes, shape_of
+from lab.bench.engines import engine_report, engines_of_flags, load_sizes, shape_of_flags
 from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
-from lab.bench.floor import Floors
-from lab.bench.full_rounds import enter, leave
+from lab.bench.floor import FloorMeter
+from lab.bench.full_rounds import abort_requests, enter_requests
 from lab.bench.instrument import record_launches
 from lab.bench.passes import prefill_pass, prompt_attention_flops
 
-TURNS = 7
+TIMED_TURNS = 7
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
-BEFORE = 30
-AFTER = 3
+ROUNDS_BEFORE_PROMPT = 30
+ROUNDS_AFTER_PROMPT = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
-PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
+DEFAULT_PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
 # FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
 ATTENTION_PEAK = 540e12
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
-SPARE = 512
+SPARE_CONTEXT = 512
 
 # The times at which tokens came to each request, in seconds.
-Times = Sequence[Sequence[float]]
+TokenTimes = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillFigures:
     """`batch` prompts of `length` tokens that arrive together; medians over turns.
 
     ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
@@ -65,7 +65,7 @@ class Prefill:
     bound_ms: float | None
 
     def share(self, part_ms: float | None) -> float | None:
-        """Of the whole time."""
+        """Returns part_ms as a share of the whole time."""
         return None if part_ms is None else part_ms / self.ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,10 +78,10 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Pause:
-    """ms between the tokens of a running request: before a prompt of `length` tokens arrives, and until it has entered.
+class DecodePause:
+    """ms between tokens of running requests, before a prompt of `length` tokens arrives and during its prefill.
 
-    running: the number of requests that decode, from prompts of `context` tokens.
+    running: the number of running requests, with prompts of `context` tokens.
     """
 
     running: int
@@ -93,25 +93,25 @@ class Pause:
 
 
 def run(args: Namespace) -> int:
-    groups = args.prompts or PROMPTS[args.shape is not None]
+    groups = args.prompts or DEFAULT_PROMPTS[args.shape is not None]
     require_at_least_one(args, "running")
     count, longest = max(groups, key=lambda group: group[1])
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
-    made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
+    made = engines_of_flags(args, load_sizes(max_batch, longest + SPARE_CONTEXT), **least)
     require_positions(made.positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
-    floors = Floors(shape_of(args)) if args.shape and torch.cuda.is_available() else None
+    floors = FloorMeter(shape_of_flags(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.
-        paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
-        prefills = [prefill(bench, batch, length, floors) for batch, length in groups]
+        paused = measure_pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
+        prefills = [measure_prefill(bench, batch, length, floors) for batch, length in groups]
     figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
-    write_json(args.json, {**about(args, bench.config), **figures})
-    _print(prefills, paused)
+    write_json(args.json, {**engine_report(args, bench.config), **figures})
+    _print_tables(prefills, paused)
     return 0
 
 
-def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
+def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> None:
     parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
     parts = {name: times for name, times in parts.items() if any(times)}
     heads = [head for name in parts for head in (f"{name}, ms", "their share")]
@@ -132,7 +132,7 @@ def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 
-def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) -> Prefill:
+def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
@@ -140,10 +140,10 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     # A measured peak takes a second.
     has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
     meter = PeakMeter(floors.timer, floors.device) if floors is not None and has_bound else None
-    for _ in range(1 + TURNS):
+    for _ in range(1 + TIMED_TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
-        times.append(_enter(bench, prompts))
+        times.append(_seconds_to_enter(bench, prompts))
         if meter is not None:
             # In turns with the prompts, and right after them: the clocks of a hot GPU are not those of a cool one.
             peaks.append(meter.measure())
@@ -153,109 +153,112 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
     bound = bound_ms(floors.shape, batch, length, drafts, median(peaks[1:])) if floors is not None and peaks else None
     rate = batch * length / seconds
-    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
+    return PrefillFigures(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
-def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
-    """FLOPs of all linear layers / `peak`, the measured FLOP/s of bf16, + FLOPs of attention / ATTENTION_PEAK, in ms.
+def bound_ms(shape: ModelShape, batch: int, length: int, has_draft: bool, peak_flops: float) -> float | None:
+    """Returns FLOPs of linear layers / peak_flops (measured, bf16) + FLOPs of attention / ATTENTION_PEAK, in ms.
 
-    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer
-    that nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
-    quantised weights or MTP modules.
+    This is no strict lower bound.  It counts every row of the prompts in every layer, but the engine leaves out rows of
+    the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None
+    with experts, quantised weights or MTP modules.
     """
-    formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
+    formats = {shape.weights, shape.draft_sizes.weights if has_draft else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
-    draft = shape.extend_passes(batch * length) if drafts else ()
+    draft = shape.extend_passes(batch * length) if has_draft else ()
     linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
     # A block draft only projects a prompt's tokens to K and V.
-    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attending = (shape, shape.draft_sizes) if has_draft and shape.block is None else (shape,)
     attention = batch * sum(prompt_attention_flops(each, length) for each in attending)
-    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
+    return 1e3 * (linear / peak_flops + attention / ATTENTION_PEAK)
 
 
-def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds from arrival until the last request has its first token."""
+def _seconds_to_enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
+    """Returns the seconds from the arrival of the prompts until the last request has its first token."""
     engine = bench.engine
     begun = perf_counter()
-    enter(engine, prompts, 1)
+    enter_requests(engine, prompts, 1)
     seconds = perf_counter() - begun
     while engine.has_work:
         engine.step()
     return seconds
 
 
-def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float:
+def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float:
     """ms of the linear layers of all passes.  A pass runs batch x width rows."""
     drafts = drafter_without_files(bench.config.algorithm) is None
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
         runs = prefill_pass(floors.shape, rows, batch, drafts)
-        ms_of_pass[batch, width] = floors.linears(runs, rows).fastest_ms
+        ms_of_pass[batch, width] = floors.time_linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
 
 
-def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float | None:
-    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
+def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float | None:
+    """Returns the ms of the target's products with experts in all passes; None for a dense model.
 
-    Without that of the last layer if it computes only the rows that are read.
+    The last layer is left out if it computes only the rows that are read.
     """
     sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
-    layer, all_rows = (
-        (mixed[0].gate_up, mixed[0].down, floors.weights.dtype),
-        {batch * width for batch, width in passes},
-    )
+    layer = mixed[0].gate_up, mixed[0].down, floors.weights.dtype
+    all_rows = {batch * width for batch, width in passes}
     cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
-    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.timer, 1.0), strict=True)}
+    us_of_rows = {rows: one.us for rows, one in zip(cases, time_cases(cases.values(), floors.timer, 1.0), strict=True)}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.target_output != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 
 
-def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+def measure_pause(bench: BenchEngine, running: int, context: int, length: int) -> DecodePause:
     """Measure how long `running` requests wait while one prompt of `length` tokens enters."""
-    _pause(bench, running, context, length)  # compiles the kernels
-    return _pause(bench, running, context, length)
+    _measure_pause_once(bench, running, context, length)  # compiles the kernels
+    return _measure_pause_once(bench, running, context, length)
 
 
-def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+def _measure_pause_once(bench: BenchEngine, running: int, context: int, length: int) -> DecodePause:
     engine = bench.engine
     empty_prefix_cache(engine)
     *short, long = bench.prompts([context] * running + [length])
     num_tokens = engine.layout.max_context - context - 1
-    requests = enter(engine, short, num_tokens)
-    before = _arrivals(bench, requests, BEFORE)
+    requests = enter_requests(engine, short, num_tokens)
+    before = _record_token_times(bench, requests, ROUNDS_BEFORE_PROMPT)
     entering = greedy_request("long", running, long, 1)
     engine.add(entering)
-    during = _arrivals(bench, requests, None, entering)
-    after = _arrivals(bench, requests, AFTER)
-    if any(request.done for request in requests):
+    during = _record_token_times(bench, requests, None, entering)
+    after = _record_token_times(bench, requests, ROUNDS_AFTER_PROMPT)
+    if any(request.is_done for request in requests):
         raise EspalierError(
             f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
             "raise --max-context, or lower --steps"
         )
-    leave(engine, requests)
-    gaps_before = [gap for times in before for gap in _gaps(times)]
-    gaps_during = waits(before, during, after)
-    return Pause(running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during))
+    abort_requests(engine, requests)
+    gaps_before = [gap for times in before for gap in _gaps_between(times)]
+    gaps_during = token_gaps(before, during, after)
+    return DecodePause(
+        running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during)
+    )
 
 
-def waits(before: Times, during: Times, after: Times) -> list[float]:
-    """The gaps between tokens of each request, from its last token before the prompt came to its first afterwards."""
+def token_gaps(before: TokenTimes, during: TokenTimes, after: TokenTimes) -> list[float]:
+    """Returns each request's gaps between tokens, from its last token before the prompt to its first after it."""
     by_request = zip(before, during, after, strict=True)
-    return [gap for early, times, late in by_request for gap in _gaps([*early[-1:], *times, *late[:1]])]
+    return [gap for early, times, late in by_request for gap in _gaps_between([*early[-1:], *times, *late[:1]])]
 
 
-def _arrivals(
-    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until: Request | None = None
+def _record_token_times(
+    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until_first_token_of: Request | None = None
 ) -> list[list[float]]:
-    """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
+    """Step the engine, and return the times at which each request got tokens.
+
+    It runs num_steps steps, or until `until_first_token_of` has its first token.
+    """
     times: list[list[float]] = [[] for _ in requests]
     lengths = [len(request.output) for request in requests]
     steps_done = 0
-    while steps_done != num_steps and not (until is not None and until.output):
+    while steps_done != num_steps and not (until_first_token_of is not None and until_first_token_of.output):
         bench.engine.step()
         steps_done += 1
         now = perf_counter()
@@ -266,5 +269,5 @@ def _arrivals(
     return times
 
 
-def _gaps(times: Sequence[float]) -> list[float]:
+def _gaps_between(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]

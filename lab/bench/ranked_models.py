@@ -14,20 +14,20 @@ from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from espalier.startup.ranks import starting_ranks
 from lab.bench.synthetic_models import RunningEngine, SyntheticModels
-from lab.synthetic.checkpoint import Recipe, build
+from lab.synthetic.checkpoint import Recipe, build_models
 
 
 class RankedModels(SyntheticModels):
-    """Every engine is started anew, with its ranks and their models."""
+    """Synthetic models that each rank of an engine makes for itself, at every start of an engine."""
 
     def make(self, position_rows: int) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
-        """As SyntheticModels.make_engine."""
+        """See SyntheticModels.make_engine."""
         require_shards(self.recipe.shape.target, config.tensor_parallel)
-        work = partial(models_of_recipe, self.recipe)
+        work = partial(load_recipe_models, self.recipe)
         with (
             starting_ranks(config.tensor_parallel) as ranks,
             self._running(lambda: build_engine_of_ranks(ranks, config, num_pages, work)[0]) as running,
@@ -38,15 +38,15 @@ class RankedModels(SyntheticModels):
 def synthetic_models(
     recipe: Recipe, settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device, position_rows: int
 ) -> SyntheticModels:
-    """The models for engines of these settings of LLM."""
+    """Returns the models for engines with these settings of LLM."""
     kind = RankedModels if settings.get("tensor_parallel", 1) > 1 else SyntheticModels
     return kind(recipe, dtype, device, position_rows)
 
 
-def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """What one rank holds (espalier/startup/ranks.py:Models)."""
+def load_recipe_models(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
+    """Returns one rank's models (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
+    target, draft = build_models(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:
         target.captured_layers = ()
         return LoadedModels(config, target, None, shards)

@@ -1,4 +1,4 @@
-"""`python -m lab round`: its flags, and which of its modes measures.
+"""`python -m lab round`: checks its flags and runs one of its modes.
 
 By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --shape and
 --figures.  A flag that the chosen mode does not use is refused by name.
@@ -17,25 +17,17 @@ from lab.bench import acceptance, shaped, tree_vs_plain
 from lab.shape_flags import SHAPE_FLAGS
 
 # For the modes that load a model.  --shape has cells instead.
-DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repeats": 5, "prompts": 16})
+FLAG_DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repeats": 5, "prompts": 16})
 # The flags that each mode uses.  The first mode whose flag is given runs; None is the default mode.
 FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
-        "shape": (
-            *("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS),
-            *("page_size", "json", "plot"),
-        ),
+        "shape": ("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS, "page_size", "json", "plot"),
         "acceptance": ("prompts", "tokens", "trees", "page_size", "json"),
         None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),
     }
 )
-MODEL_MODES = MappingProxyType(
-    {
-        "acceptance": acceptance.run,
-        None: tree_vs_plain.run,
-    }
-)
+MODEL_MODES = MappingProxyType({"acceptance": acceptance.run, None: tree_vs_plain.run})
 
 
 def run(args: Namespace) -> int:
@@ -48,12 +40,12 @@ def run(args: Namespace) -> int:
     if mode == "figures":
         if given := given_flags(args):
             raise EspalierError(f"{flag_of(given[0])} is not for --figures; leave one out")
-        shaped.draw(args.figures, args.plot)
+        shaped.plot_figures(args.figures, args.plot)
     elif mode == "shape":
         print_header()
         shaped.run(args, settings, args.page_size or [DEFAULT_PAGE_SIZE])
     else:
-        _fill_in(args, settings, mode)
+        _fill_in_defaults(args, settings, mode)
         print_header()
         MODEL_MODES[mode](args, settings)
     return 0
@@ -75,11 +67,11 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and value != []
 
 
-def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> None:
+def _fill_in_defaults(args: Namespace, settings: dict[str, Any], mode: str | None) -> None:
     """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
-    for name, value in DEFAULTS.items():
+    for name, value in FLAG_DEFAULTS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    require_at_least_one(args, *DEFAULTS)
+    require_at_least_one(args, *FLAG_DEFAULTS)
     if args.tokens < 2:
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     if args.page_size is not None:

@@ -4,67 +4,67 @@ import random
 from typing import Any
 
 MAX_DEPTH = 3
-WORDS = "red green blue small large north south open closed draft final high low".split()
-NAMES = "name kind size color count price unit state first last owner city code level".split()
+ENUM_WORDS = "red green blue small large north south open closed draft final high low".split()
+PROPERTY_NAMES = "name kind size color count price unit state first last owner city code level".split()
 
 
 def random_schema(seed: int) -> dict[str, Any]:
     """An object with enums, integers, numbers, short strings, arrays, nested objects, unions and references."""
     rng = random.Random(seed)
-    definitions = {f"d{i}": _value(rng, MAX_DEPTH - 1, ()) for i in range(rng.randrange(3))}
-    schema = _object(rng, 0, tuple(definitions))
+    definitions = {f"d{i}": _value_schema(rng, MAX_DEPTH - 1, ()) for i in range(rng.randrange(3))}
+    schema = _object_schema(rng, 0, tuple(definitions))
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def _object(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
-    names = rng.sample(NAMES, rng.randint(1, 4))
-    properties = {name: _value(rng, depth + 1, definitions) for name in names}
+def _object_schema(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
+    names = rng.sample(PROPERTY_NAMES, rng.randint(1, 4))
+    properties = {name: _value_schema(rng, depth + 1, definitions) for name in names}
     required = [name for name in names if rng.random() < 0.8]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _value(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
-    simple = [_enum, _integer, _number, _string, _boolean]
+def _value_schema(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
+    simple = [_enum_schema, _integer_schema, _number_schema, _string_schema, _boolean_schema]
     if depth < MAX_DEPTH:
-        nested = [_object, _array, _union, _reference]
+        nested = [_object_schema, _array_schema, _union_schema, _reference_schema]
         if rng.random() < 0.4:
             return rng.choice(nested)(rng, depth, definitions)
     return rng.choice(simple)(rng)
 
 
-def _enum(rng: random.Random) -> dict[str, Any]:
-    return {"enum": rng.sample(WORDS, rng.randint(1, 4))}
+def _enum_schema(rng: random.Random) -> dict[str, Any]:
+    return {"enum": rng.sample(ENUM_WORDS, rng.randint(1, 4))}
 
 
-def _integer(rng: random.Random) -> dict[str, Any]:
+def _integer_schema(rng: random.Random) -> dict[str, Any]:
     least = rng.randint(-20, 200)
     return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 1000)}
 
 
-def _number(rng: random.Random) -> dict[str, Any]:
+def _number_schema(rng: random.Random) -> dict[str, Any]:
     least = rng.randint(-5, 5)
     return {"type": "number", "minimum": least, "maximum": least + rng.randint(1, 50)}
 
 
-def _string(rng: random.Random) -> dict[str, Any]:
+def _string_schema(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         return {"type": "string", "pattern": rng.choice(("^[A-Z]{2}-[0-9]{3}$", "^(yes|no|later)$", "^[a-z]{1,8}$"))}
     return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 16)}
 
 
-def _boolean(rng: random.Random) -> dict[str, Any]:
+def _boolean_schema(rng: random.Random) -> dict[str, Any]:
     return {"type": rng.choice(("boolean", ["boolean", "null"]))}
 
 
-def _array(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
+def _array_schema(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
     least = rng.randint(0, 1)
-    items = _value(rng, depth + 1, definitions)
+    items = _value_schema(rng, depth + 1, definitions)
     return {"type": "array", "items": items, "minItems": least, "maxItems": least + rng.randint(1, 3)}
 
 
-def _union(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
-    return {"anyOf": [_value(rng, depth + 1, definitions) for _ in range(2)]}
+def _union_schema(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
+    return {"anyOf": [_value_schema(rng, depth + 1, definitions) for _ in range(2)]}
 
 
-def _reference(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
-    return {"$ref": f"#/$defs/{rng.choice(definitions)}"} if definitions else _enum(rng)
+def _reference_schema(rng: random.Random, depth: int, definitions: tuple[str, ...]) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{rng.choice(definitions)}"} if definitions else _enum_schema(rng)

@@ -1,11 +1,11 @@
 """`python -m lab serve`: a server compared with LLM.generate, on the same prompts and settings.
 
-Both get token ids, all prompts at once, without a prefix cache.  The server's time is from the first byte that a client
-sends to the last one received; the clients share a thread (clients.py).  A run that is timed follows one of its own
-kind that is not: the first after other runs is slower, as caches and the GPU have served another process.  The table
-says whether the work was the same: rounds, and answers.
-With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
-and answers have token ids (return_token_ids) instead of text.
+Both get all prompts at once, as token ids, without a prefix cache.  The server's time is from the first byte that a
+client sends to the last byte that a client receives; the clients share a thread (clients.py).  Each timed run follows
+an untimed run of the same kind, because the first run after other kinds is slower.  The table also compares the work:
+rounds and answers.
+With --shape both run a copy of a synthetic model on the same GPU.  It has no tokenizer: prompts are token ids, and
+answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
 """
@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -27,14 +28,14 @@ from espalier.terminal.console import print_header, print_table, progress, requi
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one
 from lab.bench import bad_host, soak
 from lab.bench.checks import positive_numbers, require_success
-from lab.bench.engines import OfShape, about, engines_of, load_sizes, requested_pages
-from lab.bench.server import NAME, Server, exchange_all, serving
+from lab.bench.engines import ShapeEngines, engine_report, engines_of_flags, load_sizes, requested_pages
+from lab.bench.server import SERVED_NAME, Server, exchange_all, running_server
 from lab.shape_flags import SHAPE_FLAGS
 
 # Long enough for an engine step and a report.
-REPORT_S = 0.05
-# For the default mode.
-DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
+REPORT_SECONDS = 0.05
+# Defaults of the flags in the default mode.
+FLAG_DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
 
 
 def run(args: Namespace) -> int:
@@ -42,14 +43,14 @@ def run(args: Namespace) -> int:
     chosen = [flag for flag, value in modes.items() if value is not None]
     if len(chosen) > 1:
         raise EspalierError(f"{chosen[1]} is not for {chosen[0]}; leave one out")
-    for name, value in DEFAULTS.items():
+    for name, value in FLAG_DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
         elif chosen:
             raise EspalierError(f"{flag_of(name)} is not for {chosen[0]}; leave one out")
     require_at_least_one(args, "soak", "context", "tokens", "repeats")
     if args.soak is None and not args.bad_host:
-        return _run(args)
+        return _compare_server(args)
     refuse_shape(args, "--bad-host" if args.bad_host else "--soak")
     require_writable("--json", args.json)
     print_header()
@@ -64,43 +65,43 @@ def refuse_shape(args: Namespace, mode: str) -> None:
             raise EspalierError(f"{flag_of(name)} is not for {mode}; leave one out")
 
 
-def _run(args: Namespace) -> int:
+def _compare_server(args: Namespace) -> int:
     sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
-    made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    made = engines_of_flags(args, load_sizes(max(sizes), longest + 1), max_context=longest)
     require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
     flags: list[str] = []
     start: tuple[str, ...] = ("espalier", "serve")
-    if isinstance(made, OfShape):
-        made, flags, start = sharing_the_gpu(made), _shape_flags(args), ("lab", "server")
-    cells: list[Cell] = []
-    with serving(made.settings, *flags, start=start) as server, made.open() as opened:
+    if isinstance(made, ShapeEngines):
+        made, flags, start = with_full_batch_pages(made), _shape_flags(args), ("lab", "server")
+    cells: list[ConcurrencyFigures] = []
+    with running_server(made.settings, *flags, start=start) as server, made.open() as opened:
         bench = ServeBench(opened, server)
         with progress("measuring", len(sizes)) as advance:
             for size in sizes:
                 cells.append(bench.measure(size, args.context, args.tokens, args.repeats))
                 advance()
-    write_json(args.json, {**about(args, made.config()), "cells": [cell.as_dict() for cell in cells]})
+    write_json(args.json, {**engine_report(args, made.config()), "cells": [cell.as_dict() for cell in cells]})
     print_table(_table(cells))
     return 0
 
 
-def sharing_the_gpu(made: OfShape) -> OfShape:
-    """With as many pages as a full batch needs: the server and the LLM must both fit."""
+def with_full_batch_pages(made: ShapeEngines) -> ShapeEngines:
+    """Limit the pages to those of a full batch, because the server and the LLM share the GPU's memory."""
     if requested_pages(made.settings) is not None:
         return made
     num_pages = made.config().layout.max_pages
-    return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
+    return ShapeEngines(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.variants)
 
 
 def _shape_flags(args: Namespace) -> list[str]:
-    """Flags of the server's models."""
+    """Returns the command-line flags of the server's synthetic models."""
     given = [name for name in ("shape", *SHAPE_FLAGS) if getattr(args, name) is not None]
     return [part for name in given for part in (flag_of(name), str(getattr(args, name)))]
 
 
-def _table(cells: Sequence["Cell"]) -> list[list[str]]:
+def _table(cells: Sequence["ConcurrencyFigures"]) -> list[list[str]]:
     return [
         ["requests at once", *(str(cell.concurrency) for cell in cells)],
         ["LLM.generate, tokens/s", *(f"{cell.offline:.0f}" for cell in cells)],
@@ -114,7 +115,7 @@ def _table(cells: Sequence["Cell"]) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ConcurrencyFigures:
     """Median tokens/s at one concurrency: LLM.generate, and the server with streams and with whole responses.
 
     rounds: the median that an engine launched for each of them; num_equal: streams whose answer was LLM.generate's.
@@ -139,11 +140,11 @@ class ServeBench:
         self.llm = opened.llm
         self.server = server
 
-    def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> Cell:
+    def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> ConcurrencyFigures:
         """Medians over repeats.  LLM.generate, streams and whole responses take turns."""
         prompts = self.opened.prompts([context] * concurrency)
-        kinds = (self._offline, self._streamed, self._whole)
-        runs: list[tuple[Run, ...]] = []
+        kinds = (self._run_offline, partial(self._run_served, stream=True), partial(self._run_served, stream=False))
+        runs: list[tuple[TimedRun, ...]] = []
         for _ in range(repeats):
             pairs = [(kind(prompts, num_tokens), kind(prompts, num_tokens)) for kind in kinds]
             runs.append(tuple(timed for _, timed in pairs))
@@ -151,29 +152,27 @@ class ServeBench:
         offline, streamed, whole = (concurrency * num_tokens / median(run.seconds for run in each) for each in columns)
         rounds = tuple(median(run.rounds for run in each) for each in columns)
         answers = zip(runs[-1][0].answers, runs[-1][1].answers, strict=True)
-        return Cell(concurrency, offline, streamed, whole, rounds, sum(one == other for one, other in answers))
+        return ConcurrencyFigures(
+            concurrency, offline, streamed, whole, rounds, sum(one == other for one, other in answers)
+        )
 
-    def _offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
+    def _run_offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
         launched = self.llm.engine.scheduler.num_rounds
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        # The server's engine is idle as long.
-        time.sleep(REPORT_S)
+        # The server's engine is idle for the same time before a run.
+        time.sleep(REPORT_SECONDS)
         before, began = launched.total(), time.perf_counter()
         outputs = self.llm.generate(prompts, params)
         seconds = time.perf_counter() - began
         require_success(outputs)
         has_text = self.llm.tokenizer is not None
-        return Run(seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs])
+        return TimedRun(
+            seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs]
+        )
 
-    def _streamed(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
-        return self._served(prompts, num_tokens, stream=True)
-
-    def _whole(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
-        return self._served(prompts, num_tokens, stream=False)
-
-    def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "Run":
-        """From the first byte sent to the last one received.  All prompts are sent at once."""
-        same = {"model": NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    def _run_served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "TimedRun":
+        """Send all prompts at once, and time from the first byte sent to the last byte received."""
+        same = {"model": SERVED_NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.
         same["return_token_ids"] = self.llm.tokenizer is None
         requests = [post_request("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
@@ -186,19 +185,21 @@ class ServeBench:
                 )
         seconds = max(exchange.ended_at for exchange in exchanges) - exchanges[0].sent_at
         answers = [streamed_answer(each) for each in exchanges] if stream else []
-        return Run(seconds, self._rounds_of_server() - before, answers)
+        return TimedRun(seconds, self._rounds_of_server() - before, answers)
 
     def _rounds_of_server(self) -> float:
-        # The report with the last round comes a step after the last token.
-        time.sleep(REPORT_S)
+        # The engine reports the last round one step after the last token.
+        time.sleep(REPORT_SECONDS)
         metrics = self.server.metrics()
         return sum(value for name, value in metrics.items() if name.startswith("espalier_rounds_total"))
 
 
 @dataclass(frozen=True)
-class Run:
-    """rounds: that the engine launched; answers: texts, or token ids where there is no tokenizer; none of whole
-    responses."""
+class TimedRun:
+    """One timed run.
+
+    rounds: launched by the engine; answers: texts, or token ids without a tokenizer; empty for whole responses.
+    """
 
     seconds: float
     rounds: float

@@ -21,36 +21,36 @@ from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 
 # Long enough for a server to load its model.
-START_S = 600.0
+START_SECONDS = 600.0
 # A server drains for at most a minute, and then closes in less than another.
-STOP_S = 120.0
-NAME = "measured"
-FIRST_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-JSON = {"content-type": "application/json"}
+STOP_SECONDS = 120.0
+SERVED_NAME = "measured"
+HEALTH_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+JSON_HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, the process of its HTTP front, and the process of its engine."""
+    """A running server.  pid: the API server's process; engine_pid: the engine's process."""
 
     port: int
     pid: int
     engine_pid: int
 
     def connect(self) -> http.client.HTTPConnection:
-        """An open connection.  The caller closes it."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+        """Returns an open connection, which the caller closes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
         connection.connect()
         return connection
 
     def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         """(status, body) of the response."""
         with closing(self.connect()) as connection:
-            return exchange(connection, path, json.dumps(body).encode())
+            return post_body(connection, path, json.dumps(body).encode())
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, by name with labels."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
         try:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
@@ -59,9 +59,9 @@ class Server:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def exchange(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
+def post_body(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
     """Post a body.  (status, body) of the response."""
-    connection.request("POST", path, body, JSON)
+    connection.request("POST", path, body, JSON_HEADERS)
     answer = connection.getresponse()
     return answer.status, answer.read()
 
@@ -82,14 +82,16 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def serving(settings: Mapping[str, Any], *flags: str, start: Sequence[str] = ("espalier", "serve")) -> Iterator[Server]:
+def running_server(
+    settings: Mapping[str, Any], *flags: str, start: Sequence[str] = ("espalier", "serve")
+) -> Iterator[Server]:
     """Start a server by `python -m *start`, wait until it has loaded its model, and stop it at the end of the block.
 
     Raises EspalierError with the end of its log if it does not start.
     """
     port = free_port()
     model = [str(settings["model"])] if "model" in settings else []
-    address = ["--port", str(port), "--served-model-name", NAME]
+    address = ["--port", str(port), "--served-model-name", SERVED_NAME]
     command = [sys.executable, "-m", *start, *model, *address, *flags_of(settings), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -101,10 +103,10 @@ def serving(settings: Mapping[str, Any], *flags: str, start: Sequence[str] = ("e
                 raise EspalierError(f"{error}: {' '.join(log.read()[-500:].split())}") from None
             yield Server(port, process.pid, children_of(process.pid)[0])
         finally:
-            stop(process)
+            stop_process(process)
 
 
-def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
+def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> None:
     """Send SIGTERM and wait.  A server that still runs after `seconds` is killed, its engine with it; that raises
     EspalierError."""
     if process.poll() is None:
@@ -124,8 +126,8 @@ def free_port() -> int:
 
 
 def wait_until_served(process: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server accepts connections.  Raises EspalierError if it ends, or takes longer than START_S."""
-    end = time.monotonic() + START_S
+    """Wait until the server accepts connections.  Raises EspalierError if it ends or takes START_SECONDS."""
+    end = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         try:
             with socket.create_connection(("127.0.0.1", port)):
@@ -140,7 +142,7 @@ def children_of(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def exists(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether a process runs.  A zombie does not."""
     try:
         os.kill(pid, 0)
@@ -158,17 +160,17 @@ async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[Htt
     connections = [await connect(address) for _ in requests]
     try:
         # The server has accepted a connection once it has answered on it.
-        await _answered([connection.send(FIRST_REQUEST) for connection in connections])
+        await _gather_responses([connection.send(HEALTH_REQUEST) for connection in connections])
         pairs = zip(connections, requests, strict=True)
-        return await _answered([connection.send(request) for connection, request in pairs])
+        return await _gather_responses([connection.send(request) for connection, request in pairs])
     finally:
         for connection in connections:
             connection.transport.abort()
 
 
-async def _answered(ended: Sequence[asyncio.Future[HttpResponse]]) -> list[HttpResponse]:
+async def _gather_responses(ended: Sequence[asyncio.Future[HttpResponse]]) -> list[HttpResponse]:
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_SECONDS):
             return await asyncio.gather(*ended)
     except TimeoutError:
-        raise EspalierError(f"the server did not answer within {START_S:g} s; see its log") from None
+        raise EspalierError(f"the server did not answer within {START_SECONDS:g} s; see its log") from None

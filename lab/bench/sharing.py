@@ -1,12 +1,12 @@
-"""`python -m lab sharing`: on paper, what a batch gains if its rows go to the nodes that are likeliest to be reached.
+"""`python -m lab sharing`: a simulation of sharing out a batch's verify rows to the likeliest nodes of all requests.
 
-Pools of scored candidates are recorded at every token of a text, so that a replay can go on from any of them.  The
-replay shares out R rows a round over the running requests in several ways, and counts the tokens a round.
+Pools of scored candidates are recorded at every token of a text, so that a replay can continue from any token.  The
+replay shares out R rows per round over the running requests by several policies, and counts the tokens per round.
 """
 
 import sysconfig
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,27 @@ from espalier.request import SamplingParams
 from espalier.speculate import round as rounds
 from espalier.terminal.console import print_table, progress, write_json
 
-STEPS, TOPK, NODES = 7, 4, 64
-BATCHES = (4, 8, 16, 32, 64)
+TREE_STEPS, TREE_TOPK, TREE_NODES = 7, 4, 64
+BATCH_SIZES = (4, 8, 16, 32, 64)
 # Rows a request, with the root.
-ROWS = (4, 8, 16)
+ROWS_PER_REQUEST = (4, 8, 16)
 PROMPT_CHARACTERS = 600
-CHAT = (
+CHAT_FORMS = (
     "User: How do I {}?\nAssistant:",
     "User: Write a short note to a friend who wants to {}.\nAssistant:",
     "User: Explain in two sentences why people {}.\nAssistant:",
 )
-DOING = ("read a file", "bake bread", "sort a list", "learn to sail", "write a test", "keep bees", "open a socket")
-# Of the synthetic requests: how likely a request's draft is right at a depth.
-SKILLS = {
+CHAT_ACTIVITIES = (
+    "read a file",
+    "bake bread",
+    "sort a list",
+    "learn to sail",
+    "write a test",
+    "keep bees",
+    "open a socket",
+)
+# How likely the draft of a synthetic request is right at a depth; requests take these skills in turn.
+DRAFT_SKILLS = {
     "all 0.8": (0.8,),
     "half 0.95, half 0.3": (0.95, 0.3),
     "a tenth noise": (0.8,) * 9 + (0.02,),
@@ -44,11 +52,11 @@ POLICIES = ("even", "raw", "pooled", "shared", "oracle")
 
 
 @dataclass(frozen=True)
-class Pools:
-    """The pools of one request: [T, N] each, N candidates at each of T tokens, a parent before its children.
+class CandidatePools:
+    """The pools of one request, [T, N] each: N candidates at each of T tokens, a parent before its children.
 
-    parents: -1 for the root; depths: from 1; ranks: among siblings, from 0; logp: given the parent, -inf for none;
-    on_path: whether the text goes on over it.
+    parents: -1 for the root; depths: from 1; ranks: among siblings, from 0; logp: given the parent, -inf without a
+    candidate; on_path: whether the text continues over the candidate.
     """
 
     parents: np.ndarray
@@ -63,28 +71,28 @@ class Pools:
 
 def run(args: Namespace) -> None:
     """Raises EspalierError for fewer requests than the largest batch."""
-    least = BATCHES[-1]
+    least = BATCH_SIZES[-1]
     require_number("--requests", args.requests, lambda count: count >= least, f"{least} or more")
-    recorded = {"bundled model": record(args.requests, args.tokens)}
+    recorded = {"bundled model": record_pools(args.requests, args.tokens)}
     rng = np.random.default_rng(0)
-    for name, skills in SKILLS.items():
+    for name, skills in DRAFT_SKILLS.items():
         for knows in (True, False):
             label = f"{name}, draft {'knows' if knows else 'does not know'} its skill"
-            made = [synthetic(rng, skills[i % len(skills)], knows) for i in range(args.requests)]
+            made = [synthetic_pools(rng, skills[i % len(skills)], knows) for i in range(args.requests)]
             recorded[label] = made
     rows = []
-    with progress("replaying", len(recorded) * len(BATCHES) * len(ROWS)) as advance:
+    with progress("replaying", len(recorded) * len(BATCH_SIZES) * len(ROWS_PER_REQUEST)) as advance:
         for name, pools in recorded.items():
-            for batch in BATCHES:
-                for width in ROWS:
-                    cell = {policy: replay(pools, batch, width, policy) for policy in POLICIES}
+            for batch in BATCH_SIZES:
+                for width in ROWS_PER_REQUEST:
+                    cell = {policy: replay_batches(pools, batch, width, policy) for policy in POLICIES}
                     rows.append({"requests": name, "batch": batch, "rows": width, **cell})
                     advance()
     write_json(args.json, {"sharing": rows})
-    print_table(_table(rows))
+    print_table(_sharing_table(rows))
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _sharing_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     names = ["draft's scores", "calibrated", "and by request", "oracle"]
     made = [["requests", "batch", "rows a request", "even: tokens a round and request", *names]]
     for row in rows:
@@ -96,17 +104,17 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 # Recording
 
 
-def record(requests: int, tokens: int) -> list[Pools]:
-    """Pools of the model's own greedy text: of held-out code, other code, prose and chats."""
-    tree = SpeculationConfig(steps=STEPS, topk=TOPK, num_draft_tokens=NODES, by_batch={})
+def record_pools(requests: int, tokens: int) -> list[CandidatePools]:
+    """Record pools of the bundled model's greedy text, after prompts of code, prose and chats."""
+    tree = SpeculationConfig(steps=TREE_STEPS, topk=TREE_TOPK, num_draft_tokens=TREE_NODES, by_batch={})
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with (
         LLM("bundled", speculation=tree, overlap=False, prefix_cache=False) as llm,
         patch.object(rounds, "accept", accept_nothing(rounds.accept)),
     ):
         assert llm.tokenizer is not None
-        prompts = [llm.tokenizer.encode(text) for text in prompts_of(requests)]
-        found: list[Pools] = []
+        prompts = [llm.tokenizer.encode(text) for text in mixed_prompts(requests)]
+        found: list[CandidatePools] = []
         for first in range(0, len(prompts), 16):
             driven = drive(llm.engine, prompts[first : first + 16], params)
             found += [pools_of(driven.traces[r.id]) for r in driven.requests]
@@ -118,14 +126,16 @@ def accept_nothing(accept: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tree, picks, finite, deepest, *rest: accept(tree, picks, finite, deepest.clamp(max=0), *rest)
 
 
-def prompts_of(count: int) -> list[str]:
-    """Held-out code, other code, prose and chats."""
+def mixed_prompts(count: int) -> list[str]:
+    """Returns `count` prompts of held-out code, other code, prose and chats."""
     held_out = [entry["prompt"] for entry in heldout_json()]
     library = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text(errors="ignore")[2000 : 2000 + PROMPT_CHARACTERS] for path in sorted(library.glob("*.py"))]
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-    prose = [text for path in pages for text in _cut(path.read_text())]
-    chats = [form.format(doing) for doing in DOING for form in CHAT]
+    texts = [path.read_text() for path in pages]
+    cuts = [(text, i) for text in texts for i in range(1000, len(text) - PROMPT_CHARACTERS, 6 * PROMPT_CHARACTERS)]
+    prose = [text[first : first + PROMPT_CHARACTERS] for text, first in cuts]
+    chats = [form.format(doing) for doing in CHAT_ACTIVITIES for form in CHAT_FORMS]
     kinds = [held_out, [text for text in code if len(text) == PROMPT_CHARACTERS], prose, chats]
     shares = (0.3, 0.3, 0.3, 0.1)
     return [
@@ -136,18 +146,15 @@ def prompts_of(count: int) -> list[str]:
     ]
 
 
-def _cut(text: str) -> Iterator[str]:
-    for first in range(1000, len(text) - PROMPT_CHARACTERS, 6 * PROMPT_CHARACTERS):
-        yield text[first : first + PROMPT_CHARACTERS]
-
-
-def pools_of(traces: Sequence[RoundTrace]) -> Pools:
+def pools_of(traces: Sequence[RoundTrace]) -> CandidatePools:
     """traces: of one request, a token each."""
     text = [trace.emitted[0] for trace in traces]
-    return _stacked([_pool(trace, text[at:]) for at, trace in enumerate(traces[: len(traces) - STEPS])])
+    return _stack_pools(
+        [_pool_of_trace(trace, text[at:]) for at, trace in enumerate(traces[: len(traces) - TREE_STEPS])]
+    )
 
 
-def _pool(trace: RoundTrace, text: Sequence[int]) -> Pools:
+def _pool_of_trace(trace: RoundTrace, text: Sequence[int]) -> CandidatePools:
     tree = trace.tree
     parents = np.array(tree.parents[1:]) - 1
     depths, scores = np.array(tree.depths[1:]), np.array(tree.scores)
@@ -157,25 +164,25 @@ def _pool(trace: RoundTrace, text: Sequence[int]) -> Pools:
     for at, (token, parent, depth) in enumerate(zip(tree.tokens[1:], parents, depths, strict=True)):
         on_path[at] = token == text[depth - 1] and (parent < 0 or on_path[parent])
     logp = np.where(np.isinf(scores[1:]), -np.inf, np.minimum(scores[1:] - scores[parents + 1], 0))
-    return Pools(parents, depths, ranks, logp, on_path)
+    return CandidatePools(parents, depths, ranks, logp, on_path)
 
 
-def _stacked(pools: Sequence[Pools]) -> Pools:
-    return Pools(*(np.stack([vars(pool)[name] for pool in pools]) for name in vars(pools[0])))
+def _stack_pools(pools: Sequence[CandidatePools]) -> CandidatePools:
+    return CandidatePools(*(np.stack([vars(pool)[name] for pool in pools]) for name in vars(pools[0])))
 
 
-def synthetic(rng: np.random.Generator, skill: float, knows: bool, tokens: int = 64) -> Pools:
+def synthetic_pools(rng: np.random.Generator, skill: float, knows_skill: bool, tokens: int = 64) -> CandidatePools:
     """A request whose draft's best token is right with a probability of mean `skill`, which varies by place.
 
     knows: whether the draft's scores are these probabilities; else every draft is as sure as one of skill 0.7.
     """
     parents, depths, ranks = _full_tree()
-    size = (tokens, STEPS)
+    size = (tokens, TREE_STEPS)
     sure = rng.beta(4 * skill, 4 * (1 - skill), size)
-    right = np.where(rng.random(size) < sure, 0, 1 + rng.integers(0, 2 * TOPK, size))
-    said = sure if knows else rng.beta(2.8, 1.2, size)
+    right = np.where(rng.random(size) < sure, 0, 1 + rng.integers(0, 2 * TREE_TOPK, size))
+    said = sure if knows_skill else rng.beta(2.8, 1.2, size)
     # The rest of the probability falls by half from rank to rank.
-    share = np.concatenate([said[..., None], (1 - said)[..., None] * 0.5 ** np.arange(1, TOPK)], -1)
+    share = np.concatenate([said[..., None], (1 - said)[..., None] * 0.5 ** np.arange(1, TREE_TOPK)], -1)
     logp = np.log(np.clip(share, 1e-6, 1))[:, depths - 1, ranks]
     is_right = ranks == right[:, depths - 1]
     on_path = np.zeros_like(is_right)
@@ -183,7 +190,7 @@ def synthetic(rng: np.random.Generator, skill: float, knows: bool, tokens: int =
         on_path[:, at] = is_right[:, at] & (on_path[:, parent] if parent >= 0 else True)
     shape = logp.shape
     parents, depths, ranks = (np.broadcast_to(value, shape) for value in (parents, depths, ranks))
-    return Pools(parents, depths, ranks, logp, on_path)
+    return CandidatePools(parents, depths, ranks, logp, on_path)
 
 
 def _full_tree() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -192,43 +199,43 @@ def _full_tree() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     depths: list[int] = []
     ranks: list[int] = []
     above = [-1]
-    for depth in range(1, STEPS + 1):
+    for depth in range(1, TREE_STEPS + 1):
         made = []
         for parent in above:
-            for rank in range(TOPK):
+            for rank in range(TREE_TOPK):
                 made.append((len(parents), rank))
                 parents.append(parent)
                 depths.append(depth)
                 ranks.append(rank)
-        above = [node for node, rank in made[:TOPK] if rank < 2]
+        above = [node for node, rank in made[:TREE_TOPK] if rank < 2]
     return np.array(parents), np.array(depths), np.array(ranks)
 
 
 # Replaying
 
 
-class Survival:
-    """Learns by depth and rank how often a node follows, beside what the draft says, and by request.
+class AcceptanceRates:
+    """Calibrates the draft's probabilities by depth and rank, and by request.
 
-    predicted, found: decayed sums of what was said of nodes whose parent was accepted, and of how often it was so.
+    predicted, found: decayed sums, over nodes whose parent was accepted, of the draft's probability and of acceptance.
     """
 
     PRIOR, DECAY, OWN_DECAY = 8.0, 0.999, 0.9
 
     def __init__(self, batch: int):
-        self.predicted = np.full((STEPS + 1, TOPK), self.PRIOR)
+        self.predicted = np.full((TREE_STEPS + 1, TREE_TOPK), self.PRIOR)
         self.found = self.predicted.copy()
         self.own_predicted = np.full(batch, self.PRIOR / 4)
         self.own_found = self.own_predicted.copy()
 
-    def of(self, pools: Pools, by_request: bool) -> np.ndarray:
+    def of(self, pools: CandidatePools, by_request: bool) -> np.ndarray:
         """[B, N]: log-probability of each node, given its parent."""
         factor = self.found[pools.depths, pools.ranks] / self.predicted[pools.depths, pools.ranks]
         if by_request:
             factor = factor * (self.own_found / self.own_predicted)[:, None]
         return np.minimum(pools.logp + np.log(np.maximum(factor, 1e-6)), 0)
 
-    def learn(self, pools: Pools, selected: np.ndarray) -> None:
+    def count_round(self, pools: CandidatePools, selected: np.ndarray) -> None:
         """Count a round.  selected: [B, N], the nodes that were verified."""
         above = np.take_along_axis(pools.on_path, np.maximum(pools.parents, 0), 1) | (pools.parents < 0)
         seen = selected & above & np.isfinite(pools.logp)
@@ -242,19 +249,21 @@ class Survival:
         self.own_predicted = prior + (self.own_predicted - prior) * self.OWN_DECAY + (said * seen).sum(1)
         self.own_found = prior + (self.own_found - prior) * self.OWN_DECAY + (pools.on_path & seen).sum(1)
 
-    def renew(self, row: int) -> None:
+    def reset_request(self, row: int) -> None:
         self.own_predicted[row] = self.own_found[row] = self.PRIOR / 4
 
 
-def replay(recorded: Sequence[Pools], batch: int, width: int, policy: str) -> float:
+def replay_batches(recorded_pools: Sequence[CandidatePools], batch: int, rows_per_request: int, policy: str) -> float:
     """Tokens a round and request, at `width` rows a request with its root, while the batch is full."""
-    waiting = list(np.random.default_rng(1).permutation(len(recorded)))
-    running = [(recorded[waiting.pop()], 0) for _ in range(min(batch, len(waiting)))]
-    survival, tokens, count = Survival(batch), 0, 0
+    waiting = list(np.random.default_rng(1).permutation(len(recorded_pools)))
+    running = [(recorded_pools[waiting.pop()], 0) for _ in range(min(batch, len(waiting)))]
+    survival, tokens, count = AcceptanceRates(batch), 0, 0
     while len(running) == batch:
-        at = _stacked([Pools(*(value[place] for value in vars(pools).values())) for pools, place in running])
-        selected = select(at, batch * (width - 1), policy, survival)
-        survival.learn(at, selected)
+        at = _stack_pools(
+            [CandidatePools(*(value[place] for value in vars(pools).values())) for pools, place in running]
+        )
+        selected = select_nodes(at, batch * (rows_per_request - 1), policy, survival)
+        survival.count_round(at, selected)
         accepted = (selected & at.on_path).sum(1)
         tokens, count = tokens + int(accepted.sum()) + batch, count + batch
         running = [(pools, place + 1 + got) for (pools, place), got in zip(running, accepted.tolist(), strict=True)]
@@ -262,12 +271,12 @@ def replay(recorded: Sequence[Pools], batch: int, width: int, policy: str) -> fl
             if place >= len(pools):
                 if not waiting:
                     return tokens / count
-                running[row] = recorded[waiting.pop()], 0
-                survival.renew(row)
+                running[row] = recorded_pools[waiting.pop()], 0
+                survival.reset_request(row)
     return tokens / max(count, 1)
 
 
-def select(pools: Pools, rows: int, policy: str, survival: Survival) -> np.ndarray:
+def select_nodes(pools: CandidatePools, rows: int, policy: str, survival: AcceptanceRates) -> np.ndarray:
     """[B, N]: the nodes that are verified, `rows` of them in all."""
     given = survival.of(pools, policy == "shared") if policy in ("pooled", "shared") else pools.logp
     if policy == "oracle":
@@ -282,9 +291,9 @@ def select(pools: Pools, rows: int, policy: str, survival: Survival) -> np.ndarr
     return selected & np.isfinite(scores)
 
 
-def path_scores(pools: Pools, given: np.ndarray) -> np.ndarray:
-    scores = given.copy()
-    for depth in range(2, STEPS + 1):
+def path_scores(pools: CandidatePools, node_logp: np.ndarray) -> np.ndarray:
+    scores = node_logp.copy()
+    for depth in range(2, TREE_STEPS + 1):
         above = np.take_along_axis(scores, np.maximum(pools.parents, 0), 1)
-        scores = np.where(pools.depths == depth, given + above, scores)
+        scores = np.where(pools.depths == depth, node_logp + above, scores)
     return scores

@@ -15,13 +15,13 @@ from typing import Any
 from rich.text import Text
 
 from espalier.terminal.console import stdout, write_json
-from lab.bench.server import NAME, Server, children_of, exists, serving
+from lab.bench.server import SERVED_NAME, Server, children_of, is_running, running_server
 from lab.shape_flags import seed_of
 
 # A request without a response after this time counts as unanswered.
-ANSWER_S = 240.0
+ANSWER_SECONDS = 240.0
 # Kinds of requests, and how often each is sent relative to the others.
-KINDS = {
+KIND_WEIGHTS = {
     "stream": 8,
     "whole": 4,
     "leaves early": 4,
@@ -30,15 +30,15 @@ KINDS = {
     "too long": 1,
     "bad": 1,
 }
-PROMPTS = ("def f(x):\n    ", "class Stack:\n    ", "import os\n", "for i in range(10):\n    ", "x = {")
+PROMPT_PIECES = ("def f(x):\n    ", "class Stack:\n    ", "import os\n", "for i in range(10):\n    ", "x = {")
 
 
 @dataclass
-class Tally:
+class RequestCounts:
     """Counts of requests.
 
-    kinds: sent, by kind; statuses: of the responses that were read; disconnects: requests that left early; unanswered:
-    requests that stayed and got no complete response.
+    kinds: sent requests by kind; statuses: of the responses that were read; disconnects: requests whose client left
+    early; unanswered: requests that got no complete response although their client stayed.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Soaked:
+class SoakFigures:
     """The counts at the end.  leaked_pages: still owned by requests; leaked_processes: still running."""
 
     requests: int
@@ -62,12 +62,12 @@ class Soaked:
     leaked_processes: int
 
 
-class Client:
+class SoakClient:
     """Sends one request over its own socket, so that it can disconnect at any time."""
 
-    def __init__(self, server: Server, chance: random.Random, tally: Tally):
+    def __init__(self, server: Server, rng: random.Random, tally: RequestCounts):
         self.port = server.port
-        self.chance = chance
+        self.chance = rng
         self.tally = tally
 
     async def run(self, kind: str) -> None:
@@ -80,17 +80,17 @@ class Client:
             writer.write(head + about.encode() + body)
             await writer.drain()
             if kind.startswith("leaves"):
-                await self._leave(kind, reader)
+                await self._disconnect_early(kind, reader)
             else:
-                await self._stay(kind, reader)
+                await self._read_response(kind, reader)
         finally:
             writer.close()
 
     def _body(self, kind: str) -> dict[str, Any]:
         chance = self.chance
         body: dict[str, Any] = {
-            "model": NAME,
-            "prompt": chance.choice(PROMPTS) * chance.randint(1, 8),
+            "model": SERVED_NAME,
+            "prompt": chance.choice(PROMPT_PIECES) * chance.randint(1, 8),
             "max_tokens": chance.randint(1, 48),
             "temperature": chance.choice((0, 0.8)),
             "stream": kind != "whole" and kind != "leaves while waiting",
@@ -106,17 +106,17 @@ class Client:
             body["stop"] = chance.choice(("return", "\n\n"))
         return body
 
-    async def _leave(self, kind: str, reader: asyncio.StreamReader) -> None:
+    async def _disconnect_early(self, kind: str, reader: asyncio.StreamReader) -> None:
         self.tally.disconnects += 1
         if kind == "leaves while waiting":
             await asyncio.sleep(self.chance.random() / 2)
         else:
             await reader.read(self.chance.randint(1, 2000))
 
-    async def _stay(self, kind: str, reader: asyncio.StreamReader) -> None:
+    async def _read_response(self, kind: str, reader: asyncio.StreamReader) -> None:
         answer = bytearray()
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 while part := await reader.read(64 if kind == "slow reader" else 65536):
                     answer += part
                     if kind == "slow reader":
@@ -126,7 +126,7 @@ class Client:
             return
         status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
         self.tally.statuses[status] += 1
-        # Marks that only a complete response has: a stream that was cut off has none of them.
+        # Only a complete response contains one of these.
         ended = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
         if not any(mark in answer for mark in ended):
             self.tally.unanswered += 1
@@ -134,22 +134,22 @@ class Client:
 
 def run(args: Namespace, settings: Mapping[str, Any]) -> int:
     """Print the counts.  1 if a request was left unanswered, or anything leaked."""
-    counts = soak(settings, args.soak, seed_of(settings))
+    counts = soak_server(settings, args.soak, seed_of(settings))
     write_json(args.json, {"soak": asdict(counts)})
     for name, value in asdict(counts).items():
         stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))
     return int(bool(counts.unanswered or counts.leaked_pages or counts.leaked_processes))
 
 
-def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
+def soak_server(settings: Mapping[str, Any], count: int, seed: int) -> SoakFigures:
     """Send `count` requests at random times, then count what is left."""
-    chance, tally = random.Random(seed), Tally()
-    with serving(settings, "--max-queue", str(max(count // 4, 8))) as server:
-        asyncio.run(_send(server, count, chance, tally))
+    chance, tally = random.Random(seed), RequestCounts()
+    with running_server(settings, "--max-queue", str(max(count // 4, 8))) as server:
+        asyncio.run(_send_all(server, count, chance, tally))
         metrics = asyncio.run(_metrics_when_idle(server))
         # With several ranks, the engine's children are the others.
         pids = server.pid, server.engine_pid, *children_of(server.engine_pid)
-    return Soaked(
+    return SoakFigures(
         requests=count,
         answered=sum(tally.statuses.values()),
         errors_given={status: number for status, number in sorted(tally.statuses.items()) if status != 200},
@@ -158,16 +158,16 @@ def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
         slow_readers=tally.kinds["slow reader"],
         unanswered=tally.unanswered,
         leaked_pages=int(metrics['espalier_pages{state="owned"}']),
-        leaked_processes=sum(exists(pid) for pid in pids),
+        leaked_processes=sum(is_running(pid) for pid in pids),
     )
 
 
-async def _send(server: Server, count: int, chance: random.Random, tally: Tally) -> None:
-    kinds = chance.choices(list(KINDS), list(KINDS.values()), k=count)
+async def _send_all(server: Server, count: int, rng: random.Random, tally: RequestCounts) -> None:
+    kinds = rng.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()), k=count)
 
     async def one(kind: str) -> None:
-        await asyncio.sleep(chance.random() * count / 10)
-        await Client(server, random.Random(chance.random()), tally).run(kind)
+        await asyncio.sleep(rng.random() * count / 10)
+        await SoakClient(server, random.Random(rng.random()), tally).run(kind)
 
     results = await asyncio.gather(*(one(kind) for kind in kinds), return_exceptions=True)
     tally.unanswered += sum(isinstance(result, BaseException) for result in results)

@@ -1,7 +1,7 @@
-"""`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
+"""`python -m lab sources`: a draft with other sources, compared with the draft and each source alone.
 
-All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.  On a
-CPU the seconds are processor time, which other processes do not take.
+The bundled model runs.  All engines are loaded at once and take turns at every prompt, so a busy machine slows them
+equally.  On a CPU the seconds are processor time, which does not depend on other processes.
 "choosing" is the share of the time in which nodes are scored, merged, shared out and counted.
 """
 
@@ -26,7 +26,7 @@ from espalier.speculate.tree import Tree
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, progress, write_json
 
-VARIANTS: dict[str, dict[str, Any]] = {
+SOURCE_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"steps": 0},
     "ngram": {"algorithm": "ngram"},
     "eagle3": {"sources": "none"},
@@ -34,8 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3 + text + index": {"sources": "text,index"},
     "ngram + index": {"algorithm": "ngram", "sources": "index"},
 }
-# What a round does for the sources beside the draft and for calibrated scores.
-CHOOSERS = (
+# Functions of a round that serve the other sources and calibrated scores.
+TIMED_FUNCTIONS = (
     (PathMergingDrafter, "_merge_paths"),
     (PathMergingDrafter, "_tree_of_guesses"),
     (Tree, "best_nodes"),
@@ -43,13 +43,13 @@ CHOOSERS = (
     (GuessSources, "launch_fields"),
     (GuessSources, "count_correct_guesses"),
 )
-EDITS = 10
+NUM_EDITS = 10
 PROSE_CHARACTERS = 600
 
 
 @dataclass
-class Total:
-    """choosing: of these seconds, those of CHOOSERS."""
+class VariantTotal:
+    """Sums of one variant.  choosing: the seconds that were spent in TIMED_FUNCTIONS."""
 
     seconds: float
     choosing: float
@@ -57,37 +57,41 @@ class Total:
     stats: SpeculationStats
 
 
-def clock() -> float:
+def clock_seconds() -> float:
     return perf_counter() if torch.cuda.is_available() else process_time()
 
 
 def run(args: Namespace) -> None:
-    cases = {"code": code(args.prompts), "prose": prose(args.prompts), "edited file": edited(args.prompts)}
+    cases = {
+        "code": code_prompts(args.prompts),
+        "prose": prose_prompts(args.prompts),
+        "edited file": edited_file_prompts(args.prompts),
+    }
     asked = [(name, temperature) for name in cases for temperature in (0.0, 1.0)]
     rows = []
     with progress("measuring", len(asked)) as advance:
         for name, temperature in asked:
             params = SamplingParams(temperature=temperature, max_tokens=args.tokens, ignore_eos=True, seed=1)
-            rows += measure(cases[name], params, {"text": name, "temperature": temperature})
+            rows += measure_variants(cases[name], params, {"text": name, "temperature": temperature})
             advance()
     write_json(args.json, {"sources": rows})
     names = ["text", "temperature", "drafts", "tokens/s", "of eagle3", "of ngram", "choosing", "accept length"]
     print_table([names, *([str(value) for value in row.values()] for row in rows)])
 
 
-def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
-    totals = {name: Total(0.0, 0.0, 0, SpeculationStats()) for name in VARIANTS}
+def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
+    totals = {name: VariantTotal(0.0, 0.0, 0, SpeculationStats()) for name in SOURCE_VARIANTS}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(_llm(variant)) for name, variant in VARIANTS.items()}
-        spent = stack.enter_context(timed(CHOOSERS))
+        engines = {name: stack.enter_context(_llm_of_variant(variant)) for name, variant in SOURCE_VARIANTS.items()}
+        spent = stack.enter_context(time_functions(TIMED_FUNCTIONS))
         for llm in engines.values():
             llm.generate("warm", SamplingParams(max_tokens=8))
         for prompt in prompts:
             said = set()
             for name, llm in engines.items():
-                begun, before = clock(), sum(spent)
+                begun, before = clock_seconds(), sum(spent)
                 [output] = llm.generate(prompt, params)
-                totals[name].seconds += clock() - begun
+                totals[name].seconds += clock_seconds() - begun
                 totals[name].choosing += sum(spent) - before
                 totals[name].tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
@@ -109,15 +113,15 @@ def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any
 
 
 @contextmanager
-def timed(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
-    """The seconds of each call of these functions, of which none calls another."""
+def time_functions(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
+    """Record the seconds of each call of these functions.  None of them calls another."""
     spent: list[float] = []
 
     def watched(right: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            begun = clock()
+            begun = clock_seconds()
             made = right(*args)
-            spent.append(clock() - begun)
+            spent.append(clock_seconds() - begun)
             return made
 
         return call
@@ -128,29 +132,29 @@ def timed(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
         yield spent
 
 
-def _llm(variant: dict[str, Any]) -> LLM:
+def _llm_of_variant(variant: dict[str, Any]) -> LLM:
     speculation = None if variant == {"steps": 0} else SpeculationConfig(**variant)
     drafts: dict[str, Any] = {} if variant.get("algorithm") == "ngram" or speculation is None else {"draft": "bundled"}
     return LLM("bundled", **drafts, threads=1, speculation=speculation)
 
 
-def code(count: int) -> list[str]:
+def code_prompts(count: int) -> list[str]:
     return [entry["prompt"] for entry in heldout_json()[:count]]
 
 
-def prose(count: int) -> list[str]:
+def prose_prompts(count: int) -> list[str]:
     pages = [page.read_text() for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
     return [page[2000 : 2000 + PROSE_CHARACTERS] for page in pages if len(page) > 2 * PROSE_CHARACTERS][:count]
 
 
-def edited(count: int) -> list[str]:
-    """A file that is edited again and again, and continued each time: what an agent's loop asks for."""
+def edited_file_prompts(count: int) -> list[str]:
+    """Returns versions of edited files, as an agent's loop sends them: after each edit the file is a prompt."""
     files = [entry["prompt"] + entry["reference"] for entry in heldout_json()[: max(1, count // 4)]]
-    return [edit for text in files for edit in _edits(text)]
+    return [edit for text in files for edit in _edited_versions(text)]
 
 
-def _edits(text: str) -> Iterator[str]:
+def _edited_versions(text: str) -> Iterator[str]:
     lines = text.splitlines()
-    for edit in range(EDITS):
+    for edit in range(NUM_EDITS):
         lines[edit % len(lines)] += f"  # {edit}"
         yield "\n".join(lines) + "\n"

@@ -26,16 +26,16 @@ from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from espalier.startup.load import build_engine_of_models
 from lab.bench.instrument import count_kernels
-from lab.synthetic.checkpoint import Recipe, build, total_bytes
-from lab.synthetic.quantised import require_stored
+from lab.synthetic.checkpoint import Recipe, build_models, total_bytes
+from lab.synthetic.quantised import require_format_fits
 
 # The draft's skill is chosen for an accept length at this tree.
-TREE = (5, 8, 64)
-ACCEPT_LENGTH = 4.0
+ACCEPT_LENGTH_TREE = (5, 8, 64)
+DEFAULT_ACCEPT_LENGTH = 4.0
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupCost:
     """The cost of starting an engine.
 
     seconds: to measure pages, build and capture; graphs_bytes: of the CUDA graphs' memory pool; kernels: in the graph
@@ -49,7 +49,7 @@ class Start:
     kernels: int | None
 
 
-RunningEngine = tuple[Engine, Start]
+RunningEngine = tuple[Engine, StartupCost]
 
 
 class OneBucket(RoundLayout):
@@ -59,27 +59,27 @@ class OneBucket(RoundLayout):
         return (max_batch_size,) if max_batch_size else ()
 
 
-def recipe_of(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
-    """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
+def recipe_with_accept_length(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
+    """Returns the recipe of a named shape whose draft reaches this accept length with ACCEPT_LENGTH_TREE.
 
-    fields: see recipe_with.  With a block_size below TREE's steps, the accept length is that of as many steps.
+    accept_length: None for DEFAULT_ACCEPT_LENGTH.  fields: see recipe_of_shape.  With a block_size below the tree's
+    steps, the accept length is that of as many steps.
     Raises EspalierError also for an accept length that no draft reaches.
     """
-    recipe, (steps, topk, nodes) = recipe_with(shape, seed, **fields), TREE
+    recipe, (steps, topk, nodes) = recipe_of_shape(shape, seed, **fields), ACCEPT_LENGTH_TREE
     if fields.get("accept_lengths") is not None:
         if accept_length is not None:
             raise EspalierError("--accept-lengths and --accept-length both set how good the draft is; leave one out")
         return recipe
-    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    wanted = DEFAULT_ACCEPT_LENGTH if accept_length is None else accept_length
     return recipe.with_accept_length(wanted, min(steps, recipe.block_size or steps), topk, nodes)
 
 
-def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
-    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut;
-    accept_lengths: as of Recipe.with_acceptance.
+def recipe_of_shape(shape: str, seed: int, **fields: Any) -> Recipe:
+    """Returns the recipe of a named shape with these fields of Recipe; None: the field's default.
 
-    Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
-    not stored in.
+    layers: see Shape.with_layers; accept_lengths: see Recipe.with_acceptance.  Raises EspalierError for an unknown
+    shape, for fields that do not fit together, and for a weight format that the shape does not have.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     mtp_layers, block_size, block_fade = (given.get(name) for name in ("mtp_layers", "block_size", "block_fade"))
@@ -102,13 +102,13 @@ def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
     if layers is not None:
         found = found.with_layers(layers)
     if "weights" in given:
-        require_stored(found.target, given["weights"])
+        require_format_fits(found.target, given["weights"])
     recipe = Recipe(found, seed, **given)
     return recipe if by_depth is None else recipe.with_acceptance(by_depth)
 
 
 class SyntheticModels:
-    """The target and the draft of a recipe.  seconds: taken to make them; weights_bytes: their size."""
+    """The target and the draft of a recipe.  seconds: the time to make them; weights_bytes: their size."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
         self.recipe, self.dtype, self.device = recipe, dtype, device
@@ -117,7 +117,7 @@ class SyntheticModels:
 
     def make(self, position_rows: int) -> None:
         begun = perf_counter()
-        self.target, self.draft = build(self.recipe, self.dtype, self.device, position_rows)
+        self.target, self.draft = build_models(self.recipe, self.dtype, self.device, position_rows)
         # Without a draft nothing reads the captured hidden states.
         self.plain = copy.copy(self.target)
         self.plain.captured_layers = ()
@@ -132,7 +132,7 @@ class SyntheticModels:
 
     @property
     def title(self) -> str:
-        """One line for the top of a table or a plot."""
+        """Returns one line of text about the models, for the top of a table or a plot."""
         kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
         size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.recipe.shape.target.experts else ""
@@ -146,14 +146,9 @@ class SyntheticModels:
         return total_bytes(tensors) + total_bytes(draft_tensors)
 
     def engine(
-        self,
-        layout: RoundLayout,
-        attention: str | None,
-        overlap: bool,
-        all_buckets: bool = False,
-        **chosen: Any,
+        self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False, **chosen: Any
     ) -> AbstractContextManager[RunningEngine]:
-        """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
+        """Opens an engine of this layout, with pages for a full batch of full contexts; closed at the end of the block.
 
         steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
         largest; chosen: fields of ResolvedConfig that differ; "auto" is the default.
@@ -173,7 +168,7 @@ class SyntheticModels:
         return self._running(partial(assemble_engine, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
 
     def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
-        """The engine that LLM builds of a configuration, with the device and the dtype of these models.
+        """Opens the engine that LLM builds for a configuration, with the device and the dtype of these models.
 
         num_pages: set by the user; None: on a GPU, as many as fit.
         """
@@ -190,7 +185,7 @@ class SyntheticModels:
         engine = build()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        start = _start(engine, perf_counter() - begun)
+        start = _startup_cost(engine, perf_counter() - begun)
         try:
             yield engine, start
         finally:
@@ -201,7 +196,7 @@ class SyntheticModels:
                 torch.cuda.empty_cache()
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-        """Prompts that follow the chain, each from its own random place."""
+        """Returns prompts of these lengths that follow the chain, each from a random place."""
         generator = torch.Generator().manual_seed(seed)
         places = torch.randint(0, self.chain.size, (len(lengths),), generator=generator)
         steps = [torch.arange(length) * self.chain.shifts[0] for length in lengths]
@@ -213,18 +208,18 @@ class SyntheticModels:
         return self.chain.token_at(self.chain.place[prompt[-1]] + steps).tolist() == list(output)
 
 
-def _start(engine: Engine, seconds: float) -> Start:
+def _startup_cost(engine: Engine, seconds: float) -> StartupCost:
     runner, executor = engine.executor.runner, engine.executor
-    pages = _bytes([*runner.pages.target, *runner.pages.draft])
-    staging = _bytes(runner.cache.staging.stacks)
+    pages = _stack_bytes([*runner.pages.target, *runner.pages.draft])
+    staging = _stack_bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
-        return Start(seconds, pages, staging, None, None)
+        return StartupCost(seconds, pages, staging, None, None)
     largest = executor.graphs[executor.runner.layout.round_forms(executor.captured_buckets[-1:])[0]].graph
     pool = tuple(largest.pool())
     segments = torch.cuda.memory_snapshot()
     held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
-    return Start(seconds, pages, staging, held, count_kernels(largest))
+    return StartupCost(seconds, pages, staging, held, count_kernels(largest))
 
 
-def _bytes(stacks: Sequence[LayerStack]) -> int:
+def _stack_bytes(stacks: Sequence[LayerStack]) -> int:
     return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.stacked)

@@ -28,12 +28,12 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import with_minimum
-from lab.bench.forward_timer import ForwardTimer, timed_engine
-from lab.bench.plot import Bars, plot
+from lab.bench.forward_timer import ForwardTimer, engine_with_timers
+from lab.bench.plot import Bars, plot_bars
 
 
 @dataclass(frozen=True)
-class Cell:
+class TreeVsPlain:
     """One batch size and context.
 
     tree: of a round of this batch; by default an engine changes it by batch.
@@ -66,10 +66,10 @@ class RoundBench:
         self.tree_engine: Engine = self.tree.engine
         self.timers: list[ForwardTimer] = []
         if self.tree.config.device == "cpu":
-            self.tree_engine, self.timers = timed_engine(self.tree_engine)
-        self.transformers = _transformers(self.tree) if compare else None
+            self.tree_engine, self.timers = engine_with_timers(self.tree_engine)
+        self.transformers = _transformers_timer(self.tree) if compare else None
 
-    def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> Cell:
+    def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> TreeVsPlain:
         """Medians over repeats, after one warm-up of each.  Plain decoding, the tree and transformers take turns."""
         prompts = heldout_contexts(self.tree, batch, context)
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
@@ -82,7 +82,7 @@ class RoundBench:
             if self.transformers is not None:
                 others.append(self.transformers(prompts, num_tokens))
         shape = self.tree_engine.layout.for_batch(batch).tree
-        return _cell(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
+        return _compare_runs(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
 
     @staticmethod
     def _run(
@@ -98,38 +98,38 @@ class RoundBench:
         self.plain.close()
 
 
-def _cell(
+def _compare_runs(
     batch: int,
     context: int,
-    shape: TreeShape,
+    tree_shape: TreeShape,
     plain: list[DriveResult],
     tree: list[DriveResult],
-    others: list[float],
+    transformers_seconds: list[float],
     num_tokens: int,
-) -> Cell:
+) -> TreeVsPlain:
     round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
     plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
     forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_steps) for run in tree)
     is_timed = any(run.forward_seconds for run in tree)
     same = sum(a == b for a, b in zip(plain[0].tokens, tree[0].tokens, strict=True))
-    return Cell(
+    return TreeVsPlain(
         batch=batch,
         context=context,
-        tree=shape,
+        tree=tree_shape,
         round_ms=round_ms,
         plain_token_ms=token_ms,
         ratio=round_ms / token_ms,
         accept_length=tree[0].stats.accept_length,
         plain_tokens_per_second=plain_speed,
         tree_tokens_per_second=tree_speed,
-        transformers_tokens_per_second=num_tokens / median(others) if others else None,
+        transformers_tokens_per_second=num_tokens / median(transformers_seconds) if transformers_seconds else None,
         speedup=tree_speed / plain_speed,
         outside_forwards=1 - forwards if is_timed else None,
         identical=same,
     )
 
 
-def _transformers(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
+def _transformers_timer(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
     """A function that returns the seconds transformers.generate takes for a batch of prompts of one length."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -169,7 +169,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     require_positions(
         ModelEngines(settings).positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}"
     )
-    cells: list[Cell] = []
+    cells: list[TreeVsPlain] = []
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config
     tree = f"{config.layout.tree}, {config.dtype}"
@@ -181,16 +181,16 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
                 advance()
     bench.close()
     write_json(args.json, {"config": config.as_dict(), "cells": [asdict(cell) for cell in cells]})
-    plot([_bars(cell) for cell in cells], tree, args.plot)
+    plot_bars([_bars_of_cell(cell) for cell in cells], tree, args.plot)
     print_table(_table(cells))
 
 
-def _bars(cell: Cell) -> Bars:
+def _bars_of_cell(cell: TreeVsPlain) -> Bars:
     rates = cell.tree_tokens_per_second, cell.plain_tokens_per_second
     return Bars(f"{cell.batch}x{cell.context}", cell.round_ms, None, *rates)
 
 
-def _table(cells: Sequence[Cell]) -> list[list[str]]:
+def _table(cells: Sequence[TreeVsPlain]) -> list[list[str]]:
     """One row a figure, one column a cell."""
     rows = [
         ["batch", *(str(cell.batch) for cell in cells)],

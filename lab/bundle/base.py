@@ -25,7 +25,7 @@ from espalier.train.state import SavedState
 from espalier.train.windows import StreamWindows
 from lab.bundle.llama import Llama, save_llama
 
-LossOf = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PretrainConfig:
 
 @torch.no_grad()
 def bits_per_byte(
-    loss_of: LossOf, stream: np.ndarray, num_bytes: int, device: torch.device, length: int = 2048
+    loss_of: LossFunction, stream: np.ndarray, num_bytes: int, device: torch.device, length: int = 2048
 ) -> float:
     """Bits per byte of a stream of token ids whose text has num_bytes bytes.
 
@@ -78,7 +78,7 @@ def join_ranks() -> tuple[torch.device, int, int]:
     return torch.device("cuda", torch.cuda.current_device()), rank, num_ranks
 
 
-def fast_attention(device: torch.device) -> AbstractContextManager[None]:
+def fast_attention_context(device: torch.device) -> AbstractContextManager[None]:
     """A context that selects cuDNN's attention on Hopper, where it takes a quarter of the time of PyTorch's choice,
     FlashAttention-2."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
@@ -99,7 +99,7 @@ def average_gradients(model: Llama) -> None:
 
 
 def train_step(
-    loss_of: LossOf, batch: Tensor, model: Llama, optimizers: list[torch.optim.Optimizer], clip: float
+    loss_of: LossFunction, batch: Tensor, model: Llama, optimizers: list[torch.optim.Optimizer], clip: float
 ) -> Tensor:
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
         loss = loss_of(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()).mean()
@@ -134,8 +134,8 @@ def pretrain(
     windows = StreamWindows(np.load(packed / "train.npy"), config.length, device, config.seed)
     heldout = Heldout(np.load(packed / "heldout.npy"), int((packed / "heldout_bytes.txt").read_text()))
     model = Llama(shape, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
-    loss_of: LossOf = torch.compile(model) if device.type == "cuda" else model
-    with fast_attention(device):
+    loss_of: LossFunction = torch.compile(model) if device.type == "cuda" else model
+    with fast_attention_context(device):
         made_from = {name: str(value) for name, value in {**vars(config), **vars(shape)}.items()}
         state = SavedState(work / "base.pt", made_from)
         run_steps(model, loss_of, windows, heldout.part(8), state, config, rank, num_ranks)
@@ -148,7 +148,7 @@ def pretrain(
 
 def run_steps(
     model: Llama,
-    loss_of: LossOf,
+    loss_of: LossFunction,
     windows: StreamWindows,
     heldout: Heldout,
     state: SavedState,
@@ -168,7 +168,9 @@ def run_steps(
         losses.append(train_step(loss_of, batch[rank::num_ranks], model, optimizers, config.clip))
         done = step + 1
         if rank == 0 and (done % config.log_every == 0 or done == num_steps):
-            report(done, num_steps, losses, config.batch * config.length * (done - first), time.perf_counter() - begun)
+            print_progress(
+                done, num_steps, losses, config.batch * config.length * (done - first), time.perf_counter() - begun
+            )
             losses.clear()
         if rank == 0 and done % config.save_every == 0:
             state.save(model, optimizers, done)
@@ -176,7 +178,7 @@ def run_steps(
             print(f"held-out {part:.4f} bits/byte on a part")
 
 
-def report(step: int, num_steps: int, losses: list[Tensor], num_tokens: int, seconds: float) -> None:
+def print_progress(step: int, num_steps: int, losses: list[Tensor], num_tokens: int, seconds: float) -> None:
     mean = float(torch.stack(losses).mean())
     rate = num_tokens / seconds / 1e6
     print(f"step {step}/{num_steps} loss {mean:.4f} {rate:.3f} M tokens/s {seconds:.0f} s", flush=True)

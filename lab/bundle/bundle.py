@@ -31,7 +31,7 @@ from lab.bundle.ngram import ngram_bits_per_byte
 from lab.bundle.packing import pack
 from lab.bundle.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
-SHAPE = LlamaShape(
+BUNDLED_SHAPE = LlamaShape(
     vocab_size=6144,
     hidden_size=256,
     intermediate_size=768,
@@ -40,8 +40,8 @@ SHAPE = LlamaShape(
     num_key_value_heads=2,
     head_dim=64,
 )
-BASE = PretrainConfig(num_tokens=2.1e9)
-DRAFT = Eagle3Config(num_tokens=2.763e8, generate_batch=2048)
+PRETRAIN_CONFIG = PretrainConfig(num_tokens=2.1e9)
+DRAFT_CONFIG = Eagle3Config(num_tokens=2.763e8, generate_batch=2048)
 # Files that the tokenizer is trained on: enough for the merges of a small vocabulary.
 TOKENIZER_FILES = 5000
 # Tokens of the corpus that the draft is trained on, besides the target's own text.
@@ -80,7 +80,7 @@ class BundleFolders:
         path = self.work / "results.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def note(self, **figures: Any) -> None:
+    def add_results(self, **figures: Any) -> None:
         """Add figures to results.json."""
         self.work.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.results() | figures, indent=1, default=vars)
@@ -96,7 +96,7 @@ def make_tokenizer(folders: BundleFolders) -> None:
     documents = read_documents(folders.corpus / "train.jsonl")
     order = np.random.default_rng(0).permutation(len(documents))[:TOKENIZER_FILES]
     tokenizer = train_tokenizer(documents[i]["text"] for i in order)
-    save_tokenizer(tokenizer, folders.target, SHAPE.max_position_embeddings)
+    save_tokenizer(tokenizer, folders.target, BUNDLED_SHAPE.max_position_embeddings)
     write_heldout(folders.corpus, tokenizer, folders.out / "heldout.jsonl")
 
 
@@ -107,35 +107,35 @@ def make_packed(folders: BundleFolders) -> None:
 def make_base(folders: BundleFolders) -> None:
     begun = time.perf_counter()
     ends = [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END)]
-    bits = pretrain(folders.packed, folders.target, folders.work, ends, BASE, SHAPE)
+    bits = pretrain(folders.packed, folders.target, folders.work, ends, PRETRAIN_CONFIG, BUNDLED_SHAPE)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        folders.note(base_bits=bits, base_seconds=time.perf_counter() - begun, base_device=device_name())
+        folders.add_results(base_bits=bits, base_seconds=time.perf_counter() - begun, base_device=device_name())
 
 
 def make_ngram(folders: BundleFolders) -> None:
     train, heldout = np.load(folders.packed / "train.npy"), np.load(folders.packed / "heldout.npy")
     num_bytes = int((folders.packed / "heldout_bytes.txt").read_text())
-    bits = ngram_bits_per_byte(train, heldout, num_bytes, SHAPE.vocab_size)
+    bits = ngram_bits_per_byte(train, heldout, num_bytes, BUNDLED_SHAPE.vocab_size)
     print(f"order-5 n-gram: {bits:.4f} bits/byte")
-    folders.note(ngram_bits=bits, train_tokens=len(train), heldout_bytes=num_bytes)
+    folders.add_results(ngram_bits=bits, train_tokens=len(train), heldout_bytes=num_bytes)
 
 
 def make_draft(folders: BundleFolders) -> None:
     stream, begun = np.load(folders.packed / "train.npy")[:DRAFT_TOKENS], time.perf_counter()
-    figures = train("eagle3", folders.target, UserText(stream), folders.draft, folders.work, DRAFT)
-    folders.note(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
+    figures = train("eagle3", folders.target, UserText(stream), folders.draft, folders.work, DRAFT_CONFIG)
+    folders.add_results(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
 
 
 def measure_draft(folders: BundleFolders) -> None:
     tokenizer = folders.tokenizer()
     prompts = [tokenizer.encode(d["prompt"]).ids for d in read_documents(folders.out / "heldout.jsonl")]
     accept = evaluate("eagle3", folders.draft, folders.target, prompts, num_tokens=200)
-    folders.note(accept=accept, num_prompts=len(prompts), accept_device=device_name())
+    folders.add_results(accept=accept, num_prompts=len(prompts), accept_device=device_name())
 
 
 def make_card(folders: BundleFolders) -> None:
     sources = json.loads((folders.corpus / "sources.json").read_text())
-    write_card(folders.out / "CARD.md", folders.results(), sources, BASE, DRAFT)
+    write_card(folders.out / "CARD.md", folders.results(), sources, PRETRAIN_CONFIG, DRAFT_CONFIG)
 
 
 def device_name() -> str:
@@ -167,10 +167,10 @@ def make_bundle(folders: BundleFolders, only: str | None = None) -> None:
         if only in (None, name):
             print(f"{name}: {'kept' if stage.done(folders) else 'making'}", flush=True)
             if not stage.done(folders):
-                _make(name, stage, folders)
+                _run_stage(name, stage, folders)
 
 
-def _make(name: str, stage: Stage, folders: BundleFolders) -> None:
+def _run_stage(name: str, stage: Stage, folders: BundleFolders) -> None:
     try:
         stage.make(folders)
     except FileNotFoundError as error:

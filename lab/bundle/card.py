@@ -15,11 +15,11 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 
 def source_rows(sources: list[dict[str, Any]]) -> str:
     taken = sorted((s for s in sources if s["taken"]), key=lambda s: -s["bytes"])
-    rows = [(s["name"], s["version"], shorten(s["license"]), s["files"], f"{s['bytes'] / 1e6:.2f}") for s in taken]
+    rows = [(s["name"], s["version"], shorten_text(s["license"]), s["files"], f"{s['bytes'] / 1e6:.2f}") for s in taken]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
-def shorten(text: str, limit: int = 60) -> str:
+def shorten_text(text: str, limit: int = 60) -> str:
     text = text.replace("|", "/")
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
@@ -37,7 +37,7 @@ def num_parameters(directory: Path) -> int:
     return sum(t.numel() for t in weights.values() if t.is_floating_point())
 
 
-def settings(config: PretrainConfig | Eagle3Config) -> str:
+def settings_text(config: PretrainConfig | Eagle3Config) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in vars(config).items() if isinstance(value, int | float))
 
 
@@ -73,10 +73,10 @@ def write_card(
         accept_rows=accept_rows(results["accept"]),
         agreement=", ".join(f"{a:.3f}" for a in agreement),
         notes=results.get("notes", ""),
-        base_settings=settings(base),
-        draft_settings=settings(draft),
+        base_settings=settings_text(base),
+        draft_settings=settings_text(draft),
         python=next(s["version"] for s in sources if s["name"] == "python"),
         source_rows=source_rows(sources),
-        left_out=", ".join(f"{s['name']} ({shorten(s['license'])})" for s in sources if not s["taken"]),
+        left_out=", ".join(f"{s['name']} ({shorten_text(s['license'])})" for s in sources if not s["taken"]),
     )
     path.write_text(text, encoding="utf-8")

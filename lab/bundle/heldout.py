@@ -23,7 +23,7 @@ PROMPT_TOKENS = (60, 300)
 REFERENCE_TOKENS = 200
 
 
-def cut_lines(text: str) -> list[int]:
+def prompt_cut_positions(text: str) -> list[int]:
     """The offsets at which a prompt may end: after an indented line of code and before another one."""
     cuts, position, quoted = [], 0, False
     lines = text.split("\n")
@@ -41,7 +41,7 @@ def make_entry(document: dict[str, str], tokenizer: Tokenizer) -> dict[str, str]
     low, high = PROMPT_TOKENS
     span = int(hashlib.sha256(document["path"].encode()).hexdigest(), 16) % (high - low)
     ends = [0, *(end for _, end in tokenizer.encode(text, add_special_tokens=False).offsets)]
-    suitable = [c for c in cut_lines(text) if low <= sum(1 for e in ends if e <= c) <= high]
+    suitable = [c for c in prompt_cut_positions(text) if low <= sum(1 for e in ends if e <= c) <= high]
     if not suitable or len(ends) < high + REFERENCE_TOKENS:
         return None
     cut = min(suitable, key=lambda c: abs(sum(1 for e in ends if e <= c) - low - span))

@@ -20,7 +20,7 @@ def unique_counts(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return keys[starts], np.diff(starts, append=len(keys))
 
 
-def find(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def index_in_table(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The index of every key in the sorted `table`, -1 where it is missing."""
     index = np.minimum(np.searchsorted(table, keys), len(table) - 1)
     return np.where(table[index] == keys, index, -1)
@@ -35,7 +35,7 @@ def interpolate(lower: np.ndarray, train_keys: np.ndarray, keys: np.ndarray, voc
     size = int(heldout_contexts.max()) + 1
     totals = np.bincount(contexts, weights=counts, minlength=size)[heldout_contexts]
     followers = np.bincount(contexts, minlength=size)[heldout_contexts]
-    index = find(grams, keys)
+    index = index_in_table(grams, keys)
     seen = np.where(index >= 0, np.maximum(counts[index] - DISCOUNT, 0), 0)
     return np.where(totals > 0, (seen + DISCOUNT * followers * lower) / np.maximum(totals, 1), lower)
 
@@ -50,7 +50,7 @@ def ngram_probabilities(train: np.ndarray, heldout: np.ndarray, vocab_size: int,
         probabilities[n - 1 :] = interpolate(probabilities[n - 1 :], train_keys[train_keys >= 0], keys, vocab_size)
         # The n-grams of this order are the contexts of the next.  Those that are not in the held-out text are dropped.
         table = np.unique(keys)
-        train_rank, rank = find(table, train_keys), find(table, keys)
+        train_rank, rank = index_in_table(table, train_keys), index_in_table(table, keys)
     return probabilities
 
 

@@ -40,11 +40,11 @@ def chat_documents(texts: list[str], rng: random.Random, num_files: int = CHAT_F
     return documents
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], chunk: int = 1000) -> np.ndarray:
+def encode_documents(tokenizer: Tokenizer, texts: list[str], chunk_documents: int = 1000) -> np.ndarray:
     """The token ids of all documents, concatenated, uint16.  Each begins with the end-of-text token."""
     parts = []
-    for start in range(0, len(texts), chunk):
-        encodings = tokenizer.encode_batch_fast(texts[start : start + chunk])
+    for start in range(0, len(texts), chunk_documents):
+        encodings = tokenizer.encode_batch_fast(texts[start : start + chunk_documents])
         parts += [np.array(e.ids, dtype=np.uint16) for e in encodings]
     return np.concatenate(parts)
 
@@ -62,8 +62,8 @@ def pack(corpus: Path, tokenizer: Tokenizer, out: Path, seed: int) -> None:
     texts = plain_texts(corpus / "train.jsonl")
     texts += chat_documents(texts, rng)
     rng.shuffle(texts)
-    np.save(out / "train.npy", encode(tokenizer, texts))
+    np.save(out / "train.npy", encode_documents(tokenizer, texts))
     heldout = plain_texts(corpus / "heldout.jsonl")
     rng.shuffle(heldout)
-    np.save(out / "heldout.npy", encode(tokenizer, heldout))
+    np.save(out / "heldout.npy", encode_documents(tokenizer, heldout))
     (out / "heldout_bytes.txt").write_text(str(sum(len(t.encode()) for t in heldout)))

@@ -27,7 +27,7 @@ origami|nuclear power|choosing a career|soap|detective novels|the kidneys|train 
     .replace("\n", "|")
     .split("|")
 )
-QUESTIONS = tuple(
+QUESTION_FORMS = tuple(
     """
 What is the most important thing to know about {}?|Give me five tips about {}.|Explain {} to a ten-year-old.
 Write a short introduction to {}.|What are common mistakes with {}?|Make a table of pros and cons for {}.
@@ -85,7 +85,7 @@ Write a short biography of an imaginary inventor.
 Write a scene in which a chess player loses on purpose.
 """.strip().split("\n")
 )
-PROSE = tuple(
+PROSE_FORMS = tuple(
     """
 Write a short story about {}.|Write a paragraph that describes {} to someone who has never heard of it.
 Write the first page of a novel in which {} plays a part.|Write a newspaper article about {}.
@@ -95,24 +95,24 @@ Write a diary entry of someone who is busy with {}.|Write a letter to a friend a
     .replace("\n", "|")
     .split("|")
 )
-FIELDS = tuple("name title summary tags difficulty steps author year rating price location category notes".split())
-JSON_OBJECTS = (
+JSON_FIELDS = tuple("name title summary tags difficulty steps author year rating price location category notes".split())
+JSON_OBJECT_FORMS = (
     "Write a JSON object that describes {}, with the fields {}. Answer with JSON only.",
     "Give me a JSON list of three examples about {}; each has the fields {}.",
     "Create sample data in JSON about {} with the keys {}.",
 )
-JSON_OF_TEXT = (
+JSON_EXTRACTION_FORMS = (
     "Extract the facts of this text as a JSON object with the fields {}:\n\n{}",
     "Turn this text into JSON with the keys {}:\n\n{}",
 )
-SUMMARIES = (
+SUMMARY_FORMS = (
     "Summarise the following text in three sentences:\n\n{}",
     "List the key points of this text, in its own words:\n\n{}",
     "Repeat the following text, and correct only its mistakes:\n\n{}",
     "Rewrite the following text with shorter sentences:\n\n{}",
     "Quote the most important sentences of this text:\n\n{}",
 )
-CODE = (
+CODE_FORMS = (
     "Write the Python function `{name}` with this signature and docstring:\n\n```python\n{head}\n```",
     "Explain step by step what this Python function does:\n\n```python\n{code}\n```",
     "Complete this Python function:\n\n```python\n{half}\n```",

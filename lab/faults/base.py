@@ -1,19 +1,22 @@
-"""What a planted fault is."""
+"""The description of a planted fault."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
+FaultMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """what: the defect in one sentence; where: "module:owner.attribute" of the function that is replaced; wrong: makes
-    the wrong function from the right one; reports: numbers of the bug reports with this defect."""
+    """A fault that replaces one function of the engine.
+
+    defect: the defect in one sentence; target: "module:owner.attribute" of the replaced function; make_wrong: makes the
+    wrong function from the right one; reports: numbers of the bug reports with this defect.
+    """
 
     name: str
-    what: str
-    where: str
-    wrong: Wrong
+    defect: str
+    target: str
+    make_wrong: FaultMaker
     reports: tuple[str, ...] = ()

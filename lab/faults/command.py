@@ -27,6 +27,6 @@ def run(args: Namespace) -> int:
     from lab.faults.planted import plant
 
     with plant(args.fault) as fault:
-        warning = f"planted fault {fault.name}: {fault.what}.  The output of this process is WRONG BY INTENT."
+        warning = f"planted fault {fault.name}: {fault.defect}.  The output of this process is WRONG BY INTENT."
         print(f"{BANNER}\nWARNING: {warning}\n{BANNER}", file=sys.stderr, flush=True)
         return start(args.planted)

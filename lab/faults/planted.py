@@ -13,48 +13,48 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import load_carried_field
 from lab.faults.base import Fault
-from lab.faults.of_ranks import FAULTS_OF_RANKS
+from lab.faults.rank_faults import RANK_FAULTS
 from lab.faults.selection_faults import SELECTION_FAULTS
 from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
 
 
-def _sibling_committed(right):
+def _sibling_committed(original):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
     def commit(runner, slots, path, count_tokens, snapshots=None):
         last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
+        original(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
 
     return commit
 
 
-def _extend_short(right):
-    return lambda slots, length, width: right(slots, length - 1, width)
+def _extend_short(original):
+    return lambda slots, length, width: original(slots, length - 1, width)
 
 
-def _wrong_ancestor(right):
+def _wrong_ancestor(original):
     def select_beams(tokens, scores, ancestor_bits, path, first, num_words):
-        beams = right(tokens, scores, ancestor_bits, path, first, num_words)
+        beams = original(tokens, scores, ancestor_bits, path, first, num_words)
         if ancestor_bits is None:
             return beams
         return beams._replace(
-            ancestor_bits=ancestor_bits | self_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
+            ancestor_bits=ancestor_bits | self_only_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
         )
 
     return select_beams
 
 
-def _rows_without_topk(right):
+def _rows_without_topk(original):
     """Reads beam b of level l from row l + b; its row is l · topk + b."""
 
     def rows_of(staging, layer, batch, queries, width, at):
-        staged = right(staging, layer, batch, queries, width, at)
+        staged = original(staging, layer, batch, queries, width, at)
         if queries == width:
             return staged
         rows = torch.arange(at + queries, device=staged[0].device)
@@ -64,41 +64,41 @@ def _rows_without_topk(right):
     return rows_of
 
 
-def _table_column_off(right):
+def _table_column_off(original):
     def page_table_updates(table, appended_pages):
         last = table.layout.table_width - 1
-        return right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended_pages))
+        return original(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended_pages))
 
     return page_table_updates
 
 
-def _stale_hidden(right):
+def _stale_hidden(original):
     def carry(slots, name, values, length):
         # A split prefill pass has a slot for each request, but a prefix length for each piece.
         if len(slots.prefix_len) != len(slots.index):
-            return right(slots, name, values, length)
+            return original(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.where(unchanged, load_carried_field(slots, name), values), length)
+        return original(slots, name, torch.where(unchanged, load_carried_field(slots, name), values), length)
 
     return carry
 
 
-def _stale_feed(right):
-    stale = _stale_hidden(right)
-    return lambda slots, name, values, length: (stale if name.startswith("feed") else right)(
+def _stale_feed(original):
+    stale = _stale_hidden(original)
+    return lambda slots, name, values, length: (stale if name.startswith("feed") else original)(
         slots, name, values, length
     )
 
 
-def _every_form(form):
-    return lambda right: lambda declared: right(form)
+def _forced_form(form):
+    return lambda original: lambda declared: original(form)
 
 
-def _before_norm(right):
-    return lambda x, normed: replace(right(x, normed), hidden=x)
+def _hidden_before_norm(original):
+    return lambda x, normed: replace(original(x, normed), hidden=x)
 
 
-def _packed_stride(right):
+def _packed_stride(original):
     """Reads a request's features as if requests were packed by length; each request takes `width` rows."""
 
     def extend(drafter, slots, captured, length, last=None):
@@ -106,36 +106,36 @@ def _packed_stride(right):
         first = length.cumsum(0) - length
         rows = first[:, None] + torch.arange(width, device=length.device)
         packed = captured.flatten(0, 1)[rows.clamp(max=max(batch * width - 1, 0))]
-        right(drafter, slots, packed, length, last)
+        original(drafter, slots, packed, length, last)
 
     return extend
 
 
-def _per_branch_reserve(right):
+def _per_branch_reserve(original):
     def reserve(layout, num_known, rounds, end):
         branch = layout.pages_for(layout.page_size - 1 + layout.steps) * layout.page_size
         tokens = 2 * max(branch * layout.topk, layout.num_draft_tokens)
-        return min(right(layout, num_known, rounds, end) + layout.pages_for(tokens), layout.table_width)
+        return min(original(layout, num_known, rounds, end) + layout.pages_for(tokens), layout.table_width)
 
     return reserve
 
 
-def _parent_noise(right):
+def _parent_noise(original):
     return lambda tree: tree.depths.gather(1, tree.parents)
 
 
-def _freed_twice(right):
+def _freed_twice(original):
     def release(pool, pages):
         pages = list(pages)
-        right(pool, pages)
-        right(pool, [page for page in pages if pool.reference_count(page)][:1])
+        original(pool, pages)
+        original(pool, [page for page in pages if pool.reference_count(page)][:1])
 
     return release
 
 
-def _rope_left_out(right):
+def _rope_left_out(original):
     def store(*arguments):
-        stored = right(*arguments)
+        stored = original(*arguments)
         rotation, _, rows, plane, _ = arguments[4]
         plane[..., plane.shape[2] - rotation.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
@@ -143,15 +143,15 @@ def _rope_left_out(right):
     return store
 
 
-def _padding_routed(right):
+def _padding_routed(original):
     return lambda runner, tokens, exists: tokens
 
 
-def _shared_twice(right):
-    """Only where the shared expert runs in the launches of the others."""
+def _shared_twice(original):
+    """Applies only where the shared expert runs in the launches of the routed experts."""
 
     def mixed(mlp, x, of_experts, logits, live):
-        parts = right(mlp, x, of_experts, logits, live)
+        parts = original(mlp, x, of_experts, logits, live)
         if mlp.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             parts[mlp.routing.top_k :] *= 2
         return parts
@@ -159,11 +159,11 @@ def _shared_twice(right):
     return mixed
 
 
-def _mask_row_kept(right):
+def _mask_row_kept(original):
     """Commits the first mask row of each block to its position."""
 
     def block(drafter, slots):
-        hidden = right(drafter, slots)
+        hidden = original(drafter, slots)
         first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.block_width : drafter.block_width]
         rows = drafter.cache.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
         drafter.cache.commit(first_mask, rows.flatten())
@@ -172,46 +172,46 @@ def _mask_row_kept(right):
     return block
 
 
-def _wrong_layers(right):
-    return lambda draft, features: right(draft, features.roll(draft.spec.hidden_size, -1))
+def _wrong_layers(original):
+    return lambda draft, features: original(draft, features.roll(draft.spec.hidden_size, -1))
 
 
-def _one_late(right):
+def _positions_one_late(original):
     def block_rows(*args):
-        rows = right(*args)
+        rows = original(*args)
         return rows._replace(positions=rows.positions + 1)
 
     return block_rows
 
 
-def _of_row_before(field):
+def _field_of_row_before(field):
     """Each row of a depth takes this field from the row before it.  Rows without the field stay as they are."""
 
-    def wrong(right):
+    def make_wrong(original):
         def with_edges(roots, steps, topk, next_depth):
             def wrong_depth(depth, rows, out):
                 value = getattr(rows, field)
                 wrong_rows = rows if value is None else rows._replace(**{field: value.roll(1, 1)})
                 return next_depth(depth, wrong_rows, out)
 
-            return right(roots, steps, topk, wrong_depth)
+            return original(roots, steps, topk, wrong_depth)
 
         return with_edges
 
-    return wrong
+    return make_wrong
 
 
-def _scales_of_layer_before(right):
+def _scales_of_layer_before(original):
     def kv_scales(target):
-        stored = right(target)
+        stored = original(target)
         layers = list(stored)
         return {layer: stored[layers[i - 1]] for i, layer in enumerate(layers)}
 
     return kv_scales
 
 
-def _twice(right):
-    return lambda values, scales: right(right(values, scales), scales)
+def _rounded_twice(original):
+    return lambda values, scales: original(original(values, scales), scales)
 
 
 FAULTS = {
@@ -267,19 +267,19 @@ FAULTS = {
             "chain-reads-target",
             "MTP layers that are trained as a chain all read the target's hidden states",
             "espalier.speculate.drafters.autoregressive:feeds_class",
-            _every_form("target"),
+            _forced_form("target"),
         ),
         Fault(
             "target-reads-chain",
             "MTP layers that are trained on the target's hidden states read those of the layer before",
             "espalier.speculate.drafters.autoregressive:feeds_class",
-            _every_form("chain"),
+            _forced_form("chain"),
         ),
         Fault(
             "hidden-before-norm",
             "an MTP layer hands on its hidden state from before its last norm",
             "espalier.models.mtp:output_from_normed",
-            _before_norm,
+            _hidden_before_norm,
         ),
         Fault(
             "packed-stride",
@@ -341,19 +341,19 @@ FAULTS = {
             "anchor-late",
             "the rows of a block are one position too late",
             "espalier.speculate.drafters.one_pass:block_rows",
-            _one_late,
+            _positions_one_late,
         ),
         Fault(
             "edge-of-wrong-parent",
             "the edges of a block draft are those of another token of the depth before",
             "espalier.speculate.drafters.one_pass:edge_candidates",
-            _of_row_before("tokens"),
+            _field_of_row_before("tokens"),
         ),
         Fault(
             "state-of-wrong-path",
             "a path's recurrent edges have the state of another path",
             "espalier.speculate.drafters.one_pass:edge_candidates",
-            _of_row_before("parents"),
+            _field_of_row_before("parents"),
         ),
         Fault(
             "neighbours-scale",
@@ -365,16 +365,16 @@ FAULTS = {
             "v-scaled-twice",
             "V in FP8 is multiplied by its scale twice",
             "espalier.attention.sdpa:times_v_scale",
-            _twice,
+            _rounded_twice,
         ),
         *STATE_FAULTS,
         *SELECTION_FAULTS,
         *SOURCE_FAULTS,
     )
-} | FAULTS_OF_RANKS
+} | RANK_FAULTS
 
 
-def find(name: str) -> Fault:
+def find_fault(name: str) -> Fault:
     """The fault with this name or report number.  Raises EspalierError, which lists all of them."""
     for fault in FAULTS.values():
         if name == fault.name or name in fault.reports:
@@ -388,14 +388,14 @@ def find(name: str) -> Fault:
 @contextmanager
 def plant(name: str) -> Iterator[Fault]:
     """Plant a fault for the duration of the context.  Raises EspalierError for an unknown name."""
-    fault = find(name)
-    owner, attribute = _resolve(fault.where)
-    right = vars(owner)[attribute]
-    setattr(owner, attribute, fault.wrong(right))
+    fault = find_fault(name)
+    owner, attribute = _resolve(fault.target)
+    original = vars(owner)[attribute]
+    setattr(owner, attribute, fault.make_wrong(original))
     try:
         yield fault
     finally:
-        setattr(owner, attribute, right)
+        setattr(owner, attribute, original)
 
 
 def _resolve(where: str) -> tuple[Any, str]:

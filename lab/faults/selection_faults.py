@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits
 from lab.faults.base import Fault
 
 
-def _of_parent(right):
+def _selection_of_parent(original):
     """Rows are in the order of their depths, so a node's parent is the last of its ancestors."""
 
     def select(plan, layer, queries, keys, rows, held):
-        chosen, seen = right(plan, layer, queries, keys, rows, held), plan.nodes.visible_rows(None)
+        chosen, seen = original(plan, layer, queries, keys, rows, held), plan.nodes.visible_rows(None)
         if plan.nodes.ancestor_bits is None or seen.shape[1] != seen.shape[2]:
             return chosen
         itself = torch.eye(seen.shape[1], dtype=torch.bool)
@@ -23,29 +23,29 @@ def _of_parent(right):
     return select
 
 
-def _of_sibling(right):
+def _selection_of_sibling(original):
     """Siblings have adjacent rows in the tree."""
 
     def select(plan, layer, queries, keys, rows, held):
         nodes = plan.nodes
         if nodes.ancestor_bits is None:
-            return right(plan, layer, queries, keys, rows, held)
+            return original(plan, layer, queries, keys, rows, held)
         count, words = nodes.ancestor_bits.shape[1:]
-        siblings = self_bits(1, count, words, nodes.ancestor_bits.device)
+        siblings = self_only_bits(1, count, words, nodes.ancestor_bits.device)
         plan.nodes = replace(nodes, ancestor_bits=nodes.ancestor_bits | siblings)
-        chosen = right(plan, layer, queries, keys, rows, held)
+        chosen = original(plan, layer, queries, keys, rows, held)
         plan.nodes = nodes
         return chosen
 
     return select
 
 
-def _one_off(right):
+def _selection_one_layer_late(original):
     def selected(p, layer, plan, planes):
         chooses, before = p._index_queries is not None, p._selection
         if not chooses and getattr(p, "_earlier", None) is not None:
             p._selection = p._earlier
-        chosen = right(p, layer, plan, planes)
+        chosen = original(p, layer, plan, planes)
         if chooses:
             p._earlier = before
         return chosen
@@ -53,7 +53,7 @@ def _one_off(right):
     return selected
 
 
-def _index_rows_without_topk(right):
+def _index_rows_without_topk(original):
     """Reads the index key of beam b of level l from row l + b; its row is l · topk + b."""
 
     def selected(p, layer, plan, planes):
@@ -62,7 +62,7 @@ def _index_rows_without_topk(right):
             rows = torch.arange(planes[1].shape[1])
             wrong_rows = torch.div(rows, max(queries, 1), rounding_mode="floor") + rows % max(queries, 1)
             planes = (planes[0], planes[1][:, wrong_rows])
-        return right(p, layer, plan, planes)
+        return original(p, layer, plan, planes)
 
     return selected
 
@@ -72,19 +72,19 @@ SELECTION_FAULTS = (
         "selection-of-parent",
         "a node of a tree attends to the rows that its parent chose",
         "espalier.attention.base:AttentionPlan.select_by_mask",
-        _of_parent,
+        _selection_of_parent,
     ),
     Fault(
         "sibling-selected",
         "a node of a tree may choose the row of its sibling",
         "espalier.attention.base:AttentionPlan.select_by_mask",
-        _of_sibling,
+        _selection_of_sibling,
     ),
     Fault(
         "shared-selection-one-off",
         "a layer that shares a selection takes that of the layer before the last one that chose",
         "espalier.attention.forward:Pass._selection_of",
-        _one_off,
+        _selection_one_layer_late,
     ),
     Fault(
         "index-row-without-topk",

@@ -3,23 +3,23 @@
 from lab.faults.base import Fault
 
 
-def _step_alone(right):
+def _nodes_without_parents(original):
     """Ranks a node by its last step, which may be likelier than the steps above it."""
 
     def best(tree, rows):
-        return right(tree._replace(scores=tree.scores - tree.scores.gather(1, tree.parents)), rows)
+        return original(tree._replace(scores=tree.scores - tree.scores.gather(1, tree.parents)), rows)
 
     return best
 
 
-def _of_request_before(right):
-    return lambda chosen, values: right(chosen, values).roll(1, 0)
+def _sources_of_request_before(original):
+    return lambda chosen, values: original(chosen, values).roll(1, 0)
 
 
-def _twice(right):
+def _counted_twice(original):
     def count(*of):
-        right(*of)
-        return right(*of)
+        original(*of)
+        return original(*of)
 
     return count
 
@@ -29,24 +29,24 @@ SOURCE_FAULTS = (
         "parent-not-chosen",
         "a node gets one of the shared rows and its parent does not",
         "espalier.kernels.ops.tree:Tree.best_nodes",
-        _step_alone,
+        _nodes_without_parents,
     ),
     Fault(
         "rows-of-neighbour",
         "a request reads the shared rows of the request before it",
         "espalier.attention.forward:ChosenRows.to_tree_rows",
-        _of_request_before,
+        _sources_of_request_before,
     ),
     Fault(
         "path-counted-twice",
         "what became of a path is counted twice",
         "espalier.engine.guesses:GuessSources._count_correct_guesses",
-        _twice,
+        _counted_twice,
     ),
     Fault(
         "picks-counted-twice",
         "what became of the draft's nodes is counted twice",
         "espalier.speculate.sources.survival:SurvivalCounts.count_draft_nodes",
-        _twice,
+        _counted_twice,
     ),
 )

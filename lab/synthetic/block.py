@@ -26,14 +26,14 @@ from espalier.models.block import read_block
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.draft_json import block_json
 from lab.synthetic.layer_tensors import layer_shapes
-from lab.synthetic.target import DISTURBANCE, GATED, STAMP, TargetTensors
+from lab.synthetic.target import DISTURBANCE, GATED_STD, STAMP_LENGTH, TargetTensors
 
 # Logit of a candidate with probability 1.  At rank 256 the logits of other tokens have a standard deviation of 3.5.
-PEAK = 24.0
+CANDIDATE_LOGIT = 24.0
 # A hidden state that holds this share of its length in `favour` has one nat more for a token that is preferred with 1.
-NAT = 1 / 40
+FAVOUR_PER_NAT = 1 / 40
 # For one wrong target layer: the share of a row's length that says so, and about the nats that cold tokens gain.
-MISREAD, MISREAD_NATS = 0.5, 60.0
+MISREAD_LENGTH, MISREAD_NATS = 0.5, 60.0
 # Nats that the random part of the lm_head adds.
 HEAD_NOISE = 0.05
 
@@ -70,16 +70,18 @@ class BlockTensors(DraftTensors):
         layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
         if len(size) == 1:
             is_sharp = part in ("q_norm", "k_norm") and self._distances(layer)
-            return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
+            return torch.full(
+                size, self.lag_code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device
+            )
         match part:
             case "fc":
                 weight = self._mean_of_features(name)
             case "q_proj" | "k_proj" | "v_proj" | "o_proj" if self._distances(layer):
                 weight = self._plant_depth(name, part, layer)
             case "o_proj":
-                weight = self.quiet(name, DISTURBANCE / 4)
+                weight = self.random_without_planted(name, DISTURBANCE / 4)
             case "down_proj":
-                weight = self.quiet(name, DISTURBANCE / 4 / GATED)
+                weight = self.random_without_planted(name, DISTURBANCE / 4 / GATED_STD)
             case "lm_head":
                 return self._head(name)
             case "markov_w1":
@@ -97,20 +99,20 @@ class BlockTensors(DraftTensors):
         """
         hidden, count, planted = self.config.hidden_size, len(self.block.spec.captured_layers), self.target.planted
         mean = torch.eye(hidden, device=self.device).repeat(1, count) / count
-        weight = mean + self.quiet(name, DISTURBANCE / 2)
-        if self.target.stamps:
+        weight = mean + self.random_without_planted(name, DISTURBANCE / 2)
+        if self.target.writes_stamps:
             mark = planted.direction("mark") / planted.length["mark"]
-            written = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
+            written = planted.direction("misread") * (MISREAD_LENGTH * math.sqrt(hidden))
             for i, layer in enumerate(self.block.spec.captured_layers):
                 stamps = planted.direction("stamp", layer) - planted.direction("stamp", layer - 1)
-                misread = mark + stamps / (STAMP * math.sqrt(hidden))
+                misread = mark + stamps / (STAMP_LENGTH * math.sqrt(hidden))
                 weight[:, i * hidden : (i + 1) * hidden] += torch.outer(written, misread)
         return weight
 
     def _distances(self, layer: int) -> range:
-        """The distances of the query heads of a layer, from head 0 on.  Fewer than heads, or none, in later layers.
+        """Returns the distances at which a layer's query heads look, from head 0 on.
 
-        All but the last are of rows of the block, for some row.
+        Later layers have fewer distances than heads, or none.  All distances but the last are between the block's rows.
         """
         heads, count = self.config.heads, len(self.favours)
         return range(min(layer * heads, count), min((layer + 1) * heads, count)) if layer >= 0 else range(0)
@@ -118,46 +120,46 @@ class BlockTensors(DraftTensors):
     def _plant_depth(self, name: str, part: str, layer: int) -> Tensor:
         planted, size, hidden = self.target.planted, self.config.head_size, self.config.hidden_size
         mark = planted.direction("mark") / planted.length["mark"]
-        weight = self.quiet(name, DISTURBANCE / 4) if part == "o_proj" else self.random(name, 1.0)
+        weight = self.random_without_planted(name, DISTURBANCE / 4) if part == "o_proj" else self.random(name, 1.0)
         if part == "k_proj":
-            key = self.code.key().to(self.device).repeat(self.config.kv_heads)
+            key = self.lag_code.key().to(self.device).repeat(self.config.kv_heads)
             weight = torch.outer(key, mark)
         elif part == "v_proj":
-            mask = self.target.own_part(torch.tensor(self.block.spec.mask_token_id))
+            mask = self.target.random_part_of(torch.tensor(self.block.spec.mask_token_id))
             weight[::size] = mask / mask.square().sum()
-            weight[1::size] = planted.direction("misread") / (MISREAD * math.sqrt(hidden))
+            weight[1::size] = planted.direction("misread") / (MISREAD_LENGTH * math.sqrt(hidden))
         for head, distance in enumerate(self._distances(layer)):
             is_last = distance == len(self.favours) - 1
             if part == "q_proj":
                 # The last row of the block is that far from the root.
                 lag = distance + is_last
-                weight[head * size : (head + 1) * size] = torch.outer(self.code.query(lag).to(self.device), mark)
+                weight[head * size : (head + 1) * size] = torch.outer(self.lag_code.query(lag).to(self.device), mark)
             elif part == "o_proj" and is_last:
-                weight[:, head * size + 1] = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
+                weight[:, head * size + 1] = planted.direction("misread") * (MISREAD_LENGTH * math.sqrt(hidden))
             elif part == "o_proj":
                 nats = float(self.favours[distance + 1] - self.favours[distance])
-                weight[:, head * size] = planted.direction("favour") * (nats * NAT * math.sqrt(hidden))
+                weight[:, head * size] = planted.direction("favour") * (nats * FAVOUR_PER_NAT * math.sqrt(hidden))
         return weight
 
     def _head(self, name: str) -> Tensor:
         """[V, H].  The rows of preferred tokens read `favour`, those of cold tokens `misread`."""
         vocab, hidden = self.shapes[name]
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
-        favour = self.target.planted.direction("favour") / (NAT * math.sqrt(hidden))
+        favour = self.target.planted.direction("favour") / (FAVOUR_PER_NAT * math.sqrt(hidden))
         favoured = torch.zeros(vocab, device=self.device)
-        misread = self.target.planted.direction("misread") * (MISREAD_NATS / MISREAD / math.sqrt(hidden))
+        misread = self.target.planted.direction("misread") * (MISREAD_NATS / MISREAD_LENGTH / math.sqrt(hidden))
         chain = self.target.chain
         is_cold = (~chain.is_hot).to(self.device)
         favoured[chain.token_at(torch.arange(chain.size)).to(self.device)] = self.favoured.to(self.device)
-        for chunk, drawn in self.target.draw.chunks(f"draft/{name}", vocab, hidden):
-            random = self.target.planted.clean(drawn) * (HEAD_NOISE / math.sqrt(hidden))
+        for chunk, drawn in self.target.draw.normal_chunks(f"draft/{name}", vocab, hidden):
+            random = self.target.planted.remove_planted(drawn) * (HEAD_NOISE / math.sqrt(hidden))
             planted = favoured[chunk, None] * favour + is_cold[chunk, None] * misread
             out[chunk] = (random + planted).to(self.dtype)
         return out
 
     @cached_property
     def _before(self) -> Tensor:
-        """[V, rank], rows of length sqrt(rank): what identifies the token before."""
+        """[V, rank]: rows of length sqrt(rank), which identify the previous token."""
         vocab, rank = self.shapes["markov_head.markov_w1.weight"]
         drawn = self.target.draw.normal("draft/markov_w1", vocab, rank, 1.0, torch.float32)
         return (drawn * (math.sqrt(rank) / drawn.norm(dim=1, keepdim=True))).to(self.dtype)
@@ -167,6 +169,6 @@ class BlockTensors(DraftTensors):
         chain, (vocab, rank) = self.target.chain, self.shapes[name]
         out = self.target.draw.normal(f"draft/{name}", vocab, rank, 1 / rank, self.dtype)
         before = self._before.float()[chain.token_at(torch.arange(chain.size)).to(self.device)]
-        for places, rows in self.rows_of_places(before, PEAK):
+        for places, rows in self.rows_of_places(before, CANDIDATE_LOGIT):
             out[chain.token_at(places).to(self.device)] = rows.to(self.dtype)
         return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.ops.tree import accept
-from espalier.kernels.tree.edges import DepthRows, rank_depth
+from espalier.kernels.tree.edges import DepthRows, rank_next_rows
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.drafters.one_pass import edge_candidates
 from espalier.speculate.tree import CandidatePool, Tree, ordered_topk
@@ -30,18 +30,18 @@ MODES = ("chain", "copy")
 PROBABILITIES = (0.75, 0.15, 0.07, 0.03)
 NUM_SUCCESSORS = len(PROBABILITIES)
 NUM_CANDIDATES = 8
-# If the draft's first guess is wrong: how often the true successor is not among its candidates.
-MISS = 1 / 2
+# How often the true successor is not among the draft's candidates, if the draft's first guess is wrong.
+MISS_SHARE = 1 / 2
 # The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
-SPREAD = (0.25, 0.75, 1.25, 1.75)
-LEAST_SKILL, MAX_SKILL = 0.05, 0.99
+ERROR_FACTORS = (0.25, 0.75, 1.25, 1.75)
+MIN_SKILL, MAX_SKILL = 0.05, 0.99
 # What an MTP head adds to the logit of the successor that it favours, and of the one that it buries.  Favoured, the
 # second successor overtakes the first; buried, the first falls behind random tokens.
-FAVOUR, BURY = 3.0, -30.0
+FAVOUR_NATS, BURY_NATS = 3.0, -30.0
 NUM_NUDGES = 2 * NUM_SUCCESSORS
-SAMPLES = 2048
-# Of a block draft, whose trees are slower to grow.
-BLOCK_SAMPLES = 512
+ACCEPT_SAMPLES = 2048
+# The same for block drafts, whose trees take longer to grow.
+BLOCK_ACCEPT_SAMPLES = 512
 # The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
 TOPIC_TOKENS = 256
 
@@ -57,12 +57,12 @@ class Chain:
     shifts: [1 + NUM_CANDIDATES], distinct mod N; the first NUM_SUCCESSORS are the target's, the most likely first.
     draft_logp: [N, 1 + NUM_CANDIDATES] float32, the draft's log-probability of each shift; -inf if it is no candidate.
     kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
-    lag_of: [V], 0 .. num_lags-1, an index into lags.
+    lag_of: [V], 0 .. num_lags-1, each token's index into lags.
     lags: [num_lags], how many positions back a token looks in copy mode.
     topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
-    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  k: it favours the successor of kind k;
-    NUM_SUCCESSORS + k: it buries that one.
-    fading: how a block draft ranks at each depth; None if the draft is none.
+    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  Value k favours the successor of kind k; value
+    NUM_SUCCESSORS + k buries it.
+    fading: how a block draft ranks at each depth; None for other drafts.
     """
 
     mode: str
@@ -88,9 +88,11 @@ class Chain:
         """How often the draft's first guess is right, over all places."""
         return float((self.draft_logp.argmax(1) == 0).double().mean())
 
-    def fading_to(self, skills: Sequence[float], generator: torch.Generator) -> "Chain":
-        """The chain of a block draft whose first guess at depth d is right as often as skills[d - 1]; skills[0] is
-        `skill`.  Raises EspalierError for skills that cannot be planted."""
+    def with_fading(self, skills: Sequence[float], generator: torch.Generator) -> "Chain":
+        """Returns the chain of a block draft whose first guess at depth d is right as often as skills[d - 1].
+
+        skills[0] is `skill`.  Raises EspalierError for skills that cannot be planted.
+        """
         children = (torch.arange(self.size)[:, None] + self.shifts) % self.size
         return replace(self, fading=fading_of(self.draft_logp, children, skills, generator))
 
@@ -100,23 +102,6 @@ class Chain:
     def successors(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., NUM_SUCCESSORS] ids, the most likely first.  Only the first follows a cold token."""
         return self.token_at(self.place[tokens][..., None] + self.shifts[:NUM_SUCCESSORS])
-
-    def follow(self, tokens: list[int], count: int) -> list[int]:
-        """The next `count` tokens that greedy decoding emits after `tokens`, by the chain's rule.
-
-        In copy mode the next token is the successor with the same kind as the token `lag` positions before the last
-        one, so `tokens` must be longer than the largest lag.
-        """
-        text = list(tokens)
-        for _ in range(count):
-            last = text[-1]
-            after = self.successors(torch.tensor(last))
-            index = 0
-            if self.mode == "copy" and self.is_hot[last]:
-                far = text[-1 - int(self.lags[self.lag_of[last]])]
-                index = int((self.kind[after] == self.kind[far]).nonzero()[0])
-            text.append(int(after[index]))
-        return text[len(tokens) :]
 
 
 def make_chain(
@@ -147,7 +132,7 @@ def make_chain(
     Raises EspalierError for arguments that do not fit together.
     """
     for each in [skill, *(each for _, each in stretches)]:
-        _check(len(plain), num_hot, mode, each, reach)
+        _check_arguments(len(plain), num_hot, mode, each, reach)
     generator = torch.Generator().manual_seed(seed)
     hot = plain.start + torch.randperm(len(plain), generator=generator)[:num_hot].sort().values
     ring = torch.randperm(num_hot, generator=generator)
@@ -155,7 +140,7 @@ def make_chain(
     place[hot[ring]] = torch.arange(num_hot)
     is_hot = torch.zeros(vocab, dtype=torch.bool)
     is_hot[hot] = True
-    shifts = _shifts(num_hot, generator)
+    shifts = _draw_shifts(num_hot, generator)
     if has_topics:
         # The first is odd, as it is 1 mod NUM_SUCCESSORS and coprime with the ring: its multiples differ.
         shifts = shifts[0] * torch.arange(1, len(shifts) + 1) % num_hot
@@ -167,32 +152,32 @@ def make_chain(
     topic = place * pow(int(shifts[0]), -1, num_hot) % num_hot // TOPIC_TOKENS
     nudge = None
     if mode == "copy":
-        draft_logp = _even_guesses(num_hot)
+        draft_logp = _equal_guesses(num_hot)
     elif is_nudged:
-        draft_logp, nudged = _nudged_guesses(num_hot, skill, generator)
+        draft_logp, nudged = _draw_nudged_guesses(num_hot, skill, generator)
         after = hot[ring[(torch.arange(num_hot) + shifts[nudged % NUM_SUCCESSORS]) % num_hot]]
         nudge = (kind[after] + nudged // NUM_SUCCESSORS * NUM_SUCCESSORS)[place]
     else:
         if stretches:
-            profile = _profile_by_place(num_hot, int(shifts[0]), stretches, generator)
+            profile = _shift_probabilities_by_place(num_hot, int(shifts[0]), stretches, generator)
         else:
-            spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (num_hot,), generator=generator)]
-            profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MAX_SKILL))
-        draft_logp = _guesses(profile, generator)
+            spread = torch.tensor(ERROR_FACTORS)[torch.randint(0, len(ERROR_FACTORS), (num_hot,), generator=generator)]
+            profile = _shift_probabilities((1 - (1 - skill) * spread).clamp(MIN_SKILL, MAX_SKILL))
+        draft_logp = _draw_guesses(profile, generator)
     chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
     if not block_size:
         return chain
     faded = [chain.skill * (fade**depth if mode == "chain" else 1) for depth in range(block_size)]
     # A rate is planted at random places, and is a little off; rates that are alike stay so.
     alike = [chain.skill if rate == skills[0] else rate for rate in skills]
-    return chain.fading_to(alike or faded, generator)
+    return chain.with_fading(alike or faded, generator)
 
 
-def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
+def _check_arguments(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
     if mode not in MODES:
         raise EspalierError(f"mode {mode!r} is not supported; use one of {', '.join(MODES)}")
-    if not LEAST_SKILL <= skill <= MAX_SKILL:
-        raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MAX_SKILL}")
+    if not MIN_SKILL <= skill <= MAX_SKILL:
+        raise EspalierError(f"skill={skill} is not supported; use {MIN_SKILL} to {MAX_SKILL}")
     if reach < 1:
         raise EspalierError(f"reach={reach} is not supported; use 1 or more")
     if num_hot % NUM_SUCCESSORS or not 4 * NUM_CANDIDATES <= num_hot <= num_plain:
@@ -202,7 +187,7 @@ def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) ->
         )
 
 
-def _shifts(size: int, generator: torch.Generator) -> Tensor:
+def _draw_shifts(size: int, generator: torch.Generator) -> Tensor:
     """Random distinct shifts, [1 + NUM_CANDIDATES].
 
     The first is coprime with the size of the ring, so that greedy text visits every place before it repeats.  The
@@ -218,14 +203,14 @@ def _shifts(size: int, generator: torch.Generator) -> Tensor:
     return torch.tensor(shifts)
 
 
-def _profile(skill: Tensor) -> Tensor:
+def _shift_probabilities(skill: Tensor) -> Tensor:
     """[N] -> [N, NUM_CANDIDATES + 1]: the probability that the true successor has each rank; the last is a miss."""
     tail = 0.5 ** torch.arange(1, NUM_CANDIDATES, dtype=torch.float32)
     wrong = 1 - skill[:, None]
-    return torch.cat((skill[:, None], wrong * (1 - MISS) * tail / tail.sum(), wrong * MISS), 1)
+    return torch.cat((skill[:, None], wrong * (1 - MISS_SHARE) * tail / tail.sum(), wrong * MISS_SHARE), 1)
 
 
-def _profile_by_place(
+def _shift_probabilities_by_place(
     size: int, shift: int, stretches: Sequence[tuple[int, float]], generator: torch.Generator
 ) -> Tensor:
     """The same for stretches of text, of which some may be noise: the first rank is always the likeliest.
@@ -234,14 +219,14 @@ def _profile_by_place(
     """
     once = torch.cat([torch.full((tokens,), skill) for tokens, skill in stretches])
     wrong = 1 - once[torch.arange(size) * pow(shift, -1, size) % size % len(once)]
-    spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)] - 1
-    wrong = wrong * (1 + spread * (((1 - LEAST_SKILL) / wrong - 1) / (max(SPREAD) - 1)).clamp(max=1))
-    profile = _profile(1 - wrong)
+    spread = torch.tensor(ERROR_FACTORS)[torch.randint(0, len(ERROR_FACTORS), (size,), generator=generator)] - 1
+    wrong = wrong * (1 + spread * (((1 - MIN_SKILL) / wrong - 1) / (max(ERROR_FACTORS) - 1)).clamp(max=1))
+    profile = _shift_probabilities(1 - wrong)
     hits = torch.minimum(profile[:, :-1], profile[:, :1] * 0.5 ** torch.arange(NUM_CANDIDATES))
     return torch.cat((hits, 1 - hits.sum(1, keepdim=True)), 1)
 
 
-def _guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
     """draft_logp in chain mode.  profile: of each place.
 
     The draft is calibrated: the candidate it ranks k-th is true with the probability that the draft gives it.
@@ -255,24 +240,24 @@ def _guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat((logp, torch.full((size, 1), -torch.inf)), 1).gather(1, rank)
 
 
-def _nudged_guesses(size: int, skill: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draw_nudged_guesses(size: int, skill: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """(draft_logp, nudged [N]) of an MTP head in chain mode.
 
     nudged: j where it favours successor j, NUM_SUCCESSORS + j where it buries that one.  It favours the first if it is
     right; if it is wrong, it favours the second or, with probability MISS, buries the first.
     """
     wrong = torch.rand(size, generator=generator) >= skill
-    missed = torch.rand(size, generator=generator) < MISS
+    missed = torch.rand(size, generator=generator) < MISS_SHARE
     nudged = torch.where(wrong, torch.where(missed, NUM_SUCCESSORS, 1), 0)
     logits = torch.tensor(PROBABILITIES).log().repeat(size, 1)
-    added = torch.where(nudged < NUM_SUCCESSORS, FAVOUR, -torch.inf)
+    added = torch.where(nudged < NUM_SUCCESSORS, FAVOUR_NATS, -torch.inf)
     logits[torch.arange(size), nudged % NUM_SUCCESSORS] += added
     logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
     logp[:, :NUM_SUCCESSORS] = logits.log_softmax(1)
     return logp, nudged
 
 
-def _even_guesses(size: int) -> Tensor:
+def _equal_guesses(size: int) -> Tensor:
     """draft_logp in copy mode.  The draft cannot see the far token, so all successors are equally likely."""
     logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
     logp[:, :NUM_SUCCESSORS] = -math.log(NUM_SUCCESSORS)
@@ -286,12 +271,12 @@ def predicted_accept_length(
 
     It grows trees by the engine's own rules, from `samples` random places.
     """
-    samples = samples or (SAMPLES if chain.fading is None else BLOCK_SAMPLES)
+    samples = samples or (ACCEPT_SAMPLES if chain.fading is None else BLOCK_ACCEPT_SAMPLES)
     if num_draft_tokens == 1 or steps == 0:
         return 1.0
     generator = torch.Generator().manual_seed(samples)
     roots = torch.randint(0, chain.size, (samples,), generator=generator)
-    grow = _grow if chain.fading is None else _grow_paths
+    grow = _grow_beam_trees if chain.fading is None else _grow_block_trees
     tree = grow(chain, roots, steps, topk, num_draft_tokens)
     chosen = torch.zeros_like(tree.tokens)
     if chain.mode == "copy":
@@ -302,7 +287,7 @@ def predicted_accept_length(
     return float(path.length.double().mean())
 
 
-def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+def _grow_beam_trees(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
     """The tree over places that speculate/drafters/autoregressive.py would propose from draft_logp."""
     pool = CandidatePool(topk)
     places, scores = roots[:, None], torch.zeros(len(roots), 1)
@@ -318,7 +303,7 @@ def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: 
     return pool.select(roots, num_draft_tokens)
 
 
-def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+def _grow_block_trees(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
     """The tree over places that speculate/drafters/one_pass.py would propose from the log-probabilities by depth."""
     assert chain.fading is not None
     by_depth = chain.fading.logp(chain.draft_logp, steps)
@@ -326,7 +311,7 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
     def next_depth(depth: int, places: DepthRows, out: Candidates) -> DepthRows:
         best, shift = ordered_topk(by_depth[depth][places.tokens], topk)
         children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
-        return rank_depth(children, best, places, out)
+        return rank_next_rows(children, best, places, out)
 
     candidates = edge_candidates(DepthRows.for_roots(roots), steps, topk, next_depth)
     return select_paths(roots, candidates, num_draft_tokens)

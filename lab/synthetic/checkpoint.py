@@ -31,12 +31,12 @@ from espalier.shards import SINGLE_RANK, Shards
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import draft_shards, format_of
 from lab.synthetic.block import BlockTensors
-from lab.synthetic.chain import LEAST_SKILL, MAX_SKILL, Chain, make_chain, predicted_accept_length
+from lab.synthetic.chain import MAX_SKILL, MIN_SKILL, Chain, make_chain, predicted_accept_length
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.draft_json import block_json, mtp_json
 from lab.synthetic.eagle3 import Eagle3Tensors
 from lab.synthetic.mtp import MtpTensors
-from lab.synthetic.quantised import QuantisedTensors, Tensors
+from lab.synthetic.quantised import NamedTensors, QuantisedTensors
 from lab.synthetic.routing import check_correlation
 from lab.synthetic.target import TargetTensors
 
@@ -124,7 +124,7 @@ class Recipe:
             stretches=self.stretches,
         )
 
-    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensors, Tensors]:
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[NamedTensors, NamedTensors]:
         """Of the target and of the draft, as their checkpoints store them."""
         drawn = self.shape, self.chain(), self.seed, dtype, torch.device(device)
         target = TargetTensors(*drawn, self.routing_correlation, self.weights != DENSE)
@@ -167,7 +167,7 @@ class Recipe:
         def length(skill: float) -> float:
             return predicted_accept_length(replace(self, skill=skill).chain(), steps, topk, num_draft_tokens)
 
-        low, high = LEAST_SKILL, MAX_SKILL
+        low, high = MIN_SKILL, MAX_SKILL
         least, most = length(low), length(high)
         if not least <= wanted <= most:
             raise EspalierError(
@@ -180,7 +180,9 @@ class Recipe:
         return replace(self, skill=round((low + high) / 2, 4))
 
 
-def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Path, Path]:
+def write_checkpoint(
+    recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Path, Path]:
     """Write out/target, out/draft and out/foundry.json; returns the two directories.
 
     Memory: twice SHARD_BYTES, and the embedding.  Raises EspalierError for a directory that already holds weights.
@@ -190,7 +192,7 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     fields = recipe.shape.fields
     # Check both directories before making the first model, which may take long.
     for name in ("target", "draft"):
-        _make_empty(out / name)
+        _make_weightless_folder(out / name)
     _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
@@ -200,39 +202,34 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     return out / "target", out / "draft"
 
 
-def _make_empty(path: Path) -> None:
+def _make_weightless_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if stale := sorted(path.glob("*.safetensors*")):
         raise EspalierError(f"{path} already holds {stale[0].name}; name an empty directory")
 
 
-def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
+def _write_model(path: Path, config: Mapping[str, Any], tensors: NamedTensors) -> None:
     quantised = {"quantization_config": tensors.quantisation} if isinstance(tensors, QuantisedTensors) else {}
     _write_json(path / "config.json", {**config, **quantised})
-    shards = _shards(tensors, SHARD_BYTES)
+    shards = _split_into_shards(tensors, SHARD_BYTES)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     for file, shard in zip(names, shards, strict=True):
-        _write_shard(path / file, tensors, shard)
+        write_weights(path / file, {name: tensors.tensor(name).cpu().contiguous() for name in shard})
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = total_bytes(tensors)
         _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _write_shard(file: Path, tensors: Tensors, shard: list[str]) -> None:
-    made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
-    write_weights(file, made)
-
-
-def _shards(tensors: Tensors, most: int) -> list[list[str]]:
+def _split_into_shards(tensors: NamedTensors, max_bytes: int) -> list[list[str]]:
     """The names in order, split into shards of at most `most` bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     held = 0
     for name in tensors.shapes:
-        size = _bytes(tensors, name)
-        if shards[-1] and held + size > most:
+        size = _tensor_bytes(tensors, name)
+        if shards[-1] and held + size > max_bytes:
             shards.append([])
             held = 0
         shards[-1].append(name)
@@ -240,11 +237,11 @@ def _shards(tensors: Tensors, most: int) -> list[list[str]]:
     return shards
 
 
-def total_bytes(tensors: Tensors) -> int:
-    return sum(_bytes(tensors, name) for name in tensors.shapes)
+def total_bytes(tensors: NamedTensors) -> int:
+    return sum(_tensor_bytes(tensors, name) for name in tensors.shapes)
 
 
-def _bytes(tensors: Tensors, name: str) -> int:
+def _tensor_bytes(tensors: NamedTensors, name: str) -> int:
     itemsize = tensors.itemsize(name) if isinstance(tensors, QuantisedTensors) else tensors.dtype.itemsize
     return torch.Size(tensors.shapes[name]).numel() * itemsize
 
@@ -253,7 +250,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _by_transformers(recipe: Recipe, tensors: Tensors, captured_layers: tuple[int, ...]) -> CausalLM:
+def _target_by_transformers(recipe: Recipe, tensors: NamedTensors, captured_layers: tuple[int, ...]) -> CausalLM:
     config = read_by_transformers(recipe.shape.config_json, Path("synthetic checkpoint"))
     state = {name: tensors.tensor(name) for name in tensors.shapes}
     return build_by_transformers(config, tensors.dtype, tensors.device, captured_layers, state)
@@ -262,7 +259,7 @@ def _by_transformers(recipe: Recipe, tensors: Tensors, captured_layers: tuple[in
 class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
-    def __init__(self, tensors: Tensors, shards: Shards = SINGLE_RANK) -> None:
+    def __init__(self, tensors: NamedTensors, shards: Shards = SINGLE_RANK) -> None:
         self.path = Path("synthetic checkpoint")
         self.shards = shards
         self.tensors = tensors
@@ -280,7 +277,7 @@ class SyntheticWeights(Weights):
         return self.tensors.tensor(name)
 
 
-def build(
+def build_models(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = SINGLE_RANK
 ) -> tuple[CausalLM, DraftModel]:
     """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble_engine.
@@ -291,7 +288,7 @@ def build(
     draft_config = recipe.draft_config
     capture, target = draft_config.spec.captured_layers, None
     if recipe.model_impl == "transformers":
-        target = _by_transformers(recipe, tensors, capture)
+        target = _target_by_transformers(recipe, tensors, capture)
     else:
         target = make_target(SyntheticWeights(tensors, shards), tensors.config, capture, position_rows)
     own = draft_shards(draft_config.spec.algorithm, shards)

@@ -15,11 +15,11 @@ from torch import Tensor
 from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from lab.synthetic.draft import DraftTensors
-from lab.synthetic.target import DISTURBANCE, GATED, ROWS, SHARES, TargetTensors
+from lab.synthetic.target import CHUNK_ROWS, DISTURBANCE, EMBEDDING_SHARES, GATED_STD, TargetTensors
 
 # Logit of a candidate with probability 1.  The other tokens have logits of mean 0.
-PEAK = 18.0
-NUM_CAPTURED = 3
+CANDIDATE_LOGIT = 18.0
+NUM_CAPTURED_LAYERS = 3
 
 
 class Eagle3Tensors(DraftTensors):
@@ -37,26 +37,22 @@ class Eagle3Tensors(DraftTensors):
         """S: [H, kv_heads · head_size]."""
         hidden, channels = self.config.hidden_size, self.config.kv_heads * self.config.head_size
         drawn = self.target.draw.orthonormal("draft/columns", hidden, channels)
-        return torch.linalg.qr(self.target.planted.clean(drawn.T).T)[0]
+        return torch.linalg.qr(self.target.planted.remove_planted(drawn.T).T)[0]
 
     @cached_property
     def feature_size(self) -> float:
         """Root mean square of S Sᵀe: the part of r_t that lies in these channels."""
         hidden, planted = self.config.hidden_size, self.target.planted
-        share = 1 - sum(SHARES[part] for part in planted.length)
+        share = 1 - sum(EMBEDDING_SHARES[part] for part in planted.length)
         return math.sqrt(share * self.columns.shape[1] / (hidden - planted.basis.shape[1]))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        hidden, inner, queries, channels = (
-            c.hidden_size,
-            c.intermediate_size,
-            c.heads * c.head_size,
-            self.columns.shape[1],
-        )
+        hidden, inner, queries = c.hidden_size, c.intermediate_size, c.heads * c.head_size
+        channels = self.columns.shape[1]
         sizes = {
-            "fc": (hidden, NUM_CAPTURED * hidden),
+            "fc": (hidden, NUM_CAPTURED_LAYERS * hidden),
             "midlayer.self_attn.q_proj": (queries, 2 * hidden),
             "midlayer.self_attn.k_proj": (channels, 2 * hidden),
             "midlayer.self_attn.v_proj": (channels, 2 * hidden),
@@ -74,7 +70,7 @@ class Eagle3Tensors(DraftTensors):
         return {**{f"{name}.weight": size for name, size in sizes.items()}, **vocabulary}
 
     def tensor(self, name: str) -> Tensor:
-        """Make a tensor.  d2t is int64, t2d bool, the others have the checkpoint's dtype."""
+        """Make a tensor.  d2t is int64 and t2d is bool; other tensors have the checkpoint's dtype."""
         chain, part = self.target.chain, name.removesuffix(".weight").rpartition(".")[2]
         match part:
             case "d2t":
@@ -84,8 +80,8 @@ class Eagle3Tensors(DraftTensors):
             case "lm_head":
                 return self._head()
             case "fc":
-                projection = self.columns @ self.columns.T / NUM_CAPTURED
-                return projection.repeat(1, NUM_CAPTURED).to(self.dtype)
+                projection = self.columns @ self.columns.T / NUM_CAPTURED_LAYERS
+                return projection.repeat(1, NUM_CAPTURED_LAYERS).to(self.dtype)
             case "q_proj" | "k_proj":
                 return self.attending_to_itself(name).to(self.dtype)
             case "v_proj":
@@ -95,7 +91,7 @@ class Eagle3Tensors(DraftTensors):
             case _ if len(self.shapes[name]) == 1:
                 return torch.ones(self.shapes[name], dtype=self.dtype, device=self.device)
             case "down_proj":
-                return self.random(name, DISTURBANCE / 2 * self.feature_size / GATED, self.dtype)
+                return self.random(name, DISTURBANCE / 2 * self.feature_size / GATED_STD, self.dtype)
             case _:
                 return self.random(name, 1.0, self.dtype)
 
@@ -110,7 +106,7 @@ class Eagle3Tensors(DraftTensors):
         """[draft vocabulary, H]: after the norm, the candidates of a place get exactly PEAK + log-probability."""
         chain = self.target.chain
         out = torch.empty(self.draft_vocab, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        for places, rows in self.rows_of_places(self._known(), PEAK):
+        for places, rows in self.rows_of_places(self._known(), CANDIDATE_LOGIT):
             out[chain.ring[places].to(self.device)] = (rows @ self.columns.T).to(self.dtype)
         return out
 
@@ -118,8 +114,8 @@ class Eagle3Tensors(DraftTensors):
         """[N, n]: the normed hidden state of the token at each place, in the coordinates of S."""
         chain = self.target.chain
         seen = [
-            self.target.own_part(chain.token_at(places)) @ self.columns
-            for places in torch.arange(chain.size).split(ROWS)
+            self.target.random_part_of(chain.token_at(places)) @ self.columns
+            for places in torch.arange(chain.size).split(CHUNK_ROWS)
         ]
         rows = torch.cat(seen)
         return rows * (math.sqrt(self.config.hidden_size) / rows.norm(dim=1, keepdim=True))

@@ -1,8 +1,8 @@
 """How the skill of a synthetic block draft falls with depth.
 
 One pass of a block draft proposes all depths, and real drafts are worse at deeper ones.  The planted draft knows the
-chain by its edges, which are the same at every depth.  To be worse at deeper ones, it prefers a random quarter of the
-tokens, more strongly at each depth, so its first guess is wrong more often.
+chain by its edges, which are the same at every depth.  To be worse at deeper depths, it prefers a random quarter of the
+tokens, more strongly at each depth.  So its first guess is wrong more often.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from torch import Tensor
 from espalier.errors import EspalierError
 
 # The share of tokens that deeper rows prefer, and the largest preference in nats.
-SHARE = 1 / 4
-MOST_FAVOUR = 8.0
+FAVOURED_SHARE = 1 / 4
+MAX_FAVOUR_NATS = 8.0
 # Places over which a skill is measured.
-PLACES = 8192
+MEASURED_PLACES = 8192
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Fading:
     favours: Tensor
 
     def logp(self, draft_logp: Tensor, steps: int) -> list[Tensor]:
-        """Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer."""
+        """Returns Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer depths."""
         if steps > len(self.favours):
             raise EspalierError(f"steps={steps} is above block_size={len(self.favours)} of the draft; lower it")
         return [self.at(draft_logp, favour) for favour in self.favours[:steps].tolist()]
 
-    def at(self, draft_logp: Tensor, favour: float) -> Tensor:
-        return (draft_logp + favour * self.favoured[self.children]).log_softmax(1)
+    def at(self, draft_logp: Tensor, favour_nats: float) -> Tensor:
+        return (draft_logp + favour_nats * self.favoured[self.children]).log_softmax(1)
 
 
 def fading_of(draft_logp: Tensor, children: Tensor, skills: Sequence[float], generator: torch.Generator) -> Fading:
-    """draft_logp, children: as of Fading; skills: by depth, how often the first guess is right.
+    """Returns the fading with these skills.  draft_logp: see Chain; children: see Fading.
 
-    Raises EspalierError for a skill that is out of reach.
+    skills: how often the first guess is right at each depth.  Raises EspalierError for a skill that cannot be reached.
     """
-    # Not all alike, so that the skill falls smoothly.
+    # Preferences differ between tokens, so that the skill falls smoothly.
     drawn = torch.rand(len(draft_logp), generator=generator)
-    favoured = torch.where(drawn < SHARE, 1 - drawn / (2 * SHARE), 0.0)
-    some = Fading(favoured, children[:PLACES], torch.zeros(1))
+    favoured = torch.where(drawn < FAVOURED_SHARE, 1 - drawn / (2 * FAVOURED_SHARE), 0.0)
+    some = Fading(favoured, children[:MEASURED_PLACES], torch.zeros(1))
 
     def skill(favour: float) -> float:
-        return float((some.at(draft_logp[:PLACES], favour).argmax(1) == 0).double().mean())
+        return float((some.at(draft_logp[:MEASURED_PLACES], favour).argmax(1) == 0).double().mean())
 
-    least = skill(MOST_FAVOUR)
+    least = skill(MAX_FAVOUR_NATS)
     favours = [0.0]
     for depth, wanted in enumerate(skills[1:], 2):
         if wanted == skills[0]:
@@ -63,7 +63,7 @@ def fading_of(draft_logp: Tensor, children: Tensor, skills: Sequence[float], gen
                 f"a skill of {wanted:.2f} at depth {depth} is out of reach of a block draft; with {skills[0]:.2f} at "
                 f"depth 1, use {least:.2f} or more"
             )
-        low, high = favours[-1], MOST_FAVOUR
+        low, high = favours[-1], MAX_FAVOUR_NATS
         while high - low > 1e-3:
             middle = (low + high) / 2
             low, high = (middle, high) if skill(middle) >= wanted else (low, middle)

@@ -22,10 +22,10 @@ from espalier.models.config import parse_config
 from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.models.mtp import HIDDEN_SOURCES
-from lab.synthetic.chain import BURY, FAVOUR, NUM_NUDGES, NUM_SUCCESSORS
+from lab.synthetic.chain import BURY_NATS, FAVOUR_NATS, NUM_NUDGES, NUM_SUCCESSORS
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.layer_tensors import layer_shapes
-from lab.synthetic.target import DISTURBANCE, GATED, NAT, TargetTensors
+from lab.synthetic.target import DISTURBANCE, GATED_STD, KIND_LENGTH_PER_NAT, TargetTensors
 
 
 class MtpTensors(DraftTensors):
@@ -66,14 +66,14 @@ class MtpTensors(DraftTensors):
             case "o_proj":
                 weight = self._writes_kinds(name)
             case "down_proj":
-                weight = self.quiet(name, DISTURBANCE / 2 / GATED)
+                weight = self.random_without_planted(name, DISTURBANCE / 2 / GATED_STD)
             case _:
                 weight = self.random(name, 1.0)
         return weight.to(self.dtype)
 
     def _joined(self, name: str) -> Tensor:
         """[H, 2H]: the embedding's half is the identity."""
-        weight, hidden = self.quiet(name, DISTURBANCE / math.sqrt(2)), self.config.hidden_size
+        weight, hidden = self.random_without_planted(name, DISTURBANCE / math.sqrt(2)), self.config.hidden_size
         weight[:, :hidden] = torch.eye(hidden, device=self.device)
         return weight
 
@@ -81,16 +81,16 @@ class MtpTensors(DraftTensors):
         """[kv_heads · head_size, H]: the first NUM_NUDGES channels of each head are 1 for what the token nudges."""
         weight, planted = self.random(name, 1.0), self.target.planted
         if self.target.chain.nudge is not None:
-            reads = planted.of_part("nudge", NUM_NUDGES).T / planted.length["nudge"]
+            reads = planted.directions_of_part("nudge", NUM_NUDGES).T / planted.length["nudge"]
             weight.unflatten(0, (-1, self.config.head_size))[:, :NUM_NUDGES] = reads
         return weight
 
     def _writes_kinds(self, name: str) -> Tensor:
         """[H, heads · head_size]: each query head writes an equal share."""
-        weight, hidden = self.quiet(name, DISTURBANCE / 2), self.config.hidden_size
+        weight, hidden = self.random_without_planted(name, DISTURBANCE / 2), self.config.hidden_size
         if self.target.chain.nudge is not None:
-            nats = torch.tensor((FAVOUR, BURY), device=self.device).repeat_interleave(NUM_SUCCESSORS)
-            kinds = self.target.planted.of_part("kind", NUM_SUCCESSORS).repeat(1, 2)
-            written = kinds * nats * (NAT * math.sqrt(hidden) / self.config.heads)
+            nats = torch.tensor((FAVOUR_NATS, BURY_NATS), device=self.device).repeat_interleave(NUM_SUCCESSORS)
+            kinds = self.target.planted.directions_of_part("kind", NUM_SUCCESSORS).repeat(1, 2)
+            written = kinds * nats * (KIND_LENGTH_PER_NAT * math.sqrt(hidden) / self.config.heads)
             weight.view(hidden, -1, self.config.head_size)[:, :, :NUM_NUDGES] = written[:, None]
         return weight

@@ -15,10 +15,10 @@ from espalier.models.config import ModelConfig
 from espalier.models.quantisers import QUANTISERS, Quantiser
 from espalier.models.weight_formats import FormatLookup, StoredTensor
 
-EXPERTS = "mlp.experts"
+EXPERTS_MODULE = "mlp.experts"
 
 
-class Tensors(Protocol):
+class NamedTensors(Protocol):
     """The tensors of a model by name: `shapes` lists them, `tensor` makes one.  config: of its layers."""
 
     config: ModelConfig
@@ -41,21 +41,21 @@ def find_quantiser(weights: str) -> Quantiser:
 class QuantisedTensors:
     """The tensors of a model as its checkpoint stores them.
 
-    model: dense.  weights: a name of QUANTISERS.  is_draft: whether the model is a draft, whose head is quantised too.
+    model: the dense model.  weights: a name of QUANTISERS.  is_draft: of a draft, the head is quantised too.
     Raises EspalierError for a model that the format does not store.
     """
 
-    def __init__(self, model: Tensors, weights: str, is_draft: bool = False) -> None:
+    def __init__(self, model: NamedTensors, weights: str, is_draft: bool = False) -> None:
         self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
         quantiser = find_quantiser(weights)
         self.quantiser = quantiser.for_draft(is_draft)
-        require_stored(model.config, weights, "draft weights" if is_draft else "weights")
+        require_format_fits(model.config, weights, "draft weights" if is_draft else "weights")
         # Codes are read once.  Scales are small and may be read twice.
         self._scales: dict[str, Tensor] = {}
 
     @functools.cached_property
     def _columns(self) -> dict[str, int]:
-        """Of each matrix that the format may quantise, by name; none for a format of stacked experts."""
+        """The columns of each matrix that the format may quantise, by name; empty for a format of stacked experts."""
         if self.quantiser.quantises_only_experts:
             return {}
         matrices = ((name, size[1]) for name, size in self.model.shapes.items() if _is_matrix(name, size))
@@ -73,7 +73,7 @@ class QuantisedTensors:
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[str, StoredTensor]]:
-        """(name of the dense tensor, what is stored), by name, of quantised matrices."""
+        """(name of the dense tensor, its stored tensor), by stored name, for quantised matrices."""
         found = {}
         for name, size in self.model.shapes.items():
             for each in self._stored_of(name, size):
@@ -119,12 +119,12 @@ class QuantisedTensors:
         return self._scales[name]
 
 
-def require_stored(config: ModelConfig, weights: str, what: str = "weights") -> None:
-    """Raises EspalierError for a model that the format does not store.  config: of its layers; what: the setting."""
+def require_format_fits(config: ModelConfig, weights: str, setting: str = "weights") -> None:
+    """Raises EspalierError for a model that the format does not store.  config: of its layers; setting: for errors."""
     is_stacked = config.experts is not None and config.experts.storage == "stacked"
     if find_quantiser(weights).quantises_only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"
-        raise EspalierError(f"{what} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
+        raise EspalierError(f"{setting} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
 
 
 def _is_matrix(name: str, size: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.models.rope import RopeConfig
 
-CLEARANCE = 12.0
+MIN_SCORE_DROP = 12.0
 # The distances over which the peak is checked.
 MAX_DISTANCE = 131072
 
@@ -49,7 +49,7 @@ class LagCode:
         return code.flatten().float()
 
 
-def lag_code(rope: RopeConfig, max_position: int) -> LagCode:
+def make_lag_code(rope: RopeConfig, max_position: int) -> LagCode:
     """The number of pairs and the gain that make the peak unique up to `max_position`, with the smallest score."""
     frequencies = rope.inverse_frequencies().double()
     distance = torch.arange(1, min(max_position, MAX_DISTANCE), dtype=torch.float64)
@@ -57,7 +57,7 @@ def lag_code(rope: RopeConfig, max_position: int) -> LagCode:
     best: tuple[float, int, float] | None = None
     for count, frequency in enumerate(frequencies.tolist(), 1):
         drop += 1 - (distance * frequency).cos()
-        gain = CLEARANCE / max(float(drop.min()), 1e-9)
+        gain = MIN_SCORE_DROP / max(float(drop.min()), 1e-9)
         if best is None or gain * count < best[0]:
             best = (gain * count, count, gain)
     assert best is not None

@@ -1,9 +1,10 @@
 """Planted routing: how much the experts of neighbouring tokens agree, by weights alone.
 
-A router's logits are the sum of two random parts.  One reads r_t, so it differs from token to token.  The other reads a
-planted part of the embedding, the topic, which the tokens of a stretch of text share (chain.py).  The correlation X is
-the correlation of the logits of two tokens of a topic.  At 0 each token's experts are as if drawn at random, and
-embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers independently.
+A router's logits are the sum of two random parts.  The first reads r_t, so it differs from token to token.  The second
+reads a planted part of the embedding, the topic, which the tokens of a stretch of text share (chain.py).  The
+correlation X is the correlation of the logits of two tokens of a topic.  At 0 each token's experts are as if drawn at
+random, and embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers
+independently.
 """
 
 import math
@@ -16,12 +17,12 @@ from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from lab.synthetic.target import Draw, TargetTensors
+    from lab.synthetic.target import RandomTensors, TargetTensors
 
 # Dimensions of the planted part.  The directions of topics are random in it.
 TOPIC_SIZE = 32
 # Standard deviation of a router's logits.
-SPREAD = 1.0
+LOGIT_STD = 1.0
 
 
 def check_correlation(correlation: float, config: ModelConfig, shape: str) -> None:
@@ -32,24 +33,24 @@ def check_correlation(correlation: float, config: ModelConfig, shape: str) -> No
         raise EspalierError(f"routing_correlation={correlation} is for mixtures of experts, and {shape} is none; use 0")
 
 
-def topic_directions(draw: "Draw", count: int) -> Tensor:
+def topic_directions(draw: "RandomTensors", count: int) -> Tensor:
     """[count, TOPIC_SIZE] random directions of length 1, drawn on the CPU."""
     generator = draw.generator("topics", torch.device("cpu"))
-    return _of_length(torch.randn(count, TOPIC_SIZE, generator=generator), 1.0).to(draw.device)
+    return _scale_rows_to_length(torch.randn(count, TOPIC_SIZE, generator=generator), 1.0).to(draw.device)
 
 
 def router_weight(target: "TargetTensors", name: str, num_experts: int) -> Tensor:
     """[E, H] float32.  The rows of each part have one length, so that no expert is preferred."""
     hidden, planted, correlation = target.config.hidden_size, target.planted, target.correlation
-    own = planted.clean(target.draw.normal(name, num_experts, hidden, 1.0, torch.float32))
+    own = planted.remove_planted(target.draw.normal(name, num_experts, hidden, 1.0, torch.float32))
     # r_t has the length that the planted parts leave, in random directions of about `hidden` dimensions.
-    own = _of_length(own, SPREAD * math.sqrt((1 - correlation) * hidden) / target.own_length)
+    own = _scale_rows_to_length(own, LOGIT_STD * math.sqrt((1 - correlation) * hidden) / target.random_part_length)
     if not correlation:
         return own
     read = target.draw.normal(f"{name}/topic", num_experts, TOPIC_SIZE, 1.0, torch.float32)
-    read = _of_length(read, SPREAD * math.sqrt(correlation * TOPIC_SIZE) / planted.length["topic"])
-    return own + read @ planted.of_part("topic", TOPIC_SIZE).T
+    read = _scale_rows_to_length(read, LOGIT_STD * math.sqrt(correlation * TOPIC_SIZE) / planted.length["topic"])
+    return own + read @ planted.directions_of_part("topic", TOPIC_SIZE).T
 
 
-def _of_length(rows: Tensor, length: float) -> Tensor:
+def _scale_rows_to_length(rows: Tensor, length: float) -> Tensor:
     return rows * (length / rows.norm(dim=1, keepdim=True))

@@ -1,4 +1,4 @@
-"""The names and shapes of the tensors of hybrids' layers, as layer_tensors.py has those of other families."""
+"""The names and shapes of the tensors in layers of hybrid models.  layer_tensors.py has those of other families."""
 
 from espalier.cache.layer_spec import NO_MIXING, RecurrentState
 from espalier.models.config import ModelConfig
@@ -6,14 +6,14 @@ from espalier.models.layer_loading import layer_specs_of
 
 Shapes = dict[str, tuple[int, ...]]
 
-# What vectors of these names hold: decays of about 0.98 a token.
-CONSTANTS = {"A_log": 0.0, "dt_bias": -4.0, "D": 1.0}
+# The values of the vectors with these names.  They give decays of about 0.98 per token.
+CONSTANT_VECTORS = {"A_log": 0.0, "dt_bias": -4.0, "D": 1.0}
 # Norms of these names store their weights as they are, in families whose other norms store them less 1.
-PLAIN_NORMS = ("linear_attn.norm.weight",)
+NORMS_WITHOUT_OFFSET = ("linear_attn.norm.weight",)
 
 
-def delta_net(config: ModelConfig, layer: int) -> Shapes | None:
-    """Of Qwen3.5 and later, under `linear_attn.`; None for a layer of attention."""
+def delta_net_shapes(config: ModelConfig, layer: int) -> Shapes | None:
+    """Returns the shapes of a DeltaNet of Qwen3.5 and later, under `linear_attn.`; None for an attention layer."""
     keeps, hidden = layer_specs_of(config)[layer].cache_spec, config.hidden_size
     if not isinstance(keeps, RecurrentState):
         return None
@@ -32,7 +32,7 @@ def delta_net(config: ModelConfig, layer: int) -> Shapes | None:
     return {f"linear_attn.{name}": size for name, size in shapes.items()}
 
 
-def gated_attention(config: ModelConfig) -> Shapes:
+def gated_attention_shapes(config: ModelConfig) -> Shapes:
     hidden, size = config.hidden_size, config.head_size
     rows = {"q": 2 * config.heads * size, "k": config.kv_heads * size, "v": config.kv_heads * size}
     shapes: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
@@ -40,8 +40,8 @@ def gated_attention(config: ModelConfig) -> Shapes:
     return {**shapes, **{f"self_attn.{name}_norm.weight": (size,) for name in "qk"}}
 
 
-def nemotron(config: ModelConfig, layer: int) -> Shapes:
-    """A layer is one block, under `mixer.`."""
+def nemotron_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Returns the shapes of a layer of Nemotron-H.  A layer is one block, under `mixer.`."""
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size
     keeps, experts, shapes = spec.cache_spec, config.experts, Shapes()
     if experts is not None and layer in experts.layers:
@@ -56,7 +56,7 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
             "in_proj.weight": (inner + keeps.channels + keeps.heads, hidden),
             "conv1d.weight": (keeps.channels, 1, keeps.taps),
             "conv1d.bias": (keeps.channels,),
-            **dict.fromkeys(CONSTANTS, (keeps.heads,)),
+            **dict.fromkeys(CONSTANT_VECTORS, (keeps.heads,)),
             "norm.weight": (inner,),
             "out_proj.weight": (hidden, inner),
         }

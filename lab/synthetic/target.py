@@ -28,31 +28,31 @@ from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.chain import NUM_NUDGES, NUM_SUCCESSORS, PROBABILITIES, Chain
 from lab.synthetic.layer_tensors import embedding_name, layer_shapes
-from lab.synthetic.rope import LagCode, lag_code
+from lab.synthetic.rope import LagCode, make_lag_code
 from lab.synthetic.routing import TOPIC_SIZE, router_weight, topic_directions
-from lab.synthetic.state_tensors import CONSTANTS, PLAIN_NORMS
+from lab.synthetic.state_tensors import CONSTANT_VECTORS, NORMS_WITHOUT_OFFSET
 
 # Logit of the most likely successor.  Tokens that do not follow have logits of mean 0 and a standard deviation of about
 # PEAK * sqrt(n / hidden), where n is the number of a token's predecessors.
-PEAK = 20.0
+SUCCESSOR_LOGIT = 20.0
 # In copy mode, added to the logits of all tokens of the copied kind.
-COPY_GAIN = 10.0
+COPIED_KIND_LOGIT = 10.0
 # The size of what all layers together add to the residual, relative to the residual.
 DISTURBANCE = 0.15
 # Shares of an embedding's squared length.
-SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08, "nudge": 0.08}
+EMBEDDING_SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08, "nudge": 0.08}
 # A hidden state that holds a direction of the planted part "kind" with this share of its length has one nat more in
-# the logits of that kind's tokens.  Only MTP heads write there.
-NAT = 1 / 200
+# the logits of that kind's tokens.  Only MTP heads write that part.
+KIND_LENGTH_PER_NAT = 1 / 200
 # The size of a layer's stamp in the residual, as a share of its length.
-STAMP = 0.03
+STAMP_LENGTH = 0.03
 # Standard deviation of silu(a)·b for a, b of standard deviation 1.
-GATED = 0.6
+GATED_STD = 0.6
 # Rows that are drawn or solved at once.
-ROWS = 2048
+CHUNK_ROWS = 2048
 
 
-class Draw:
+class RandomTensors:
     """Random tensors by name.  The same name, seed and device give the same numbers, in any order of calls."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -65,15 +65,15 @@ class Draw:
 
     def normal(self, name: str, rows: int, columns: int, std: float, dtype: torch.dtype) -> Tensor:
         out = torch.empty(rows, columns, dtype=dtype, device=self.device)
-        for chunk, drawn in self.chunks(name, rows, columns):
+        for chunk, drawn in self.normal_chunks(name, rows, columns):
             out[chunk] = drawn.mul_(std).to(dtype)
         return out
 
-    def chunks(self, name: str, rows: int, columns: int) -> Iterator[tuple[slice, Tensor]]:
+    def normal_chunks(self, name: str, rows: int, columns: int) -> Iterator[tuple[slice, Tensor]]:
         """Standard normal rows, float32, ROWS at a time."""
         generator = self.generator(name, self.device)
-        for first in range(0, rows, ROWS):
-            count = min(ROWS, rows - first)
+        for first in range(0, rows, CHUNK_ROWS):
+            count = min(CHUNK_ROWS, rows - first)
             yield slice(first, first + count), torch.randn(count, columns, generator=generator, device=self.device)
 
     def orthonormal(self, name: str, rows: int, columns: int) -> Tensor:
@@ -83,10 +83,11 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Planted:
+class PlantedDirections:
     """The planted directions.
 
-    basis: [H, n], orthonormal columns; first: the first column of each part; length: of those that are in embeddings.
+    basis: [H, n], orthonormal columns; first: the first column of each part; length: the length of each part that
+    embeddings contain.
     """
 
     basis: Tensor
@@ -96,20 +97,20 @@ class Planted:
     def direction(self, part: str, index: int = 0) -> Tensor:
         return self.basis[:, self.first[part] + index]
 
-    def of_part(self, part: str, size: int) -> Tensor:
-        """[H, size]: the directions of a part."""
+    def directions_of_part(self, part: str, size: int) -> Tensor:
+        """Returns [H, size]: the directions of a part."""
         return self.basis[:, self.first[part] : self.first[part] + size]
 
-    def clean(self, rows: Tensor) -> Tensor:
-        """rows [..., H] without their components in the planted directions."""
+    def remove_planted(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., H] without their components in the planted directions."""
         return rows - (rows @ self.basis) @ self.basis.T
 
 
 class TargetTensors:
     """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is: then experts that the family
-    joins are apart, as those who quantise a model store them.
+    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is quantised.  Experts that the
+    family joins are then stored apart, as in published quantised checkpoints.
     """
 
     def __init__(
@@ -128,22 +129,22 @@ class TargetTensors:
         self.chain = chain
         self.dtype = dtype
         self.device = device
-        self.draw = Draw(seed, device)
-        self.copies = chain.mode == "copy"
+        self.draw = RandomTensors(seed, device)
+        self.is_copy_mode = chain.mode == "copy"
         self.correlation = correlation
         self.planted = self._planted()
-        if self.copies:
-            require_copying(self.config, chain, shape.name)
+        if self.is_copy_mode:
+            require_copy_mode_fits(self.config, chain, shape.name)
 
-    def _planted(self) -> Planted:
+    def _planted(self) -> PlantedDirections:
         sizes = {"mark": 1}
-        if self.copies:
+        if self.is_copy_mode:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
         if self.chain.nudge is not None:
             sizes |= {"nudge": NUM_NUDGES, "kind": NUM_SUCCESSORS}
         if self.chain.fading is not None:
             sizes |= {"favour": 1, "misread": 1}
-            if self.stamps:
+            if self.writes_stamps:
                 sizes["stamp"] = self.config.num_layers
         if self.correlation:
             sizes["topic"] = TOPIC_SIZE
@@ -151,13 +152,13 @@ class TargetTensors:
         hidden = self.config.hidden_size
         if 2 * starts[-1] > hidden:
             raise EspalierError(f"a hidden size of {hidden} has no room for {starts[-1]} planted directions")
-        lengths = {part: math.sqrt(SHARES[part] * hidden) for part in sizes if part in SHARES}
+        lengths = {part: math.sqrt(EMBEDDING_SHARES[part] * hidden) for part in sizes if part in EMBEDDING_SHARES}
         basis = self.draw.orthonormal("planted", hidden, starts[-1])
-        return Planted(basis, dict(zip(sizes, starts, strict=False)), lengths)
+        return PlantedDirections(basis, dict(zip(sizes, starts, strict=False)), lengths)
 
     @cached_property
-    def code(self) -> LagCode:
-        return lag_code(self.config.rope, self.config.max_position)
+    def lag_code(self) -> LagCode:
+        return make_lag_code(self.config.rope, self.config.max_position)
 
     @cached_property
     def topics(self) -> Tensor:
@@ -181,8 +182,8 @@ class TargetTensors:
         if name == "lm_head.weight":
             return self._head()
         size = self.shapes[name]
-        if part in CONSTANTS:
-            return torch.full(size, CONSTANTS[part], device=self.device)
+        if part in CONSTANT_VECTORS:
+            return torch.full(size, CONSTANT_VECTORS[part], device=self.device)
         if part == "conv1d" and len(size) == 3:
             return self.draw.normal(name, size[0], size[2], size[2] ** -0.5, self.dtype)[:, None]
         if part == "e_score_correction_bias":
@@ -190,29 +191,29 @@ class TargetTensors:
         if part.endswith("bias") or part == "sinks":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         if len(size) == 1:
-            offset = 0.0 if name.endswith(PLAIN_NORMS) else self.config.family.norm_offset
+            offset = 0.0 if name.endswith(NORMS_WITHOUT_OFFSET) else self.config.family.norm_offset
             return torch.full(size, self._constant(name, part) - offset, dtype=self.dtype, device=self.device)
         if part in ("gate", "router") or name.endswith("router.proj.weight"):
             return router_weight(self, name, size[0]).to(self.dtype)
         if len(size) == 3:
             return self._stacked(name, part, size)
         weight = self._linear(name, part, size)
-        if self.copies and part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        if self.is_copy_mode and part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self._plant_copying(weight, part, int(name.split(".")[2]))
-        if self.stamps and part in ("v_proj", "o_proj"):
+        if self.writes_stamps and part in ("v_proj", "o_proj"):
             self._plant_stamp(weight, part, int(name.split(".")[2]))
         return weight
 
     def _constant(self, name: str, part: str) -> float:
-        """The value of a tensor of one dimension."""
+        """Returns the value that fills a tensor of one dimension."""
         c = self.config
         if part in (c.family.layer_norms.after_attention, c.family.layer_norms.after_mlp):
             return DISTURBANCE / math.sqrt(2 * c.num_layers)
         if name.endswith("router.scale"):
             # The model divides by it.
             return math.sqrt(c.hidden_size)
-        if self.copies and part in ("q_norm", "k_norm"):
-            return self.code.norm_weight
+        if self.is_copy_mode and part in ("q_norm", "k_norm"):
+            return self.lag_code.norm_weight
         if part == "k_norm":
             spec = layer_specs_of(c)[int(name.split(".")[2])]
             # So that scores have a standard deviation of 1, whatever their factor.
@@ -220,7 +221,7 @@ class TargetTensors:
         return 1.0
 
     @property
-    def stamps(self) -> bool:
+    def writes_stamps(self) -> bool:
         """Whether each layer writes its stamp, by which a block draft knows the layers that it reads.
 
         Attention must keep a value that is the same in all rows.
@@ -229,29 +230,29 @@ class TargetTensors:
         keeps_values = (
             c.latent is None and not c.family.has_sinks and c.family.layer_specs is None and len(c.family.names.qkv) > 1
         )
-        return self.chain.fading is not None and not self.copies and keeps_values
+        return self.chain.fading is not None and not self.is_copy_mode and keeps_values
 
     @property
-    def own_length(self) -> float:
+    def random_part_length(self) -> float:
         """The length of r_t."""
-        return math.sqrt(self.config.hidden_size * (1 - sum(SHARES[part] for part in self.planted.length)))
+        return math.sqrt(self.config.hidden_size * (1 - sum(EMBEDDING_SHARES[part] for part in self.planted.length)))
 
     @cached_property
     def embedding(self) -> Tensor:
         """[V, H], every row of length sqrt(H)."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
-        for chunk, drawn in self.draw.chunks("embedding", vocab, hidden):
-            random = self.planted.clean(drawn)
-            random *= self.own_length / random.norm(dim=1, keepdim=True)
-            out[chunk] = (random + self._parts(chunk)).to(self.dtype)
+        for chunk, drawn in self.draw.normal_chunks("embedding", vocab, hidden):
+            random = self.planted.remove_planted(drawn)
+            random *= self.random_part_length / random.norm(dim=1, keepdim=True)
+            out[chunk] = (random + self._planted_parts(chunk)).to(self.dtype)
         return out
 
-    def _parts(self, tokens: slice) -> Tensor:
+    def _planted_parts(self, tokens: slice) -> Tensor:
         """[rows, H]: the planted parts of these tokens' embeddings."""
         planted, chain = self.planted, self.chain
         parts = (planted.direction("mark") * planted.length["mark"]).expand(tokens.stop - tokens.start, -1)
-        if self.copies:
+        if self.is_copy_mode:
             for part, index in (("read", chain.kind), ("write", chain.kind), ("lag", chain.lag_of)):
                 columns = planted.first[part] + index[tokens].to(self.device)
                 parts = parts + planted.basis.T[columns] * planted.length[part]
@@ -260,19 +261,21 @@ class TargetTensors:
             parts = parts + planted.basis.T[columns] * planted.length["nudge"]
         if self.correlation:
             of_token = self.topics[chain.topic[tokens].to(self.device)]
-            parts = parts + of_token @ planted.of_part("topic", TOPIC_SIZE).T * planted.length["topic"]
+            parts = parts + of_token @ planted.directions_of_part("topic", TOPIC_SIZE).T * planted.length["topic"]
         return parts
 
-    def own_part(self, tokens: Tensor) -> Tensor:
+    def random_part_of(self, tokens: Tensor) -> Tensor:
         """r_t of tokens [...], from the stored embedding: [..., H] float32."""
-        return self.planted.clean(self.embedding[tokens.to(self.device)].float())
+        return self.planted.remove_planted(self.embedding[tokens.to(self.device)].float())
 
     def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
         """A random weight that keeps a standard deviation of 1.  One whose output is added to the residual is scaled
         down, and orthogonal to the planted directions."""
         if part not in ("o_proj", "out_proj", "down_proj"):
             return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
-        weight = self.draw.normal(name, size[0], size[1], self._step(name, part) * size[1] ** -0.5, torch.float32)
+        weight = self.draw.normal(
+            name, size[0], size[1], self._residual_std(name, part) * size[1] ** -0.5, torch.float32
+        )
         basis = self.planted.basis
         return weight.sub_(basis @ (basis.T @ weight)).to(self.dtype)
 
@@ -282,27 +285,29 @@ class TargetTensors:
         if self.config.experts is not None and self.config.experts.storage == "joined":
             out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
             for matrix in out if part == "down_proj" else ():
-                matrix.copy_(self.planted.clean(matrix.T.float()).T * self._step(name, part))
+                matrix.copy_(self.planted.remove_planted(matrix.T.float()).T * self._residual_std(name, part))
             return out
         if part != "down_proj":
             return self.draw.normal(name, experts * num_in, num_out, num_in**-0.5, self.dtype).view(size)
         out = torch.empty(experts * num_in, num_out, dtype=self.dtype, device=self.device)
-        for chunk, drawn in self.draw.chunks(name, experts * num_in, num_out):
-            out[chunk] = self.planted.clean(drawn.mul_(self._step(name, part) * num_in**-0.5)).to(self.dtype)
+        for chunk, drawn in self.draw.normal_chunks(name, experts * num_in, num_out):
+            out[chunk] = self.planted.remove_planted(drawn.mul_(self._residual_std(name, part) * num_in**-0.5)).to(
+                self.dtype
+            )
         return out.view(size)
 
-    def _step(self, name: str, part: str) -> float:
+    def _residual_std(self, name: str, part: str) -> float:
         """The standard deviation of what a layer adds to the residual, for inputs of standard deviation 1."""
         step = DISTURBANCE / math.sqrt(2 * self.config.num_layers)
         if part == "o_proj":
             return step
         experts = self.config.experts
         if experts is None or ".experts." not in name:
-            return step / GATED
+            return step / GATED_STD
         if self.config.family.layer_norms.after_mlp is not None:
             return 1.0  # that norm scales what experts add
         # The weights of a row's experts sum up to this factor at most.
-        return step / GATED / experts.routing.routed_scaling_factor
+        return step / GATED_STD / experts.routing.routed_scaling_factor
 
     def _plant_stamp(self, weight: Tensor, part: str, layer: int) -> None:
         """The first channel of the first head reads the mark, which is 1 in every row, and writes the stamp."""
@@ -310,7 +315,7 @@ class TargetTensors:
         if part == "v_proj":
             weight[0] = (planted.direction("mark") / planted.length["mark"]).to(self.dtype)
         else:
-            stamp = planted.direction("stamp", layer) * (STAMP * math.sqrt(self.config.hidden_size))
+            stamp = planted.direction("stamp", layer) * (STAMP_LENGTH * math.sqrt(self.config.hidden_size))
             weight[:, 0] = stamp.to(self.dtype)
 
     def _plant_copying(self, weight: Tensor, part: str, layer: int) -> None:
@@ -318,7 +323,7 @@ class TargetTensors:
 
         The normed residual holds a planted direction with its `length`, up to DISTURBANCE.
         """
-        c, planted, code = self.config, self.planted, self.code
+        c, planted, code = self.config, self.planted, self.lag_code
         size, kv_head = c.head_size, layer % c.kv_heads
         first_head = kv_head * (c.heads // c.kv_heads)
         key = code.amplitude * torch.outer(code.key().to(self.device), planted.direction("mark"))
@@ -347,21 +352,21 @@ class TargetTensors:
         """[V, H].  The rows of cold tokens, which are never emitted, are random and as large as a hot row."""
         hidden, vocab, chain = self.config.hidden_size, self.config.vocab_size, self.chain
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
-        std = PEAK * math.sqrt(NUM_SUCCESSORS) / hidden
-        for chunk, drawn in self.draw.chunks("lm_head", vocab, hidden):
-            out[chunk] = self.planted.clean(drawn.mul_(std)).to(self.dtype)
+        std = SUCCESSOR_LOGIT * math.sqrt(NUM_SUCCESSORS) / hidden
+        for chunk, drawn in self.draw.normal_chunks("lm_head", vocab, hidden):
+            out[chunk] = self.planted.remove_planted(drawn.mul_(std)).to(self.dtype)
         before, wanted = self._predecessors()
-        for first in range(0, chain.size, ROWS):
-            rows = slice(first, first + ROWS)
+        for first in range(0, chain.size, CHUNK_ROWS):
+            rows = slice(first, first + CHUNK_ROWS)
             tokens = chain.token_at(torch.arange(chain.size)[rows])
-            known = self.own_part(before[rows].clamp(min=0))
+            known = self.random_part_of(before[rows].clamp(min=0))
             row = solve_rows(known, wanted[rows].to(self.device), (before[rows] >= 0).to(self.device))
-            if self.copies:
-                write = planted_rows(self.planted, "write", chain.kind[tokens].to(self.device))
-                row = row + write * (COPY_GAIN / self.planted.length["write"])
+            if self.is_copy_mode:
+                write = directions_by_index(self.planted, "write", chain.kind[tokens].to(self.device))
+                row = row + write * (COPIED_KIND_LOGIT / self.planted.length["write"])
             if chain.nudge is not None:
-                nat = NAT * math.sqrt(hidden)
-                row = row + planted_rows(self.planted, "kind", chain.kind[tokens].to(self.device)) / nat
+                nat = KIND_LENGTH_PER_NAT * math.sqrt(hidden)
+                row = row + directions_by_index(self.planted, "kind", chain.kind[tokens].to(self.device)) / nat
             out[tokens.to(self.device)] = row.to(self.dtype)
         return out
 
@@ -372,7 +377,7 @@ class TargetTensors:
         places = torch.arange(chain.size)
         ring = [chain.token_at(places - shift) for shift in chain.shifts[:NUM_SUCCESSORS]]
         gaps = torch.zeros(NUM_SUCCESSORS)
-        if not self.copies:
+        if not self.is_copy_mode:
             gaps = torch.tensor(PROBABILITIES).log() - math.log(PROBABILITIES[0])
         cold = (~chain.is_hot).nonzero()[:, 0]
         follows = (chain.place[cold] + chain.shifts[0]) % chain.size
@@ -382,12 +387,12 @@ class TargetTensors:
         more = torch.full((chain.size, int(column.max()) + 1 if len(cold) else 0), -1)
         more[follows, column] = cold
         before = torch.cat((torch.stack(ring, 1), more), 1)
-        wanted = torch.cat((PEAK + gaps.expand(chain.size, -1), torch.full(more.shape, PEAK)), 1)
+        wanted = torch.cat((SUCCESSOR_LOGIT + gaps.expand(chain.size, -1), torch.full(more.shape, SUCCESSOR_LOGIT)), 1)
         cap = self.config.logit_cap
         return before, wanted if cap is None else cap * torch.atanh(wanted / cap)
 
 
-def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
+def require_copy_mode_fits(config: ModelConfig, chain: Chain, shape: str) -> None:
     """Raises EspalierError for a model into which copy mode cannot be built."""
     if config.latent is not None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
@@ -405,7 +410,7 @@ def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
             )
 
 
-def planted_rows(planted: Planted, part: str, index: Tensor) -> Tensor:
+def directions_by_index(planted: PlantedDirections, part: str, index: Tensor) -> Tensor:
     """[rows, H]: the direction of `part` with each index."""
     return planted.basis.T[planted.first[part] + index]
 

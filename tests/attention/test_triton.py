@@ -284,7 +284,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         given.append((inputs.splits, num_contiguous_blocks))
         return launch(inputs, partials, num_contiguous_blocks=num_contiguous_blocks)
 
-    monkeypatch.setattr(triton, "counted_block_rows", lambda *_: 64)
+    monkeypatch.setattr(triton, "block_rows_to_count", lambda *_: 64)
     monkeypatch.setattr(tree_attention, "triton", seen)
     for broken in (False, True):
         if broken:

@@ -94,10 +94,10 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", other_engines.OTHER_NAMES)
+@pytest.mark.parametrize("ours", other_engines.OTHER_ENGINE_NAMES)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in other_engines.OTHER_NAMES[ours].split():
+    for theirs in other_engines.OTHER_ENGINE_NAMES[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
@@ -108,7 +108,7 @@ def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
 
 
 def test_a_name_stands_once():
-    names = " ".join([*other_engines.OTHER_NAMES.values(), *other_engines.UNSUPPORTED_SETTINGS.values()]).split()
+    names = " ".join([*other_engines.OTHER_ENGINE_NAMES.values(), *other_engines.UNSUPPORTED_SETTINGS.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 

@@ -21,7 +21,7 @@ from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
-from lab.synthetic.checkpoint import Recipe, write
+from lab.synthetic.checkpoint import Recipe, write_checkpoint
 from tests.builders import make_eagle3, make_target
 from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
@@ -123,7 +123,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     """A synthetic chain, which FP8 keeps: both agree everywhere, and accept as many tokens."""
     monkeypatch.setattr("espalier.bench.quantised.OWN_TEXT_TOKENS", 96)
     recipe = Recipe(tiny(), skill=0.8)
-    target, draft = write(recipe, tmp_path / "made", torch.bfloat16)
+    target, draft = write_checkpoint(recipe, tmp_path / "made", torch.bfloat16)
     report = tmp_path / "report.json"
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "2", "--draft", str(draft)]
     assert main(["quantize", str(target), *flags, "--device", "cpu", "--json", str(report)]) == 0

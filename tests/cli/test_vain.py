@@ -297,7 +297,7 @@ def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkey
     for module in ("shaped", "engines"):
         monkeypatch.setattr(f"lab.bench.{module}.require_gpu", lambda what: torch.device("cpu"))
     monkeypatch.setattr("lab.bench.shaped.SyntheticModels", None)
-    monkeypatch.setattr("lab.bench.engines.OfShape", None)
+    monkeypatch.setattr("lab.bench.engines.ShapeEngines", None)
     assert run("lab", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:

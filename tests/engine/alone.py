@@ -39,7 +39,7 @@ def plainly(setup: Setup, r: Request) -> Said:
 
 def replace_request(r: Request) -> Request:
     """The same request, not yet run."""
-    return Request(r.id, list(r.prompt), r.params, r.seed, r.arrival, r.stop_ids)
+    return Request(r.id, list(r.prompt), r.params, r.seed, r.arrival_index, r.stop_ids)
 
 
 _said: dict[tuple, Said] = {}

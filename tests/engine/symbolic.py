@@ -54,7 +54,7 @@ def continuation(request: Request, max_context: int) -> tuple[list[int], str]:
         value = extend(value, token)
         if token in request.stop_ids:
             return tokens[len(request.prompt) :], "stop"
-        if len(tokens) >= request.end(max_context):
+        if len(tokens) >= request.max_num_tokens(max_context):
             return tokens[len(request.prompt) :], "length"
 
 

@@ -74,7 +74,7 @@ def test_samples_of_one_prompt(overlap: bool) -> None:
     requests = [request(i, prompt, wish, seed=sample_seed(77, i)) for i in range(5)]
     for index, r in enumerate(requests):
         r.index, r.id = index, f"one.{index}"
-        r.after = requests[0] if index else None
+        r.prefix_leader = requests[0] if index else None
     engine = replace(TREE, overlap=overlap).engine()
     for r in requests:
         engine.add(r)
@@ -124,7 +124,7 @@ def test_what_is_counted_adds_up(tree: Setup) -> None:
 
     def count(trace: RoundTrace) -> None:
         r = next(each for each in requests if each.id == trace.request_id)
-        left = setup.layout.max_accept_depth(r.end(setup.max_context), trace.prefix_len)
+        left = setup.layout.max_accept_depth(r.max_num_tokens(setup.max_context), trace.prefix_len)
         most = min(r.params.depth_limit(setup.steps), left)
         nodes = zip(trace.tree.tokens, trace.tree.depths, strict=True)
         offered[r.id] += (left >= -1) * sum(token >= 0 and 0 < depth <= most for token, depth in nodes)

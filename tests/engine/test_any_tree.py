@@ -12,7 +12,7 @@ from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
-from espalier.layout import PLAIN_TREE, TARGET_ALONE, LaunchForm, TreeShape
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, LaunchForm, TreeShape
 from espalier.speculate.drafters import path_merging
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -55,11 +55,11 @@ class AnyTree:
     samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+    def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -125,15 +125,15 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
-    forms = {at: (*dict(sets)[1 if at < 3 else 3], TARGET_ALONE) for at in (1, 2, 3, 4)}
+    forms = {at: (*dict(sets)[1 if at < 3 else 3], TARGET_ONLY) for at in (1, 2, 3, 4)}
     rounds = {LaunchForm(at, tree=tree) for at in forms for tree in forms[at]}
     graphs: Any = engine.executor
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+        def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
             self.forms = engine.layout.tree_choices_for(batch)
-            return super().pick(batch, drafting, context)
+            return super().choose(batch, drafting, context)
 
     chooser = OfBucket(())
     engine.scheduler.round_trees.chooser = chooser
@@ -160,9 +160,9 @@ def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
     FakeGraph.replayed = 0
     run_staggered(engine, requests, every=2)
     assert [r.output for r in requests] == wanted
-    without_draft = TARGET_ALONE if algorithm == "eagle3" else PLAIN_TREE
+    tree_without_draft = TARGET_ONLY if algorithm == "eagle3" else PLAIN_TREE
     rounds = engine.scheduler.round_trees.num_rounds
-    assert list(rounds) == [without_draft] and FakeGraph.replayed >= rounds[without_draft] > 6
+    assert list(rounds) == [tree_without_draft] and FakeGraph.replayed >= rounds[tree_without_draft] > 6
 
 
 def test_samples_are_what_the_trees_say() -> None:

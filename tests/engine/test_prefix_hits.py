@@ -97,7 +97,7 @@ def test_samples_share_their_prompt(page_size: int, overlap: bool) -> None:
     setup = Setup(page_size=page_size, overlap=overlap, max_batch=3, num_pages=400)
     requests = [request(i, BASE, SamplingParams(temperature=1.0, max_tokens=10), seed=i) for i in range(5)]
     for r in requests[1:]:
-        r.after = requests[0]
+        r.prefix_leader = requests[0]
     stranger = request(5, BASE[::-1], SHORT)
     run_watched(setup.engine(), [(0, r) for r in [*requests, stranger]])
     assert [r.cached_tokens for r in requests] == [0] + [len(BASE) // page_size * page_size] * 4
@@ -110,7 +110,7 @@ def test_samples_whose_first_is_aborted(overlap: bool) -> None:
     for delay in range(5):
         engine = setup.engine()
         requests = [request(i, BASE, SHORT) for i in range(3)]
-        requests[1].after = requests[2].after = requests[0]
+        requests[1].prefix_leader = requests[2].prefix_leader = requests[0]
         run_watched(
             engine, [(0, r) for r in requests], lambda step, e=engine, d=delay: e.abort("r0") if step == d else None
         )

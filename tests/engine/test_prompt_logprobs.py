@@ -44,8 +44,8 @@ def expected(prompt: tuple[int, ...], family: str = "llama") -> Tensor:
 def check(r: Request, family: str = "llama") -> None:
     """What was reported is transformers', of every position but the first."""
     count = r.params.prompt_logprobs
-    assert count is not None and r.prompt_report is not None
-    assert r.prompt_report[0] is None and len(r.prompt_report) == len(r.prompt)
+    assert count is not None and r.prompt_logprobs_to_report is not None
+    assert r.prompt_logprobs_to_report[0] is None and len(r.prompt_logprobs_to_report) == len(r.prompt)
     rows = expected(tuple(r.prompt), family)
     for entry, row, token in zip(r.prompt_logprobs, rows, r.prompt[1:], strict=False):
         assert entry.token_id == token
@@ -91,7 +91,7 @@ def test_they_are_transformers(page_size: int, chunk_size: int, overlap: bool) -
     )
     for r in requests:
         check(r)
-    assert [r.prompt_report for r in silent] == [None, None]
+    assert [r.prompt_logprobs_to_report for r in silent] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,11 @@ def test_no_tokens_at_all(overlap: bool) -> None:
         check(r)
         assert (r.output, r.finish_reason, r.error) == ([], "length", None)
         [piece] = [p for p in pieces if p.request_id == r.id]
-        assert (piece.token_ids, piece.prompt_logprobs, piece.finish_reason) == ([], r.prompt_report, "length")
+        assert (piece.token_ids, piece.prompt_logprobs, piece.finish_reason) == (
+            [],
+            r.prompt_logprobs_to_report,
+            "length",
+        )
     assert len(beside.output) == 9
 
 
@@ -324,7 +328,7 @@ def test_they_come_once_with_the_first_token(overlap: bool) -> None:
     pieces = pieces_of(replace(SETUP, overlap=overlap).engine(), requests)
     for r in requests:
         own = [piece for piece in pieces if piece.request_id == r.id]
-        assert own[0].prompt_logprobs == r.prompt_report and own[0].token_ids
+        assert own[0].prompt_logprobs == r.prompt_logprobs_to_report and own[0].token_ids
         assert [piece.prompt_logprobs for piece in own[1:]] == [None] * (len(own) - 1)
 
 

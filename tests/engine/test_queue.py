@@ -15,9 +15,9 @@ def test_requests_stand_by_priority_then_arrival_then_as_they_came(calls):
     for number, (verb, value) in enumerate(calls):
         if verb == "add":
             added = request(number, [1])
-            added.priority, added.arrival = value % 2, value
+            added.priority, added.arrival_index = value % 2, value
             queue.add(added)
-            expected = sorted([*expected, added], key=lambda r: r.place)  # stable
+            expected = sorted([*expected, added], key=lambda r: r.queue_key)  # stable
         elif verb == "remove" and expected:
             queue.remove(expected.pop(value % len(expected)))
         elif verb == "take" and expected:
@@ -39,7 +39,7 @@ def test_removed_entries_do_not_stay_behind_a_request_that_waits():
     queue.add(first)
     for number in range(1, 500):
         added = request(number, [1])
-        added.arrival = number
+        added.arrival_index = number
         queue.add(added)
         queue.remove(added)
     [of_priority] = queue._by_priority.values()
@@ -64,7 +64,7 @@ def test_clients_that_wait_are_served_in_turns(calls):
     for number, (verb, client, priority, is_back) in enumerate(calls):
         if verb == "add":
             added = request(number, [1])
-            added.client, added.priority, added.arrival = str(client), priority, number
+            added.client, added.priority, added.arrival_index = str(client), priority, number
             added.generation = int(is_back)
             queue.add(added)
             waiting.append(added)
@@ -94,11 +94,11 @@ def test_a_client_that_comes_back_one_at_a_time_takes_no_more_than_its_turn():
     queue, order = WaitingQueue(), ""
     for number in range(40):
         added = request(number, [1])
-        added.client, added.arrival = "many", number
+        added.client, added.arrival_index = "many", number
         queue.add(added)
     for number in range(40, 60):
         added = request(number, [1])
-        added.client, added.arrival = "one", number
+        added.client, added.arrival_index = "one", number
         queue.add(added)
         while queue.peek() is not None and "one" not in (taken := queue.pop(gets_slot=True).request.client):
             order += taken[0]

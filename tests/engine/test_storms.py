@@ -45,7 +45,9 @@ def watch(engine: Engine) -> None:
         nonlocal last_was_prefill, waited
         launch = right()
         if scheduler.running and scheduler.waiting:
-            assert scheduler.running[-1].arrival < next(iter(scheduler.waiting)).arrival, "somebody was overtaken"
+            assert scheduler.running[-1].arrival_index < next(iter(scheduler.waiting)).arrival_index, (
+                "somebody was overtaken"
+            )
         if launch is not None:
             members = [r for r, _, _ in launch.launched_requests]
             others = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
@@ -64,8 +66,10 @@ def watch(engine: Engine) -> None:
                 rounds = scheduler.rounds_in_flight if launch.launch_input.is_prefill else max(r.rounds_in_flight, 1)
                 if not launch.launch_input.is_prefill:
                     certain = r.num_known + r.rounds_in_flight  # this round not included
-                    assert certain < r.end(layout.max_context), "a round for a request that is sure to have ended"
-                assert layout.pages_needed(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
+                    assert certain < r.max_num_tokens(layout.max_context), (
+                        "a round for a request that is sure to have ended"
+                    )
+                assert layout.pages_needed(r.num_known, rounds, r.max_num_tokens(layout.max_context)) <= len(r.pages)
         return launch
 
     scheduler.next_launch = next_launch  # type: ignore[method-assign]

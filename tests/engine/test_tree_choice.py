@@ -11,18 +11,15 @@ from statistics import fmean
 import pytest
 
 from espalier.engine.acceptance import (
-    FIRST_CHILD_RATES,
     Acceptance,
     AcceptSample,
     assumed_accept_length,
     depth_of,
     gains,
-    scaled_first_child_rates,
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
-from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
-from espalier.layout import PLAIN_TREE, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
-from espalier.startup.tree_cost import CONTEXT
+from espalier.engine.tree_choice import MAX_INTERVAL, LookupGain, TreeChoice
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
 
@@ -36,11 +33,11 @@ def layout_of(choices: tuple[tuple[int, tuple[TreeShape, ...]], ...]) -> RoundLa
 
 
 @dataclass
-class World:
+class Simulation:
     """level: how often the first child is accepted at depth 1; deeper ones are less often.  others: how often another
     child is, where the first is not; shared: how much more often that is where rows are shared out; found: how often a
-    guess of the other sources is accepted; host: the least seconds of a round; slowness: the time of every form over
-    its prediction.  Beside that each form takes up to 15% less or more than predicted; the host pauses now and then,
+    guess of the other sources is accepted; host: the least seconds of a round; slowness: the time of every tree over
+    its prediction.  Beside that each tree takes up to 15% less or more than predicted; the host intervals now and then,
     and prompts enter."""
 
     seed: int
@@ -55,8 +52,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        sets = tree_sets(TREE, COSTS, 96, 4096, True, self.found is not None)
-        self.choice = TreeChoice(layout_of(sets), COSTS, is_lookup=False, clock=lambda: self.now)
+        sets = tree_sets(TREE, COSTS, 96, self.found is not None)
+        shared = (replace(TREE, shared_rows=4),) if self.shared else ()
+        layout = layout_of(tuple((least, (*trees, *shared)) for least, trees in sets))
+        self.choice = TreeChoice(layout, COSTS, is_lookup=False, clock=lambda: self.now)
 
     def chances(self, tree: TreeShape, depth: int) -> tuple[float, float]:
         """Of the first child, and of another where the first is not accepted."""
@@ -101,13 +100,13 @@ class World:
         drafting = batch if drafting is None else drafting
         tokens = seconds = 0.0
         for number in range(rounds):
-            tree = self.choice.pick(batch, drafting, 1024)
+            tree = self.choice.choose(batch, drafting, 1024)
             assert tree in self.choice.layout.tree_choices_for(batch)
             taken = self.seconds(tree, batch)
             self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
             samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN_TREE else []
             lookup_samples = [self.lookup_sample(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
-            self.choice.read(samples, batch * tree.rows, lookup_samples)
+            self.choice.record(samples, batch * tree.rows, lookup_samples)
             if number % 50 == 49:
                 self.now += 0.1
                 self.choice.restart()
@@ -119,69 +118,69 @@ class World:
 
     def best(self, batch: int, drafting: int | None = None) -> float:
         share = 1.0 if drafting is None else drafting / batch
-        forms = self.choice.layout.tree_choices_for(batch)
-        return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in forms)
+        trees = self.choice.layout.tree_choices_for(batch)
+        return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in trees)
 
 
-WORLDS = [(0.1, {}, BATCHES), (0.4, {"shared": 0.4}, BATCHES), (0.9, {}, BATCHES), (0.6, {"found": 0.9}, (1, 8))]
+SIMULATIONS = [(0.1, {}, BATCHES), (0.4, {"shared": 0.4}, BATCHES), (0.9, {}, BATCHES), (0.6, {"found": 0.9}, (1, 8))]
 
 
-@pytest.mark.parametrize(("level", "more", "batches"), WORLDS)
+@pytest.mark.parametrize(("level", "more", "batches"), SIMULATIONS)
 def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], batches: Sequence[int]) -> None:
-    """Rows that are shared out, and sources without a draft, are forms among others."""
+    """Rows that are shared out, and sources without a draft, are trees among others."""
     for batch in batches:
-        world = World(batch, level, **more)
-        world.run(batch, 400)
-        bucket = world.choice.buckets[next_bucket(batch)]
-        rate, plain = world.run(batch, 400), 1 / world.seconds(PLAIN_TREE, batch)
-        assert rate >= 0.97 * world.best(batch), batch
+        simulated = Simulation(batch, level, **more)
+        simulated.run(batch, 400)
+        bucket = simulated.choice.buckets[next_bucket(batch)]
+        rate, plain = simulated.run(batch, 400), 1 / simulated.seconds(PLAIN_TREE, batch)
+        assert rate >= 0.97 * simulated.best(batch), batch
         assert rate >= 0.985 * plain, batch
-        assert bucket.switches <= 15, batch
+        assert simulated.choice.num_changes <= 15, batch
         assert "found" not in more or not bucket.current.drafts
         assert "shared" not in more or batch < 16 or bucket.current.shared_rows
 
 
 @pytest.mark.parametrize("slowness", [0.3, 0.5, 2.5])
 def test_where_all_predictions_are_wrong_by_one_factor_the_best_form_is_found(slowness: float) -> None:
-    """Weights in fewer bytes than was supposed, or a slower chip: the forms that did not run look slow, or fast."""
+    """Weights in fewer bytes than was supposed, or a slower chip: the trees that did not run look slow, or fast."""
     for batch, level in ((1, 0.3), (8, 0.9), (16, 0.3)):
-        world = World(batch, level, slowness=slowness)
-        world.run(batch, 100)
-        assert world.run(batch, 200) >= 0.96 * world.best(batch), (batch, level)
+        simulated = Simulation(batch, level, slowness=slowness)
+        simulated.run(batch, 100)
+        assert simulated.run(batch, 200) >= 0.96 * simulated.best(batch), (batch, level)
 
 
 def test_where_the_host_is_slower_than_the_gpu_few_rounds_are_lost() -> None:
-    """A tiny model on a fast GPU: every form takes as long, and far longer than predicted."""
+    """A tiny model on a fast GPU: every tree takes as long, and far longer than predicted."""
     for batch in (1, 8):
-        world = World(batch, 0.9, host=1.0)
-        assert world.run(batch, 100) >= 0.97 * world.best(batch), batch
+        simulated = Simulation(batch, 0.9, host=1.0)
+        assert simulated.run(batch, 100) >= 0.97 * simulated.best(batch), batch
 
 
 def test_it_follows_when_acceptance_changes() -> None:
     found = []
     for batch in (1, 8, 48):
-        world = World(batch)
+        simulated = Simulation(batch)
         for level in (0.8, 0.15, 0.85):
-            world.level = level
-            world.run(batch, 300)
-            found.append(world.run(batch, 200) / world.best(batch))
+            simulated.level = level
+            simulated.run(batch, 300)
+            found.append(simulated.run(batch, 200) / simulated.best(batch))
     assert fmean(found) >= 0.98 and min(found) >= 0.95, found
 
 
 def test_batches_of_all_sizes_in_turn_are_served_well() -> None:
-    world, random = World(3, 0.6), Random(1)
+    simulated, random = Simulation(3, 0.6), Random(1)
     for _ in range(150):
-        world.run(random.choice(BATCHES), 20)
+        simulated.run(random.choice(BATCHES), 20)
     for batch in BATCHES:
-        assert world.run(batch, 100) >= 0.94 * world.best(batch), batch
+        assert simulated.run(batch, 100) >= 0.94 * simulated.best(batch), batch
 
 
 def test_a_deep_tree_says_what_a_chain_would_accept() -> None:
-    world, found = World(0, 0.7), Acceptance(5, 32, 256)
+    simulated, found = Simulation(0, 0.7), Acceptance(5, 32, 256)
     for _ in range(100):
-        found.add(TREE, [world.sample(TREE) for _ in range(32)])
+        found.add(TREE, [simulated.sample(TREE) for _ in range(32)])
     for tree in (TREE, TreeShape(3, 1, 4), TreeShape(1, 1, 2)):
-        assert found.accept_length(tree) == pytest.approx(world.accept_length(tree), rel=0.03)
+        assert found.accept_length(tree) == pytest.approx(simulated.accept_length(tree), rel=0.03)
     assert found.accept_length(PLAIN_TREE) == 1
 
 
@@ -193,27 +192,27 @@ def test_what_is_assumed_is_the_table() -> None:
 
 def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
     """Rounds of a request on a CPU, whose guesses are all accepted, or none."""
-    picked = []
+    chosen = []
     for _ in range(rounds):
-        tree = choice.pick(1, 1, 100)
+        tree = choice.choose(1, 1, 100)
         assert tree is not None
-        picked.append(tree)
+        chosen.append(tree)
         ranks = (0,) * depth_of(tree) if accepts else ()
         samples = [AcceptSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN_TREE else []
-        choice.read(samples, tree.num_draft_tokens, samples)
-    return picked
+        choice.record(samples, tree.num_draft_tokens, samples)
+    return chosen
 
 
 def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> None:
     choices = [TreeChoice(layout_of(((1, (TREE, PLAIN_TREE)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
-    picked = paced(False, 2000, choices[0])
-    drafted = [number for number, tree in enumerate(picked) if tree != PLAIN_TREE]
+    chosen = paced(False, 2000, choices[0])
+    drafted = [number for number, tree in enumerate(chosen) if tree != PLAIN_TREE]
     # All of a trial's rows cost half a round.
-    assert len(drafted) * 0.5 < 0.015 * 2000 and sum(tree != PLAIN_TREE for tree in picked[:128]) * 0.5 < 0.04 * 128
-    pauses = [after - before for before, after in pairwise(drafted) if after - before > 1]
-    assert pauses == sorted(pauses) and MAX_PAUSE - 8 < max(pauses) <= MAX_PAUSE
-    assert paced(False, 2000, choices[1]) == picked, "equal requests run equal rounds"
-    assert set(paced(True, MAX_PAUSE + 30, choices[0])[-10:]) == {TREE}, "a text that repeats itself is noticed"
+    assert len(drafted) * 0.5 < 0.015 * 2000 and sum(tree != PLAIN_TREE for tree in chosen[:128]) * 0.5 < 0.04 * 128
+    intervals = [after - before for before, after in pairwise(drafted) if after - before > 1]
+    assert intervals == sorted(intervals) and MAX_INTERVAL - 8 < max(intervals) <= MAX_INTERVAL
+    assert paced(False, 2000, choices[1]) == chosen, "equal requests run equal rounds"
+    assert set(paced(True, MAX_INTERVAL + 30, choices[0])[-10:]) == {TREE}, "a text that repeats itself is noticed"
     choices[0].restart()
     assert set(paced(True, 100, choices[0])) == {TREE}
     assert PLAIN_TREE in paced(False, 60, choices[0])
@@ -222,15 +221,15 @@ def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> 
 def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
     """Rounds of a request on a CPU.  tokens: what its guesses are expected to gain, over and over; accepted: of the
     draft's tree."""
-    picked = []
+    chosen = []
     for number in range(rounds):
         gained = tokens[number % len(tokens)]
-        tree = choice.pick(1, 1, 100, LookupGain(gained, 6 if gained else 1))
+        tree = choice.choose(1, 1, 100, LookupGain(gained, 6 if gained else 1))
         assert tree is not None
-        picked.append(tree)
+        chosen.append(tree)
         samples = [AcceptSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN_TREE else []
-        choice.read(samples, tree.num_draft_tokens, [])
-    return picked
+        choice.record(samples, tree.num_draft_tokens, [])
+    return chosen
 
 
 def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
@@ -241,45 +240,45 @@ def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_wor
     choice.restart()
     assert choice.acceptance.accept_length(TREE) == known and known > 3.5, "a new prompt forgets nothing"
     # A draft that finds nothing ends.  Guesses that gain little go on, and do not keep it from being tried again.
-    picked = by_guesses(choice, 300, (0.8, 0.0), 0)[-100:]
-    assert picked.count(TREE) <= 16 and picked.count(alone) > 40
-    assert by_guesses(choice, MAX_PAUSE + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
+    chosen = by_guesses(choice, 300, (0.8, 0.0), 0)[-100:]
+    assert chosen.count(TREE) <= 16 and chosen.count(alone) > 40
+    assert by_guesses(choice, MAX_INTERVAL + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
 
 
 def test_however_long_a_choice_lasts_others_are_tried() -> None:
-    world, others = World(0, 0.9), []
-    for number in range(5 * MAX_PAUSE):
-        world.run(8, 1)
-        bucket = world.choice.buckets[8]
-        if bucket.last_round[bucket.current] != world.choice.rounds:
+    simulated, others = Simulation(0, 0.9), []
+    for number in range(5 * MAX_INTERVAL):
+        simulated.run(8, 1)
+        bucket = simulated.choice.buckets[8]
+        if bucket.last_round[bucket.current] != simulated.choice.rounds:
             others.append(number)
-    pauses = [after - before for before, after in pairwise(others)]
-    assert bucket.switches <= 15 and MAX_PAUSE - 16 < max(pauses) <= MAX_PAUSE
+    intervals = [after - before for before, after in pairwise(others)]
+    assert simulated.choice.num_changes <= 15 and MAX_INTERVAL - 16 < max(intervals) <= MAX_INTERVAL
 
 
 def test_where_few_can_use_guesses_the_others_do_not_wait_for_them() -> None:
-    world = World(1, 0.95)
-    world.run(64, 100, drafting=4)
-    assert world.run(64, 100, drafting=4) >= 0.97 * world.best(64, drafting=4)
+    simulated = Simulation(1, 0.95)
+    simulated.run(64, 100, drafting=4)
+    assert simulated.run(64, 100, drafting=4) >= 0.97 * simulated.best(64, drafting=4)
 
 
 def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
-    world = World(0, 0.95)
-    world.run(8, 50)
-    before = world.choice.buckets[8].current
+    simulated = Simulation(0, 0.95)
+    simulated.run(8, 50)
+    before = simulated.choice.buckets[8].current
     for _ in range(20):
-        assert world.choice.pick(8, 0, 1024) == TARGET_ALONE
-        world.choice.read([], 8, [])
-    assert world.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
+        assert simulated.choice.choose(8, 0, 1024) == TARGET_ONLY
+        simulated.choice.record([], 8, [])
+    assert simulated.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
 
 
 def test_rounds_in_flight_are_read_in_order() -> None:
     chain = TreeShape(3, 1, 4)
     choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
-    assert [choice.pick(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
+    assert [choice.choose(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.read([AcceptSample(3, (0,), False, False)], 4, [])
-        assert [*choice.acceptance.forms] == known
+        choice.record([AcceptSample(3, (0,), False, False)], 4, [])
+        assert [*choice.acceptance.by_tree] == known
 
 
 def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
@@ -287,15 +286,15 @@ def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
     now = 0.0
     choice = TreeChoice(layout_of(((1, (TREE,)),)), COSTS, is_lookup=False, clock=lambda: now)
     taken = 2 * COSTS.seconds(TREE, 1, 1024)
-    choice.pick(1, 1, 1024)
+    choice.choose(1, 1, 1024)
     for number in range(6):
         # Before its result is read, the next round is in flight.
-        choice.pick(1, 1, 1024)
+        choice.choose(1, 1, 1024)
         if number == 3:
             choice.restart()
             now += 50 * taken
         now += taken
-        choice.read([], 16, [])
+        choice.record([], 16, [])
     assert [*choice.times.latest[1, TREE]] == pytest.approx([1.0] * 2 + [2.0] * 4)
 
 
@@ -307,7 +306,7 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
     times.add(TREE, 4, 1024, 90.0)
     for batch, factor in ((1, 1.5), (4, 1.5), (8, 1.5), (48, 3.0), (64, 3.0)):
         assert times.seconds(TREE, batch, 1024) == pytest.approx(factor * COSTS.seconds(TREE, batch, 1024))
-        # What is beyond an error of a prediction, a form that has not run takes longer too.
+        # What is beyond an error of a prediction, a tree that has not run takes longer too.
         assert times.seconds(chain, batch, 1024) > 1.2 * COSTS.seconds(chain, batch, 1024)
     for _ in range(CORRECTION_ROUNDS):
         times.add(TREE, 4, 1024, 0.7 * COSTS.seconds(TREE, 4, 1024))
@@ -329,40 +328,16 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 def test_what_a_path_says_of_first_children(sample: AcceptSample, counts: list[tuple[int, int]]) -> None:
     found = Acceptance(5, 1, 1)
     found.add(TREE, [sample])
-    assert [(count.trials, count.successes) for count in found.depths[:4]] == counts
+    assert [(count.denominator, count.numerator) for count in found.depths[:4]] == counts
 
 
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "espalier")
-    world = World(3, 0.02)
-    world.run(64, 600)
+    simulated = Simulation(3, 0.02)
+    simulated.run(64, 600)
     # Once more, as after another form that did not last.
-    world.choice.buckets[64].held = 0
-    world.run(64, 100)
+    simulated.choice.buckets[64].rounds_held = 0
+    simulated.run(64, 100)
     lines = [record.message for record in caplog.records if "trees: rounds" in record.message]
     assert 1 <= len(lines) <= 3 and "plain decoding: 1.00 tokens in" in lines[-1]
     assert len({line.split(":")[1] for line in lines}) == len(lines), lines
-
-
-def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
-    for configured in (TREE, TreeShape(5, 8, 64), TreeShape(5, 8, 256), TreeShape(1, 1, 2)):
-        sets = tree_sets(configured, COSTS, 90, 4096, configured.topk > 1, configured.num_draft_tokens < 64)
-        layout = RoundLayout(90, configured.steps, configured.topk, configured.num_draft_tokens, 16, 256, 1, 16)
-        for batch in range(1, 91):
-            shapes = next(shapes for least, shapes in reversed(sets) if least <= batch)
-            looks_up = configured.num_draft_tokens < 64
-            assert sum(not shape.drafts for shape in shapes) == looks_up
-            shapes = tuple(shape for shape in shapes if shape.drafts)
-            assert PLAIN_TREE in shapes and len(set(shapes)) == len(shapes) <= 4
-            assert all(batch * shape.num_draft_tokens <= 4096 for shape in shapes)
-            bucket = min(next_bucket(batch), 90)
-            of_bucket = next(shapes for least, shapes in reversed(sets) if least <= bucket)
-            assert shapes == tuple(shape for shape in of_bucket if shape.drafts)
-            first_child = scaled_first_child_rates(FIRST_CHILD_RATES[0], configured.steps)
-            rates = [
-                (1 + gains(shape, first_child)[-1]) / COSTS.seconds(shape, next_bucket(batch), CONTEXT)
-                for shape in shapes
-            ]
-            assert rates[0] == pytest.approx(max(rates), rel=0.01), "the one that is predicted to be fastest is first"
-            for shape in shapes:
-                layout.tree.require_fits(shape)

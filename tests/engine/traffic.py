@@ -64,7 +64,7 @@ class Traffic(RuleBasedStateMachine):
         """A request, or another sample of the last one's prompt."""
         leader = self.requests[-1] if self.requests and draw.draw(st.integers(0, 3)) == 0 else None
         r = request(len(self.requests) + self.refused, leader.prompt if leader else prompt, self.params(draw))
-        r.after = leader
+        r.prefix_leader = leader
         try:
             self.engine.add(r)
         except EspalierError:
@@ -117,9 +117,9 @@ class Traffic(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         for r in scheduler.running:
             assert pages_beyond(self.engine, r) <= 0, "more pages than are ahead"
-        arrivals = [r.arrival for r in scheduler.running]
+        arrivals = [r.arrival_index for r in scheduler.running]
         assert arrivals == sorted(arrivals)
-        assert [r.arrival for r in scheduler.waiting] == sorted(r.arrival for r in scheduler.waiting)
+        assert [r.arrival_index for r in scheduler.waiting] == sorted(r.arrival_index for r in scheduler.waiting)
 
     def run_dry(self) -> None:
         self.give_pages_back()

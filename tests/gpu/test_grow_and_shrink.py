@@ -78,7 +78,7 @@ class Storm:
             self.step()
 
     def move_to(self, goal: int) -> None:
-        live = [r for r in self.requests[-4 * SETUP.max_batch :] if not (r.done or r.aborted)]
+        live = [r for r in self.requests[-4 * SETUP.max_batch :] if not (r.is_done or r.aborted)]
         for _ in range(goal - len(live)):
             self.add()
         if len(live) > goal and self.random.random() < 0.5:
@@ -87,7 +87,7 @@ class Storm:
     def add(self) -> None:
         """One of the kinds, as the next to arrive."""
         added = replace_request(self.random.choice(self.kinds))
-        added.id, added.arrival = f"{added.id}.{len(self.requests)}", len(self.requests)
+        added.id, added.arrival_index = f"{added.id}.{len(self.requests)}", len(self.requests)
         self.requests.append(added)
         self.engine.add(added)
 

@@ -222,7 +222,7 @@ def heldout(count: int, tokens: int) -> list[Request]:
             prompt=tokenizer.encode(line)[:200],
             params=SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, **styles[i % 3]}).resolve({}, ()),
             seed=i,
-            arrival=i,
+            arrival_index=i,
             stop_ids=frozenset(),
         )
         for i, line in enumerate(lines)

@@ -77,7 +77,7 @@ def test_no_launch_synchronises(algorithm, dtype, put_on_record):
     requests = [*mixed(12, max_tokens=12), *mixed(6, max_tokens=12, logprobs=3), *mixed(6, longest=120, max_tokens=8)]
     requests += mixed(4, longest=120, max_tokens=8, prompt_logprobs=3)
     for i, r in enumerate(requests):
-        r.id, r.arrival = f"r{i}", i
+        r.id, r.arrival_index = f"r{i}", i
     finish(engine, requests[:2])
     seen = forbid_syncs(engine)
     captured = make_executor(engine).captured_passes

@@ -49,7 +49,7 @@ def llm():
 
 @pytest.fixture
 def compiler(llm):
-    return GrammarCompiler(llm.tokenizer, llm.inputs.facts.vocab_size)
+    return GrammarCompiler(llm.tokenizer, llm.inputs.model_info.vocab_size)
 
 
 def test_equal_grammars_are_compiled_once(compiler):
@@ -104,9 +104,9 @@ def test_strings_of_one_length_are_compiled_once(compiler):
 
 
 def test_compiling_does_not_meet_the_thread_that_decodes(llm):
-    tokenizer = load_tokenizer(BUNDLED_FILES / "target", llm.inputs.facts.vocab_size)
-    tokens, compiled = iter(range(tokenizer.size)), threading.Event()
-    for token in islice(tokens, tokenizer.size // 2):
+    tokenizer = load_tokenizer(BUNDLED_FILES / "target", llm.inputs.model_info.vocab_size)
+    tokens, compiled = iter(range(tokenizer.num_tokens)), threading.Event()
+    for token in islice(tokens, tokenizer.num_tokens // 2):
         tokenizer.bytes_of(token)
 
     def decode():
@@ -116,7 +116,7 @@ def test_compiling_does_not_meet_the_thread_that_decodes(llm):
     decoding = threading.Thread(target=decode)
     decoding.start()
     try:
-        GrammarCompiler(tokenizer, tokenizer.size).compile(Grammar("regex", "a+"))
+        GrammarCompiler(tokenizer, tokenizer.num_tokens).compile(Grammar("regex", "a+"))
     finally:
         compiled.set()
         decoding.join()
@@ -126,16 +126,16 @@ class Spelling:
     """Of a tokenizer, what a compiler reads.  The last token has no text."""
 
     pieces = (b"!", b"a", b"b", b"</s>", b"")
-    size = len(pieces)
+    num_tokens = len(pieces)
 
     def bytes_of(self, token: int) -> TokenBytes:
-        return TokenBytes(self.pieces[token], token < self.size - 1)
+        return TokenBytes(self.pieces[token], token < self.num_tokens - 1)
 
 
 @pytest.mark.parametrize("pieces", [("!",), ("a", "!", "b"), ("</s>", "!")], ids="".join)
 def test_every_token_that_has_text_can_be_spelled(pieces):
     """Also the first, and one that looks like the end of another model's text."""
-    end, compiler = Spelling.size - 1, GrammarCompiler(Spelling(), Spelling.size)
+    end, compiler = Spelling.num_tokens - 1, GrammarCompiler(Spelling(), Spelling.num_tokens)
     masker = compiler.compile(Grammar.of_choices(["".join(pieces)])).masker((end,))
     for token in (*(Spelling.pieces.index(piece.encode()) for piece in pieces), end):
         assert token in allowed_tokens(masker.root_mask())
@@ -324,13 +324,13 @@ def test_only_structural_tags_spell_special_tokens():
     [token] = tokenizer.special_ids({"<|im_end|>"})
     assert token_bytes(tokenizer, token + 2, False)[token] == b""
     assert token_bytes(tokenizer, token + 2, True)[token] == b"<|im_end|>"
-    compiler = GrammarCompiler(tokenizer, tokenizer.size)
+    compiler = GrammarCompiler(tokenizer, tokenizer.num_tokens)
     node = {"type": "structural_tag", "format": {"type": "const_string", "value": "<|im_end|>"}}
     for grammar, allowed in (
         (Grammar.of_choices(["<|im_end|>"]), False),
         (Grammar("structural_tag", json.dumps(node)), True),
     ):
-        mask = compiler.compile(grammar).masker((tokenizer.size - 1,)).root_mask()
+        mask = compiler.compile(grammar).masker((tokenizer.num_tokens - 1,)).root_mask()
         assert (token in allowed_tokens(mask)) == allowed
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from espalier import LLM
-from lab.bench.grammar import TOLD, run_schemas
+from lab.bench.grammar import DRAFT_GUIDANCE, measure_schemas
 from lab.bench.schemas import random_schema
 
 
@@ -14,10 +14,10 @@ def llm():
 
 
 def check(llm, seeds) -> None:
-    figures = run_schemas(llm, [random_schema(seed) for seed in seeds])
+    figures = measure_schemas(llm, [random_schema(seed) for seed in seeds])
     assert figures["valid of those"] == figures["ended by themselves"] > 0
     assert figures["equal with speculation off"] == figures["schemas"]
-    lengths = {name: figures[f"accept length, draft told {name}"] for name in TOLD}
+    lengths = {name: figures[f"accept length, draft told {name}"] for name in DRAFT_GUIDANCE}
     assert lengths["nothing"] < lengths["both at first"] < lengths["both"]
 
 

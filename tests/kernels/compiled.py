@@ -21,13 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from espalier.kernels.attention.kv_splits import _contiguous_blocks_kernel, _kv_splits_kernel
+from espalier.kernels.attention.kv_splits import _count_contiguous_blocks_kernel, _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constexpr_arguments as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constexpr_arguments, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
-from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE
 from espalier.kernels.hopper import gated as hopper_gated
 from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel
 from espalier.kernels.hopper.config import (
@@ -47,7 +47,7 @@ BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr"
 FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr", "row_scale_ptr")
 ROWS = ("k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "row_ptr", "staged_ptr")
 FP8_ROWS = dict.fromkeys(ROWS, "*fp8e4nv")
-INT32 = ("table_ptr", "split_ptr", "start_ptr")
+INT32 = ("table_ptr", "splits_ptr", "split_starts_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_stride_b", "q_stride_q", "q_stride_h", "k_stride_row", "k_stride_h", "v_stride_row", "v_stride_h")
 STRIDES += (
@@ -88,7 +88,7 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
     config = choose_triton_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
     longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
     constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
-    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "USE_PDL": True, "row_scale_ptr": None}
+    constants |= {"STAGED_KIND": nodes, "LONGEST_FIRST": longest_first, "USE_PDL": True, "row_scale_ptr": None}
     options = {"num_warps": constants.pop("num_warps")}
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
     made = compile_for_hopper(_latent_attention_kernel, ASTSource, constants, options, kinds)
@@ -114,8 +114,10 @@ def compiled_hopper(
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     constants |= hopper_attention_arguments(config, size, True)
     rows_of_block = constants["BLOCK_N"]
-    kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % rows_of_block else ALL_CONTIGUOUS
-    constants |= {"CONTIGUOUS": kind}
+    kind = TMA_COUNTED if page_size % rows_of_block else TMA_ALL
+    if window or config.warpgroups == 1:
+        kind = TMA_NONE
+    constants |= {"TMA_BLOCKS": kind}
     constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     layout = gl.NVMMASharedLayout.get_default_for([rows_of_block, size], gl.float8e4nv if fp8 else gl.bfloat16)
@@ -132,9 +134,9 @@ def compiled_hopper(
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(lines)),
         "fences": list(fences(lines)),
-        "fenced_by_writers": kind == ALL_CONTIGUOUS or fp8,
+        "fenced_by_writers": kind == TMA_ALL or fp8,
         "converted": converted(lines),
-        "contiguous": kind != UNKNOWN,
+        "contiguous": kind != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -143,7 +145,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
     dtype, kind = (torch.float8_e4m3fn, "fp8e4nv") if config.raw_stages else (torch.bfloat16, "bf16")
     constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=dtype), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), f"*{kind}") | described(constants, kind)
-    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
+    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED_KIND": nodes, "LONGEST_FIRST": nodes == 1}
     constants |= {"USE_PDL": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(hopper_latent_kernel, GluonASTSource, constants, options, kinds)
@@ -154,8 +156,8 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "expected_shared": config.shared_bytes,
         "overlapping": list(overlapping(lines)),
         "fences": latent_fences(lines),
-        "fenced_by_writers": constants["CONTIGUOUS"] == ALL_CONTIGUOUS or config.raw_stages > 0,
-        "contiguous": constants["CONTIGUOUS"] != UNKNOWN,
+        "fenced_by_writers": constants["TMA_BLOCKS"] == TMA_ALL or config.raw_stages > 0,
+        "contiguous": constants["TMA_BLOCKS"] != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -164,7 +166,7 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
     config = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES)
     constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
-    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "USE_PDL": True}
+    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED_KIND": nodes, "LONGEST_FIRST": True, "USE_PDL": True}
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(
         hopper_latent_few_kernel, GluonASTSource, constants | {"row_scale_ptr": None}, options, kinds
@@ -181,7 +183,7 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
         "spills": sum(re.search(r"\b(LDL|STL)\b", line) is not None for line in lines),
         "products": sum("HGMMA.64x16" in line for line in lines),
         "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
-        "contiguous": constants["CONTIGUOUS"] != UNKNOWN,
+        "contiguous": constants["TMA_BLOCKS"] != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -225,7 +227,7 @@ def described(constants: dict, kind: str) -> dict[str, str]:
     """Take the TMA descriptors out of the constants.  Returns their types, by name."""
     kinds = {}
     for name in ("half_descriptor", "rope_descriptor"):
-        if constants["CONTIGUOUS"]:
+        if constants["TMA_BLOCKS"]:
             descriptor = constants.pop(name)
             shape = ", ".join(map(str, descriptor.block_shape))
             kinds[name] = f"tensordesc<{kind}[{shape}],{descriptor.layout!r}>"
@@ -233,14 +235,15 @@ def described(constants: dict, kind: str) -> dict[str, str]:
 
 
 # Of the merge: room for 4 of 32 splits, and for 8 of 8.
-FEW, FEW_ALONE = {"PAIRS": 4, "FEW_SPLITS": 4, "BLOCK_SPLITS": 32}, {"PAIRS": 2, "FEW_SPLITS": 8, "BLOCK_SPLITS": 8}
+FEW = {"PAIRS": 4, "SMALL_BLOCK_SPLITS": 4, "BLOCK_SPLITS": 32}
+FEW_ALONE = {"PAIRS": 2, "SMALL_BLOCK_SPLITS": 8, "BLOCK_SPLITS": 8}
 
 
 def errors_of_small_kernels() -> dict[str, str]:
     """The error, if any, of compiling each kernel that plans or merges.  Triton's interpreter does not check types."""
     splits = {"STEP": 64, "MIN_ROWS": 128, "MAX_ROWS": 2048, "BLOCK_B": 4, "BLOCK_Q": 16}
     merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "USE_PDL": True}
-    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "USE_PDL": True}
+    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "BLOCKS_PER_STEP": 64, "USE_PDL": True}
     cases = [
         *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
         # With a branch for few splits, and without.
@@ -249,7 +252,7 @@ def errors_of_small_kernels() -> dict[str, str]:
             for few in (FEW, FEW_ALONE)
             for sink in (False, True)
         ),
-        (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
+        (_count_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
     ]
     errors = {}
     for kernel, constants, kinds in cases:
@@ -269,7 +272,7 @@ def problem_constants(
         "GROUP_SIZE": group_size,
         "PAGE_SIZE": page_size,
         "WINDOW": window,
-        "STAGED": nodes,
+        "STAGED_KIND": nodes,
         "HAS_SINK": sink,
         "LONGEST_FIRST": longest_first,
         "USE_PDL": True,

@@ -13,7 +13,7 @@ from triton.runtime import driver
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
 from espalier.kernels.runtime.precompile import precompile
-from espalier.kernels.sampling.pick import pick_triton
+from espalier.kernels.sampling.pick import sample_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
@@ -33,8 +33,8 @@ def launch_all() -> None:
     above = random_above(2, QUERIES, 5, VOCAB, torch.device("cpu"))
     hanging, mask = (above.tokens, above.ancestor_bits), torch.zeros(2, QUERIES, VOCAB // 32, dtype=torch.int32)
     logits = torch.zeros(2, QUERIES, VOCAB, dtype=torch.bfloat16)
-    pick_triton(logits, rows, slots.root, positions)
-    pick_triton(logits, rows, slots.root, positions, hanging, 1, mask)
+    sample_triton(logits, rows, slots.root, positions)
+    sample_triton(logits, rows, slots.root, positions, hanging, 1, mask)
     scores, d2t = torch.zeros(2, QUERIES), torch.arange(DRAFT_VOCAB)
     draft_topk_triton(logits, None, rows, slots.root, 1, scores, 4)
     draft_topk_triton(logits[..., :DRAFT_VOCAB], d2t, rows, slots.root, 1, scores, 4, hanging)

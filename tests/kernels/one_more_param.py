@@ -12,8 +12,8 @@ import triton.language as tl
 from espalier.engine.launch_input import slot_init
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.sampling.logit_processors import COLUMNS, SlotRows
-from espalier.kernels.sampling.pick import pick_triton
+from espalier.kernels.sampling.logit_processors import COLUMNS, GatheredSlots
+from espalier.kernels.sampling.pick import sample_triton
 from espalier.request import Request, ResolvedParams, SamplingParams
 from espalier.sampling.pick import pick
 from espalier.server.openai import ChatRequest
@@ -60,7 +60,7 @@ def admitted(table: SlotTable) -> tuple[float, float]:
     table.write(
         {"floats": update._replace(indices=torch.from_numpy(update.indices), values=torch.from_numpy(update.values))}
     )
-    out, rows = torch.zeros(2), SlotRows.gather(table, torch.tensor([1, 2]))
+    out, rows = torch.zeros(2), GatheredSlots.gather(table, torch.tensor([1, 2]))
     _read_kernel[(2,)](out, rows.floats, COLUMNS=COLUMNS)
     return table.top_a[2].item(), out[1].item()
 
@@ -72,8 +72,8 @@ def agrees() -> bool:
     positions = first[:, None]
     noise = noise_at(slots, positions, VOCAB, logits.dtype)
     expected = pick(logits, reference_rows(slots), ALL_SAMPLING_FEATURES, positions, noise)
-    rows = SlotRows.gather(slots.table, slots.index)
-    return torch.equal(pick_triton(logits, rows, first, torch.zeros_like(positions))[0], expected.tokens)
+    rows = GatheredSlots.gather(slots.table, slots.index)
+    return torch.equal(sample_triton(logits, rows, first, torch.zeros_like(positions))[0], expected.tokens)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops.state import gather_slots
-from espalier.kernels.sampling.logit_processors import SlotRows
+from espalier.kernels.sampling.logit_processors import GatheredSlots
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams
@@ -68,8 +68,8 @@ def reference_rows(slots: BatchState) -> SlotSamplingParams:
     return SlotSamplingParams.gather(slots, ALL_SAMPLING_FEATURES)
 
 
-def kernel_rows(slots: BatchState) -> SlotRows:
-    return SlotRows.gather(slots.table, slots.index)
+def kernel_rows(slots: BatchState) -> GatheredSlots:
+    return GatheredSlots.gather(slots.table, slots.index)
 
 
 def noise_at(slots: BatchState, positions: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:

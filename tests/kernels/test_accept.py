@@ -89,9 +89,9 @@ def test_plain_decoding_and_padding(kernel_device):
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     *inputs, steps = random_inputs(2, 2, 3, 7, 1)
     tree, picks, *rest = on(kernel_device, inputs)
-    with pytest.raises(EspalierError, match="accept: picks"):
+    with pytest.raises(EspalierError, match="accept: target_tokens"):
         accept.triton(tree, picks[:, 1:], *rest, steps)
-    with pytest.raises(EspalierError, match="accept: real"):
+    with pytest.raises(EspalierError, match="accept: is_real"):
         accept.triton(tree, picks, *rest[:2], rest[2].long(), steps)
 
 

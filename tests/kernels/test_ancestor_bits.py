@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.ancestor_bits import WORDS_UNIT, ancestor_mask, causal_bits, pack_bits, unpack_bits
+from espalier.kernels.attention.ancestor_bits import (
+    WORD_COUNT_MULTIPLE,
+    ancestor_mask,
+    causal_ancestor_bits,
+    pack_bits,
+    unpack_bits,
+)
 from espalier.layout import ANCESTOR_BITS
 
 SIZES = [1, 2, 3, 63, 64, 65, 128, 129]
@@ -71,7 +77,7 @@ def test_an_empty_batch_is_legal():
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025])
 def test_the_bits_up_to_a_row_are_those_of_a_chain(rows):
     row = torch.tensor(sorted({0, min(62, rows - 1), min(63, rows - 1), min(64, rows - 1), rows - 1}))
-    bits = causal_bits(row, rows)
-    assert bits.shape[:2] == (len(row), 1) and bits.shape[2] % WORDS_UNIT == 0
+    bits = causal_ancestor_bits(row, rows)
+    assert bits.shape[:2] == (len(row), 1) and bits.shape[2] % WORD_COUNT_MULTIPLE == 0
     assert torch.equal(unpack_bits(bits, bits.shape[2] * ANCESTOR_BITS)[:, 0].sum(1), row + 1)
     assert torch.equal(unpack_bits(bits, rows)[:, 0], torch.arange(rows) <= row[:, None])

@@ -17,7 +17,7 @@ from espalier.kernels.ranks.collectives import FLAGS_BYTES, PeerMemory, Restarte
 from espalier.shards.base import Shards
 
 EPS = 1e-5
-SLOT_BYTES, PROGRAMS = 1024, 2
+SLOT_BYTES, MAX_PROGRAMS = 1024, 2
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def kernels(kernel_device, monkeypatch):
         pytest.skip("the interpreter's")
     from espalier.kernels.ranks import collective_kernels
 
-    monkeypatch.setattr(collective_kernels, "PROGRAMS", PROGRAMS)
+    monkeypatch.setattr(collective_kernels, "MAX_PROGRAMS", MAX_PROGRAMS)
     monkeypatch.setattr(collective_kernels, "GATHER_BLOCK", 16)
     monkeypatch.setattr(collective_kernels, "_barrier", lambda *_: None)
     return collective_kernels
@@ -34,11 +34,11 @@ def kernels(kernel_device, monkeypatch):
 
 def memories(count: int) -> list[PeerMemory]:
     """Of each rank.  All are in the storage of `addresses`, which the interpreter allows kernels to reach."""
-    size = (FLAGS_BYTES + 4 * PROGRAMS * SLOT_BYTES) // 8
+    size = (FLAGS_BYTES + 4 * MAX_PROGRAMS * SLOT_BYTES) // 8
     storage = torch.zeros(count * size + count, dtype=torch.int64)
     addresses = storage[-count:]
     addresses.copy_(torch.tensor([storage[rank * size :].data_ptr() for rank in range(count)]))
-    uses, stop = torch.zeros(PROGRAMS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    uses, stop = torch.zeros(MAX_PROGRAMS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     return [PeerMemory(rank, count, SLOT_BYTES, addresses, uses.clone(), stop) for rank in range(count)]
 
 
@@ -83,15 +83,19 @@ def test_a_sum_alone_and_in_the_norm(kernels, count, size, two_shot, dtype, spli
         for each in own[1:]:
             total += each
         wanted = total.to(dtype)
-        assert kernels.supports_sum(ranks[0], parts[0], dtype)
+        assert kernels.supports_all_reduce(ranks[0], parts[0], dtype)
         if not use:
-            sums = on_all(ranks, lambda rank, parts=parts: kernels.sum_rows(rank, parts[rank.rank], dtype, two_shot))
+            sums = on_all(
+                ranks, lambda rank, parts=parts: kernels.all_reduce_rows(rank, parts[rank.rank], dtype, two_shot)
+            )
             assert all(torch.equal(each, wanted) for each in sums)
             continue
         added, norm = add_rms_norm.reference(wanted, residual, weight, EPS)
         for one, other in on_all(
             ranks,
-            lambda rank, parts=parts: kernels.sum_add_norm(rank, parts[rank.rank], residual, weight, EPS, two_shot),
+            lambda rank, parts=parts: kernels.all_reduce_add_norm(
+                rank, parts[rank.rank], residual, weight, EPS, two_shot
+            ),
         ):
             assert torch.equal(one, added)
             torch.testing.assert_close(other, norm, rtol=4 * torch.finfo(dtype).eps, atol=0)
@@ -115,19 +119,19 @@ def test_a_slot_is_kept_while_the_next_use_runs(kernels):
     [rank] = memories(1)
     first, second = (normal(1, 32, dtype=torch.float64, seed=seed) for seed in (1, 2))
     area = rank.addresses.untyped_storage()
-    kernels.sum_rows(rank, first, torch.float64, False)
-    kernels.sum_rows(rank, second, torch.float64, False)
+    kernels.all_reduce_rows(rank, first, torch.float64, False)
+    kernels.all_reduce_rows(rank, second, torch.float64, False)
     values = torch.tensor([], dtype=torch.float64).set_(area)[FLAGS_BYTES // 8 :]
-    assert torch.equal(values[:32], first[0]) and torch.equal(values[PROGRAMS * SLOT_BYTES // 8 :][:32], second[0])
+    assert torch.equal(values[:32], first[0]) and torch.equal(values[MAX_PROGRAMS * SLOT_BYTES // 8 :][:32], second[0])
 
 
 def test_what_does_not_fit_is_left_to_others(kernels):
     [rank] = memories(1)
-    assert kernels.supports_sum(rank, torch.empty(2 * PROGRAMS, 256, dtype=torch.bfloat16), torch.bfloat16)
-    for rows, size in ((2 * PROGRAMS + 1, 256), (0, 256), (1, 4), (1, 520)):
+    assert kernels.supports_all_reduce(rank, torch.empty(2 * MAX_PROGRAMS, 256, dtype=torch.bfloat16), torch.bfloat16)
+    for rows, size in ((2 * MAX_PROGRAMS + 1, 256), (0, 256), (1, 4), (1, 520)):
         x = torch.empty(rows, size, dtype=torch.bfloat16)
-        assert not kernels.supports_sum(rank, x, torch.bfloat16), (rows, size)
-    assert not kernels.supports_gather(rank, torch.empty(PROGRAMS * 32 + 1, 16, dtype=torch.bfloat16), 16)
+        assert not kernels.supports_all_reduce(rank, x, torch.bfloat16), (rows, size)
+    assert not kernels.supports_gather(rank, torch.empty(MAX_PROGRAMS * 32 + 1, 16, dtype=torch.bfloat16), 16)
 
 
 def test_a_rendezvous_counts_from_the_first_step():

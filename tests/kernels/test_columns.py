@@ -22,7 +22,7 @@ TOP_A = """
     )
 """
 RESOLVED_TOP_A = """
-    top_a: float = _slot_param(0.5, "filters")
+    top_a: float = _slot_column(0.5, "filters")
 """
 
 

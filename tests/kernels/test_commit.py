@@ -42,7 +42,7 @@ def test_rows_of_all_layers_arrive(make, shape, dtype, kernel_device):
 @pytest.mark.parametrize("layers", [1, 5, 8])
 def test_a_program_for_several_layers(layers, kernel_device, monkeypatch):
     """As where programs crowd the chip; the last has fewer layers than the others, or none to spare."""
-    monkeypatch.setattr(launch, "PROGRAMS_PER_PROCESSOR", 0)
+    monkeypatch.setattr(launch, "MAX_PROGRAMS_PER_PROCESSOR", 0)
     test_rows_of_all_layers_arrive(commit_rows.triton, (layers, 6, 9, 2, 4, 6, 5), torch.float32, kernel_device)
 
 

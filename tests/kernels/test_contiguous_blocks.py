@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.kv_splits import STEP_BLOCKS
+from espalier.kernels.attention.kv_splits import BLOCKS_PER_STEP
 from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from tests.pairwise import pairwise_params
 
 POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]
-LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (STEP_BLOCKS + 5) + 3, 5000)
+LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS_PER_STEP + 5) + 3, 5000)
 
 
 def tables(lengths, page_size, broken=()):

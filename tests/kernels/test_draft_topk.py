@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-22}
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch, request):
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(draft_topk_module, "SPLIT", 32)
+        monkeypatch.setattr(draft_topk_module, "MAX_SPLIT_SIZE", 32)
 
 
 def log_probabilities(logits, d2t, slots, first, offset, above):

@@ -11,7 +11,7 @@ from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree import edge_topk as edge_topk_module
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
-from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_depth
+from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_next_rows
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import make_sampler
 from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, kernel_rows, slots_of, table_of
@@ -33,7 +33,7 @@ STEPS, DEPTH = 3, 1
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch, request):
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(edge_topk_module, "SPLIT", 32)
+        monkeypatch.setattr(edge_topk_module, "MAX_SPLIT_SIZE", 32)
 
 
 def random_edges(batch, columns, vocab, rank, dtype=torch.float32, own_ids=False, seed=0, kind="vanilla"):
@@ -131,7 +131,7 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
     assert error.max() <= tolerance
     follow = places(len(asked), rows, topk, CPU)
-    same(next_rows._replace(states=None), rank_depth(made.tokens, made.scores, given, follow, edges.is_recurrent))
+    same(next_rows._replace(states=None), rank_next_rows(made.tokens, made.scores, given, follow, edges.is_recurrent))
     same(made, follow)
     if edges.is_recurrent:
         torch.testing.assert_close(next_rows.states, follows.states, rtol=0, atol=8 * torch.finfo(dtype).eps)
@@ -289,7 +289,7 @@ def test_wrong_shapes_are_refused(kernel_device):
     rows = DepthRows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
     edges = plain(1, 20)
     for field, cut in (("base_logits", edges.base_logits[..., :5]), ("token_factors", edges.token_factors[:, :5])):
-        with pytest.raises(EspalierError, match=r"(logits|before) needs shape"):
+        with pytest.raises(EspalierError, match=r"(logits|token_factors) needs shape"):
             launched(kernel_device, ({},), LowRankEdges(**{**vars(edges), field: cut}), rows, 3)
     with pytest.raises(EspalierError, match="scores needs shape"):
         launched(kernel_device, ({},), edges, rows._replace(scores=rows.scores[:, :1]), 3)
@@ -330,7 +330,7 @@ def test_rows_are_the_best_distinct_tokens(batch, rows, topk):
         scores = drawn_scores((batch, rows, topk), generator, seed % 2 > 0)
         given = DepthRows(torch.zeros(batch, rows).long(), drawn_scores((batch, rows), generator))
         out = places(batch, rows, topk, CPU)
-        made = rank_depth(tokens, scores, given, out)
+        made = rank_next_rows(tokens, scores, given, out)
         for b in range(batch):
             expected = rows_by_sets(tokens[b].tolist(), scores[b].tolist(), given.scores[b].tolist())
             assert (made.tokens[b].tolist(), made.scores[b].tolist(), out.next_rows[b].tolist()) == expected

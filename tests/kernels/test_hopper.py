@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.choose import choose_config
+from espalier.kernels.attention.choose import choose_attention_config
 from espalier.kernels.attention.triton_config import choose_triton_config
-from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE
 from espalier.kernels.hopper.attention import tma_arguments
 from espalier.kernels.hopper.config import (
     HEAD_SIZES,
@@ -74,7 +74,7 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
         (replace(plain, k_size=512, v_size=512), False),
     ):
         inputs = draw(case, kernel_device)
-        assert isinstance(choose_config(inputs), HopperConfig) == is_hopper, case
+        assert isinstance(choose_attention_config(inputs), HopperConfig) == is_hopper, case
     with pytest.raises(EspalierError, match="no soft-cap"):
         run(draw(replace(plain, softcap=20.0), kernel_device), 4, config=HopperConfig(1, 3, 1))
 
@@ -82,14 +82,14 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
 @pytest.mark.parametrize(
     ("warpgroups", "page_size", "window", "contiguous", "kind"),
     [
-        (2, 64, 0, False, ALL_CONTIGUOUS),
-        (2, 256, 0, False, ALL_CONTIGUOUS),
-        (2, 16, 0, True, COUNTED),
-        (2, 16, 0, False, UNKNOWN),
-        (2, 96, 0, True, COUNTED),
-        (2, 64, 100, False, UNKNOWN),
-        (1, 64, 0, False, UNKNOWN),
-        (1, 1, 0, True, UNKNOWN),
+        (2, 64, 0, False, TMA_ALL),
+        (2, 256, 0, False, TMA_ALL),
+        (2, 16, 0, True, TMA_COUNTED),
+        (2, 16, 0, False, TMA_NONE),
+        (2, 96, 0, True, TMA_COUNTED),
+        (2, 64, 100, False, TMA_NONE),
+        (1, 64, 0, False, TMA_NONE),
+        (1, 1, 0, True, TMA_NONE),
     ],
 )
 def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, contiguous, kind):
@@ -98,15 +98,15 @@ def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, cont
     pool = torch.zeros(192, 4, 64, dtype=torch.bfloat16)
     counts = torch.zeros(3, dtype=torch.int32) if contiguous else None
     arguments = tma_arguments(config, pool, pool[:, :2], page_size, window, counts)
-    assert arguments["CONTIGUOUS"] == kind and (arguments["k_descriptor"] is None) == (kind == UNKNOWN)
-    if kind != UNKNOWN:
+    assert arguments["TMA_BLOCKS"] == kind and (arguments["k_descriptor"] is None) == (kind == TMA_NONE)
+    if kind != TMA_NONE:
         # A descriptor covers the rows of all heads; a block has one head.  V is here a view of two of four heads.
         k, v = arguments["k_descriptor"], arguments["v_descriptor"]
         assert (list(k.shape), k.block_shape) == ([192, 256], [64, 64])
         assert (list(v.shape), list(v.strides)) == ([192, 128], [256, 1])
         assert k.base.data_ptr() == pool.data_ptr(), "the descriptor must not be of a copy"
     every_other_head = pool[:, ::2]
-    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["CONTIGUOUS"] == UNKNOWN
+    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["TMA_BLOCKS"] == TMA_NONE
 
 
 SHAPES = [

@@ -21,7 +21,7 @@ from espalier.kernels.ops.selection import (
     kv_splits,
 )
 from espalier.kernels.runtime.launch import Chip
-from espalier.layout import RoundLayout, bucket_of
+from espalier.layout import RoundLayout, padded_batch
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -212,5 +212,5 @@ def test_a_padded_batch_splits_as_the_batch_does():
     buckets = layout.batch_buckets(20)
     assert buckets == (1, 2, 3, 4, 6, 8, 12, 16, 20)
     for batch in range(1, 21):
-        padded = bucket_of(batch, buckets)
+        padded = padded_batch(batch, buckets)
         assert KVSplitPolicy.choose(batch, 8, 2, 4, 4096, 128) == KVSplitPolicy.choose(padded, 8, 2, 4, 4096, 128)

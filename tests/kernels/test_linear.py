@@ -7,7 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidate_plans
 from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_partial_sums, write_parts
-from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
+from espalier.kernels.runtime.launch import SMALLEST_GPU_SHARED_MEMORY, Chip
 from tests.pairwise import in_turn_params
 
 # float16 on a CPU: Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -15,7 +15,7 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 WHOLE = TritonPlan(block_out=64, block_in=64, splits=1, warps=4, stages=2)
 SPLIT = TritonPlan(block_out=64, block_in=64, splits=3, warps=4, stages=2)
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
-SMALL = Chip(shared_memory=SMALLEST_SHARED_MEMORY, processors=84, capability=(8, 6))
+SMALL = Chip(shared_memory=SMALLEST_GPU_SHARED_MEMORY, processors=84, capability=(8, 6))
 
 
 def random_inputs(rows, num_out, num_in, device, dtype=DTYPE, bias=False, seed=0):

@@ -21,8 +21,8 @@ OTHERS = 3
 def small_splits(monkeypatch, request):
     """Several splits, however small the vocabulary, but on the device."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(kernel, "SPLIT", 16)
-        monkeypatch.setattr(kernel, "MAX_SPLIT", 32)
+        monkeypatch.setattr(kernel, "MIN_SPLIT_SIZE", 16)
+        monkeypatch.setattr(kernel, "MAX_SPLIT_SIZE", 32)
 
 
 def launched(batch, width, nodes, vocab, dtype, seed, device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.merge import MAX_FEW_SPLITS, PROGRAMS_PER_PROCESSOR
+from espalier.kernels.attention.merge import MAX_SMALL_BLOCK_SPLITS, PROGRAMS_PER_PROCESSOR
 from espalier.kernels.ops.attention import PartialResults, merge_splits
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import chip
@@ -77,7 +77,9 @@ def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
     policy = KVSplitPolicy(num_splits, 32)
     partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
     counts = splits.used_rows[:, 3]
-    assert int(counts.max()) > MAX_FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
+    assert (
+        int(counts.max()) > MAX_SMALL_BLOCK_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
+    )
     assert_equals_reference(partials, splits, out, lse)
 
 

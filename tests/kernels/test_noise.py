@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.sampling.noise import gumbel_at, noise_keys, random_bits_at
+from espalier.kernels.sampling.noise import gumbel_noise, noise_keys, random_bits_of_ids
 from espalier.sampling.pick import gumbel, random_bits
 
 SEEDS = [0, 1, 2**31 - 1, 2**31, 2**32, 0x0123456789ABCDEF, 2**63 - 1]
@@ -20,8 +20,8 @@ def _noise_kernel(bits_ptr, gumbel_ptr, seeds_ptr, positions_ptr, num_positions,
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k0, k1 = noise_keys(tl.load(seeds_ptr + place // num_positions), tl.load(positions_ptr + place))
     at = place * vocab + ids
-    tl.store(bits_ptr + at, random_bits_at(ids, k0, k1).to(tl.int32, bitcast=True), mask=ids < vocab)
-    tl.store(gumbel_ptr + at, gumbel_at(ids, k0, k1, gumbel_ptr.dtype.element_ty), mask=ids < vocab)
+    tl.store(bits_ptr + at, random_bits_of_ids(ids, k0, k1).to(tl.int32, bitcast=True), mask=ids < vocab)
+    tl.store(gumbel_ptr + at, gumbel_noise(ids, k0, k1, gumbel_ptr.dtype.element_ty), mask=ids < vocab)
 
 
 def drawn_on(device, seeds, positions, vocab, dtype):

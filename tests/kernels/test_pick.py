@@ -7,7 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.runtime.launch import Chip, choose_split_size
 from espalier.kernels.sampling import pick as kernel_of_pick
-from espalier.kernels.sampling.pick import block_sizes, pick_triton
+from espalier.kernels.sampling.pick import block_sizes, sample_triton
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
@@ -35,7 +35,8 @@ SHARE = 2.0**-19
 def small_blocks(monkeypatch, request):
     """Several splits of several blocks, however small the vocabulary, but on the device."""
     if not request.node.get_closest_marker("gpu"):
-        for name, size in (("SPLIT", 64), ("MAX_SPLIT", 128), ("BLOCK", 32), ("UNPROCESSED_BYTES", 64)):
+        sizes = {"MIN_SPLIT_SIZE": 64, "MAX_SPLIT_SIZE": 128, "BLOCK": 32, "UNPROCESSED_BLOCK_BYTES": 64}
+        for name, size in sizes.items():
             monkeypatch.setattr(kernel_of_pick, name, size)
 
 
@@ -50,7 +51,7 @@ def pick_both(logits, slots, first, offsets, above=None, first_above=0, top_p_by
         counted.tokens[:, :first_above] = -1
     expected = pick(logits, rows, ALL_SAMPLING_FEATURES, positions, noise, counted)
     hanging = None if above is None else (above.tokens, above.ancestor_bits)
-    return expected, SampledTokens(*pick_triton(logits, kernel_rows(slots), first, offsets, hanging, first_above))
+    return expected, SampledTokens(*sample_triton(logits, kernel_rows(slots), first, offsets, hanging, first_above))
 
 
 def agree(logits, slots, first, offsets, above=None, first_above=0):
@@ -103,7 +104,7 @@ def test_a_node_counts_where_its_bit_stands_and_nowhere_else(kernel_device, firs
     tokens = torch.arange(2, 72)[None].to(kernel_device)
     offsets = torch.zeros(1, len(nodes), dtype=torch.int64, device=kernel_device)
     above = (tokens, pack_bits(on_path).to(kernel_device))
-    picked, _ = pick_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets, above, first_above)
+    picked, _ = sample_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets, above, first_above)
     assert picked[0].tolist() == [2 if first_above else 0, 0, 0, 0, 0, 0]
 
 
@@ -113,7 +114,7 @@ def test_bans_end_at_their_position(kernel_device):
     logits = torch.zeros(1, 4, 40)
     logits[..., 7], logits[..., 33], logits[..., 12] = 3.0, 2.0, 1.0
     offsets = torch.tensor([[97, 99, 100, 101]], device=kernel_device)
-    picked, _ = pick_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets)
+    picked, _ = sample_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets)
     assert picked[0].tolist() == [12, 12, 7, 7]
 
 
@@ -178,7 +179,7 @@ def pick_greedy(logits, shaped, device):
     slots.table.counts.zero_()
     slots.table.seen.zero_()
     offsets = torch.zeros(1, queries, dtype=torch.int64, device=device)
-    tokens, finite = pick_triton(logits[None].to(device), kernel_rows(slots), slots.root, offsets)
+    tokens, finite = sample_triton(logits[None].to(device), kernel_rows(slots), slots.root, offsets)
     return tokens[0].tolist(), finite[0].tolist()
 
 
@@ -260,7 +261,7 @@ def test_the_first_nan_is_named_and_padding_is_greedy(kernel_device):
     logits = random_logits(6, 2, 1, 48).to(kernel_device)
     logits[0, 0, [47, 41]] = torch.nan
     zeros = torch.zeros(2, 1, dtype=torch.int64, device=kernel_device)
-    tokens, finite = pick_triton(logits, kernel_rows(slots), zeros[:, 0], zeros)
+    tokens, finite = sample_triton(logits, kernel_rows(slots), zeros[:, 0], zeros)
     assert tokens[:, 0].tolist() == [41, int(logits[1, 0].argmax())] and finite[:, 0].tolist() == [False, True]
 
 
@@ -270,11 +271,11 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
     hanging = (above.tokens, above.ancestor_bits)
-    batched, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
+    batched, _ = sample_triton(logits, kernel_rows(slots), first, offsets, hanging)
     for b in range(0, len(ASKED), 3):
         own, one = slice(b, b + 1), slots_of(slots.table, [b + 1])
         for q in range(queries):
-            alone, _ = pick_triton(
+            alone, _ = sample_triton(
                 logits[own, q : q + 1],
                 kernel_rows(one),
                 first[own],
@@ -297,7 +298,7 @@ def test_nothing_is_picked_for_nobody(kernel_device, batch):
     queries = 0 if batch else 4
     logits = torch.zeros(batch, queries, 20, device=kernel_device)
     offsets = torch.zeros(batch, queries, dtype=torch.int64, device=kernel_device)
-    tokens, finite = pick_triton(logits, kernel_rows(slots), slots.root, offsets)
+    tokens, finite = sample_triton(logits, kernel_rows(slots), slots.root, offsets)
     assert tokens.shape == finite.shape == (batch, queries)
 
 
@@ -305,14 +306,14 @@ def test_arguments_of_another_shape_are_refused(kernel_device):
     slots, first, offsets = batch_of(20, 2, kernel_device)
     rows, logits = kernel_rows(slots), torch.zeros(len(ASKED), 2, 20, device=kernel_device)
     with pytest.raises(EspalierError, match="logits needs shape"):
-        pick_triton(logits[..., :19], rows, first, offsets)
+        sample_triton(logits[..., :19], rows, first, offsets)
     with pytest.raises(EspalierError, match="last dimension is dense"):
-        pick_triton(logits.transpose(1, 2).contiguous().transpose(1, 2), rows, first, offsets)
+        sample_triton(logits.transpose(1, 2).contiguous().transpose(1, 2), rows, first, offsets)
     with pytest.raises(EspalierError, match="offsets needs shape"):
-        pick_triton(logits, rows, first, offsets[:, :1])
+        sample_triton(logits, rows, first, offsets[:, :1])
     above = random_above(len(ASKED), 2, 65, 20, kernel_device)
     with pytest.raises(EspalierError, match="a bit for each of 65 tokens"):
-        pick_triton(logits, rows, first, offsets, (above.tokens, above.ancestor_bits[..., :1]))
+        sample_triton(logits, rows, first, offsets, (above.tokens, above.ancestor_bits[..., :1]))
 
 
 @pytest.mark.gpu
@@ -370,5 +371,5 @@ def test_rows_past_two_to_the_31_elements(kernel_device):
     logits[0, :, 12345] = 1.0
     logits[0, -1, 599_999] = 2.0
     offsets = torch.zeros(1, queries, dtype=torch.int64, device=kernel_device)
-    tokens, _ = pick_triton(logits, kernel_rows(slots), slots.root, offsets)
+    tokens, _ = sample_triton(logits, kernel_rows(slots), slots.root, offsets)
     assert tokens[0, -1] == 599_999 and (tokens[0, :-1] == 12345).all()

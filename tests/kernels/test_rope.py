@@ -192,7 +192,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
     results = []
     # 0: every grid counts as is_oversubscribed; 2**30: none does.
     for programs_per_sm in (0, 2**30):
-        monkeypatch.setattr(launch, "PROGRAMS_PER_PROCESSOR", programs_per_sm)
+        monkeypatch.setattr(launch, "MAX_PROGRAMS_PER_PROCESSOR", programs_per_sm)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         copy = qkv.to(kernel_device, copy=True)
         out = rotate_and_store.triton(copy if parts else copy[0], *turn, stored_rows, *buffers)

@@ -132,7 +132,7 @@ def test_what_a_program_holds_fits_the_chip():
     for room, queries, heads, size in product((99, 163, 227), (1, 5, 2048), (4, 64), (12, 128, 256)):
         on = Chip(1024 * room, 132, (9, 0))
         held = _plan_shared_memory(on, queries, heads, size, 2)
-        assert (held.queries * held.block_h + held.stages * BLOCK_N) * 2 * next_power_of_2(size) < on.shared_memory
+        assert (held.queries * held.block_heads + held.stages * BLOCK_N) * 2 * next_power_of_2(size) < on.shared_memory
     # DeepSeek-V3.2 on Hopper: two programs fit.
     assert _plan_shared_memory(on, 16, 64, 128, 2) == (4, 64, 3)
 
@@ -174,7 +174,7 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.parametrize("topk", fewer([1, 5, 100], lambda topk: topk != 1))
 def test_selections(kernel_device, topk, drawn, monkeypatch):
     """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
-    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK_SCORES", 512)
+    monkeypatch.setattr("espalier.kernels.attention.select_rows.SCORES_PER_CHUNK", 512)
     for page_size, columns, staged in ((1, 70, 1), (16, 13, 70), (256, 17, 66)):
         generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
         length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)

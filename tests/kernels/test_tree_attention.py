@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.choose import choose_config
+from espalier.kernels.attention.choose import choose_attention_config
 from espalier.kernels.attention.triton_config import TritonConfig, choose_triton_config
 from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
@@ -248,5 +248,5 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         prefix = Prefix(torch.zeros(batch, 1, dtype=torch.int32), length)
         splits = kv_splits.reference(length, 0, KVSplitPolicy.choose(batch, 1, 6, 2, 8192, 16))
         nodes = Nodes.chain(torch.zeros(batch, 1, dtype=torch.int64))
-        configs.append(choose_config(AttentionInputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
+        configs.append(choose_attention_config(AttentionInputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
     assert configs[0] == configs[1]

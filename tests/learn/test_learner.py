@@ -123,7 +123,7 @@ def test_a_draft_that_accepts_more_is_swapped_in_and_served_after_a_restart(tmp_
         learning.serve_until(lambda: learning.figures.swaps)
         again = learning.answer([1, 2, 0])
         assert again.output == first.output and again.stats != first.stats
-        assert (learning.figures.before, learning.figures.after) == (2.0, 2.5)
+        assert (learning.figures.served_accept_length, learning.figures.trained_accept_length) == (2.0, 2.5)
         assert learning.figures.failures == 0
     [served] = (tmp_path / "learn" / "drafts").iterdir()
     with Learning(tmp_path / "learn", SLEEPS) as learning:

@@ -294,7 +294,7 @@ class Plain:
     def output(self, max_context: int) -> list[int]:
         """What the user should get: up to a stop token, max_tokens or the context's end."""
         prompt = len(self.request.prompt)
-        for count in range(prompt + 1, self.request.end(max_context) + 1):
+        for count in range(prompt + 1, self.request.max_num_tokens(max_context) + 1):
             if self.upto(count)[-1] in self.request.stop_ids:
                 break
         return self.upto(count)[prompt:]

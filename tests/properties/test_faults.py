@@ -13,8 +13,8 @@ from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
 from lab import __main__ as lab
 from lab.faults import command as guard
-from lab.faults.of_ranks import FAULTS_OF_RANKS
-from lab.faults.planted import FAULTS, find, plant
+from lab.faults.planted import FAULTS, find_fault, plant
+from lab.faults.rank_faults import RANK_FAULTS
 from lab.faults.selection_faults import SELECTION_FAULTS
 from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
@@ -189,7 +189,7 @@ def test_unbroken_every_property_holds(setup):
 
 
 # test_ranks.py catches those of several ranks.
-OF_ONE_RANK = [name for name in FAULTS if name not in FAULTS_OF_RANKS]
+OF_ONE_RANK = [name for name in FAULTS if name not in RANK_FAULTS]
 
 
 @pytest.mark.parametrize("name", OF_ONE_RANK)
@@ -270,13 +270,13 @@ REPORTS = ("27460", "27338", "27428", "27360", "22832", "21987", "19807", "26972
 
 @pytest.mark.parametrize("number", REPORTS)
 def test_a_report_is_a_name_too(number):
-    assert number in find(number).reports
-    assert [fault.name for fault in FAULTS.values() if number in fault.reports] == [find(number).name]
+    assert number in find_fault(number).reports
+    assert [fault.name for fault in FAULTS.values() if number in fault.reports] == [find_fault(number).name]
 
 
 def test_an_unknown_fault_is_refused_by_name():
     with pytest.raises(EspalierError, match=r"'12345' is unknown; use a name \(sibling-committed, "):
-        find("12345")
+        find_fault("12345")
 
 
 def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):

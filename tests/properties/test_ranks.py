@@ -25,7 +25,7 @@ from espalier.request import Request, SamplingParams
 from espalier.shards import SINGLE_RANK
 from espalier.startup import ranks
 from espalier.startup.build import assemble_engine
-from lab.faults.of_ranks import FAULTS_OF_RANKS
+from lab.faults.rank_faults import RANK_FAULTS
 from tests.block import block_directories
 from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
 from tests.engine.fake_cuda import fake_cuda
@@ -141,7 +141,7 @@ def hitting() -> list[Request]:
     trunk, ways = prompts(29, [9])[0], [SamplingParams(max_tokens=4, temperature=heat) for heat in (1.0, 0.0, 1.0)]
     made = [request(i, [*trunk[:kept], i], ways[i]) for i, kept in enumerate((9, 7, 4))]
     for each in made[1:]:
-        each.after = made[0]
+        each.prefix_leader = made[0]
     return made
 
 
@@ -314,7 +314,7 @@ CAUGHT_BY = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS_OF_RANKS)
+@pytest.mark.parametrize("name", RANK_FAULTS)
 def test_the_property_catches(name, groups):
     group, case = groups[2], CAUGHT_BY[name]
     assert agrees(case, group)

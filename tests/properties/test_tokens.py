@@ -195,7 +195,7 @@ def test_a_draft_that_agrees_is_followed_to_every_depth(style, steps):
     engine.scheduler.on_round = rounds.append
     requests = traffic({**AGREE[style], "stop_token_ids": []}, lengths=(2, 9), max_tokens=20)
     run(engine, requests)
-    ends = {r.id: r.end(setup.max_context) for r in requests}
+    ends = {r.id: r.max_num_tokens(setup.max_context) for r in requests}
     assert [len(r.emitted) for r in rounds] == [min(steps + 1, ends[r.request_id] - 1 - r.prefix_len) for r in rounds]
 
 

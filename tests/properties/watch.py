@@ -312,7 +312,7 @@ class Watch:
     def most_depth(self, request: Request, decided: Decided) -> int:
         """The deepest node that the round after `decided` may accept."""
         layout = self.engine.layout
-        left = layout.max_accept_depth(request.end(layout.max_context), decided.root_at)
+        left = layout.max_accept_depth(request.max_num_tokens(layout.max_context), decided.root_at)
         return max(0, min(request.params.depth_limit(layout.steps), left))
 
     def check_tokens(self, request: Request, decided: Decided, row: RequestResult) -> None:

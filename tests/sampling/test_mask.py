@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier.grammar.token_masker import ForcedTokens
-from espalier.kernels.sampling.pick import pick_triton
+from espalier.kernels.sampling.pick import sample_triton
 from espalier.request import SamplingParams
 from espalier.sampling.mask import DraftGuide, apply_mask, mask_words, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
@@ -68,8 +68,8 @@ def test_the_kernel_picks_as_from_logits_without_them(dtype, kernel_device):
     mask = pack_mask(allowed).to(kernel_device)
     first = torch.full((len(ASKED),), 9, device=kernel_device)
     offsets = torch.arange(queries, device=kernel_device).expand(len(ASKED), -1).contiguous()
-    ours, finite = pick_triton(logits, kernel_rows(slots), first, offsets, mask=mask)
-    expected, _ = pick_triton(apply_mask(logits, mask), kernel_rows(slots), first, offsets)
+    ours, finite = sample_triton(logits, kernel_rows(slots), first, offsets, mask=mask)
+    expected, _ = sample_triton(apply_mask(logits, mask), kernel_rows(slots), first, offsets)
     assert finite.all() and torch.equal(ours, expected)
     assert allowed.to(kernel_device).gather(2, ours[..., None]).all()
 

@@ -29,7 +29,7 @@ class Handle:
         self.replicas = replicas
         self.chooser = ReplicaChooser()
         self.calls = []
-        self.about = self._Method(self)
+        self.get_model_info = self._Method(self)
         self._requests = itertools.count()
 
     class _Method:
@@ -37,7 +37,7 @@ class Handle:
             self.handle = handle
 
         async def remote(self):
-            return await next(iter(self.handle.replicas.values())).about()
+            return await next(iter(self.handle.replicas.values())).get_model_info()
 
     def options(self, method_name, stream):
         assert (method_name, stream) == ("generate", True)
@@ -48,14 +48,14 @@ class Handle:
         request = str(next(self._requests))
         self.chooser.record_sent(route.prefix_hashes, route.num_samples, name, request)
 
-        async def parts():
+        async def iter_parts():
             try:
                 async for each in self.replicas[name].generate(message, route):
                     yield each
             finally:
                 self.chooser.record_ended(name, request)
 
-        self.calls.append((name, route, Stream(parts())))
+        self.calls.append((name, route, Stream(iter_parts())))
         return self.calls[-1][2]
 
     def broadcast(self, method):

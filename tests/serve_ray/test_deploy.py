@@ -23,7 +23,7 @@ def test_a_config_can_be_served(name):
     [application] = config["applications"]
     assert application["import_path"] == "espalier.serve_ray:app" and callable(serve_ray.app)
     service = parse_service(application["args"])
-    assert all(model.front.names for model in service.models)
+    assert all(model.frontend.names for model in service.models)
 
 
 def test_pods_outlive_the_requests_that_they_drain():

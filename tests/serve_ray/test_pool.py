@@ -1,4 +1,5 @@
-"""A pool of replicas: what is tried elsewhere, what ends with an error, and what a front learns of its replicas."""
+"""A pool of replicas: what is tried elsewhere, what ends with an error, and what an API server learns of its
+replicas."""
 
 import asyncio
 
@@ -6,7 +7,7 @@ import msgspec
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_REPLICAS_TRIED, NO_REPLICA_REASON, EnginePool
@@ -15,10 +16,10 @@ from espalier.server.metrics import Metrics
 from espalier.server.protocol import (
     SHUTTING_DOWN,
     EngineFailed,
-    EngineFigures,
     EngineGone,
     EngineReady,
     EngineReport,
+    EngineStats,
     OutputPart,
     PromptRefused,
     StepOutput,
@@ -39,11 +40,11 @@ class Scripted:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def about(self):
-        return protocol.encode(EngineReady(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
+    async def get_model_info(self):
+        return protocol.encode(EngineReady(ModelInfo("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
 
-    async def figures(self):
-        return msgspec.msgpack.encode(EngineFigures({"replica": self.name}, True, 0, EngineReport(waiting=3), {1: 2}))
+    async def engine_stats(self):
+        return msgspec.msgpack.encode(EngineStats({"replica": self.name}, True, 0, EngineReport(num_waiting=3), {1: 2}))
 
     async def generate(self, message, route):
         submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
@@ -65,10 +66,10 @@ def harvest(name, tokens, usage=None):
 
 
 def pooled(*replicas, **more):
-    return EnginePool(Handle({each.name: each for each in replicas}), "m", 8, more.get("share", 1), is_lost)
+    return EnginePool(Handle({each.name: each for each in replicas}), "m", 8, more.get("share", 1), is_replica_lost)
 
 
-def is_lost(error):
+def is_replica_lost(error):
     return isinstance(error, Lost)
 
 
@@ -81,7 +82,7 @@ async def started(*replicas, **more):
 async def tokens_of(pool, prompt=PROMPT):
     generation = pool.submit([prompt], SubmittedPrompt("req", [], ResolvedParams(), 0, False))
     try:
-        return [part.output.token_ids async for parts in generation.parts(None) for part in parts]
+        return [part.output.token_ids async for parts in generation.iter_parts(None) for part in parts]
     finally:
         generation.close()
 
@@ -93,7 +94,7 @@ def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewher
             pool = await started(bad, good)
             # The bad one has the pages, so it is asked first.
             pool.handle.chooser.record_sent(pools.prefix_hashes(PROMPT, 16), 0, "a", "r")
-            pool.handle.chooser.load["a"] = 0
+            pool.handle.chooser.num_open_samples["a"] = 0
             bad.generate, seen = failing_once(bad, pool), bad.asked
             assert await tokens_of(pool) == [[1], [9]]
             assert len(seen) == 1 and len(pool.handle.calls) == 2 and pool.open_samples == 0
@@ -118,7 +119,7 @@ def test_a_prompt_with_a_token_ends_with_an_error(end):
         generation = pool.submit([PROMPT], SubmittedPrompt("req", [], ResolvedParams(), 0, False))
         found = []
         with pytest.raises(EngineGone, match=r"gone|stopped"):
-            async for parts in generation.parts(None):
+            async for parts in generation.iter_parts(None):
                 found += parts
         assert [part.output.token_ids for part in found] == [[1]]
         assert len(pool.handle.calls) == 1 and pool.open_samples == 0
@@ -213,7 +214,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 
 def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
-    """While a cluster is upgraded, a front may meet replicas of the version before."""
+    """While a cluster is upgraded, an API server may meet replicas of the version before."""
     monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():
@@ -223,10 +224,10 @@ def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
         async def old_figures():
             return msgspec.msgpack.encode({"name": "b"})
 
-        current, other.figures = other.figures, old_figures
+        current, other.engine_stats = other.engine_stats, old_figures
         await asyncio.sleep(0.05)
         assert pool.num_replicas == 1
-        other.figures = current
+        other.engine_stats = current
         await asyncio.sleep(0.05)
         assert pool.num_replicas == 2
         await pool.close()
@@ -240,7 +241,7 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)
         assert (pool.state, pool.unavailable_reason, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
-        lines = Metrics([pool]).text().decode().splitlines()
+        lines = Metrics([pool]).exposition_text().decode().splitlines()
         assert 'espalier_waiting_requests{model="m",replica="b"} 3.0' in lines
         assert 'espalier_abort_steps_count{model="m",replica="a"} 2.0' in lines
         assert sum(line.startswith("# TYPE espalier_waiting_requests ") for line in lines) == 1

@@ -1,4 +1,4 @@
-"""Engine replicas with a tiny model behind the server's front, with a handle of this process in Ray's place."""
+"""Engine replicas with a tiny model behind the API server, with a handle of this process in Ray's place."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from espalier.serve_ray.pool import EnginePool
 from espalier.serve_ray.replica import EngineReplica, with_own_seed
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.protocol import EngineGone, SubmittedPrompt
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
@@ -64,8 +64,8 @@ def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
 
     async def run():
         async with Group(*names) as group:
-            front = Front(group.pool, FrontOptions(("bundled",)))
-            app, _ = make_app(front, ApiOptions())
+            frontend = ModelFrontend(group.pool, FrontendOptions(("bundled",)))
+            app, _ = make_app(frontend, ApiOptions())
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 answers = await asyncio.gather(
@@ -73,7 +73,7 @@ def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
                     client.post("/v1/completions", json={**ASK, "prompt": PROMPTS}),
                     client.post("/v1/completions", json={**ASK, "prompt": "x", "logit_bias": {"999999": 1}}),
                 )
-            await front.close()
+            await frontend.close()
             return [answer.json() for answer in answers], {call[0] for call in group.handle.calls}
 
     *each, together, refused = asyncio.run(run())[0]
@@ -98,7 +98,7 @@ def test_the_engine_of_a_replica_dies(llm):
             prompt = llm.inputs.prompt_tokens("def f(x):\n")
             params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
             streamed = group.pool.submit([prompt], SubmittedPrompt("long", [], params, 0, False))
-            parts = streamed.parts(None)
+            parts = streamed.iter_parts(None)
             await anext(parts)
             name = group.handle.calls[0][0]
             replica = group.replicas[name]
@@ -115,7 +115,10 @@ def test_the_engine_of_a_replica_dies(llm):
             waiting = group.pool.submit([prompt], SubmittedPrompt("next", [], few, 0, False))
             del group.handle.replicas[name]
             tokens = [
-                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.output.token_ids
+                t
+                for parts in [p async for p in waiting.iter_parts(None)]
+                for part in parts
+                for t in part.output.token_ids
             ]
             await asyncio.sleep(0.6)
             assert not replica.client._socket_folder.exists()

@@ -111,7 +111,7 @@ def test_the_books_balance(steps):
             chooser.forget_other_replicas(there)
             open_samples = {key: each for key, each in open_samples.items() if key[0] in there}
         wanted = {each: sum(sum(v) for k, v in open_samples.items() if k[0] == each) for each in REPLICAS}
-        assert {each: chooser.load[each] for each in REPLICAS} == wanted
+        assert {each: chooser.num_open_samples[each] for each in REPLICAS} == wanted
         ranked = chooser.rank_replicas(KEYS, REPLICAS)
         assert sorted(ranked) == list(REPLICAS)
         assert wanted[ranked[0]] - min(wanted.values()) <= chooser.imbalance

@@ -39,10 +39,12 @@ def test_the_names_are_the_flags_of_the_server():
     [model] = service.models
     assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
     assert model.replicas == ReplicaOptions(1, 4, 99) and model.replicas.is_autoscaled
-    assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
+    assert (
+        model.frontend.names == ("code",) and model.frontend.max_queue == 7 and model.frontend.request_timeout_s is None
+    )
     assert model.client.engine_timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
-    assert service.num_fronts == 2
+    assert service.num_api_servers == 2
 
 
 @pytest.mark.parametrize("name", [*SERVICE_OPTIONS, *MODEL_OPTIONS])
@@ -54,7 +56,7 @@ def test_an_option_that_is_null_is_not_given(name):
 def test_what_stands_beside_the_models_holds_for_each():
     service = parse_service({"device": "cpu", "models": [{"model": "bundled"}, {"model": "b/c", "device": "cuda"}]})
     assert [model.settings["device"] for model in service.models] == ["cpu", "cuda"]
-    assert [model.front.names for model in service.models] == [("bundled",), ("b/c",)]
+    assert [model.frontend.names for model in service.models] == [("bundled",), ("b/c",)]
     assert [_deployment_name(model, 2) for model in service.models] == ["engine-bundled", "engine-b-c"]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from espalier.server.connections import Connections
+from espalier.server.connections import OpenConnections
 from espalier.server.http1 import Connection
 
 
@@ -62,7 +62,7 @@ class Transport(asyncio.Transport):
 
 def connected(app, pauses=False):
     """A connection to an application, and its transport.  In a running event loop."""
-    connection, transport = Connection(app, Connections(Counted(), None, None, None)), Transport(pauses)
+    connection, transport = Connection(app, OpenConnections(Counted(), None, None, None)), Transport(pauses)
     transport.connection = connection
     connection.connection_made(transport)
     return connection, transport

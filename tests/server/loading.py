@@ -1,4 +1,5 @@
-"""A front whose engine process loads for ever, busy all the time.  Arguments: the socket's path, a file for its pid."""
+"""An API server whose engine process loads for ever, busy all the time.  Arguments: the socket's path, a file for its
+pid."""
 
 import os
 import sys
@@ -18,10 +19,10 @@ def load(settings):
 
 
 if __name__ == "__main__":
-    address, front_pid = f"ipc://{sys.argv[1]}", os.getpid()
+    address, api_server_pid = f"ipc://{sys.argv[1]}", os.getpid()
     if os.fork() == 0:
-        sys.exit(main(address, front_pid, load))
+        sys.exit(main(address, api_server_pid, load))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(address)
-        socket.send(protocol.encode(protocol.Start({"pid_file": sys.argv[2]}, 1.0, "info", False)))
+        socket.send(protocol.encode(protocol.StartEngine({"pid_file": sys.argv[2]}, 1.0, "info", False)))
         time.sleep(600)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from espalier.inputs import ModelFacts, text_sink
+from espalier.inputs import ModelInfo, make_detokenizer
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Connections
-from espalier.server.front import Front, FrontOptions
+from espalier.server.connections import OpenConnections
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import Connection
 from espalier.server.protocol import OutputPart, SubmitPrompts, SubmittedPrompt
 from espalier.stats import SpeculationStats, Usage
@@ -38,10 +38,10 @@ class ScriptedClient(EngineClient):
         super().__init__({}, ClientOptions())
         self.tokenizer, self.script, self.size = tokenizer, script, size
         self.submitted: list[ResolvedParams] = []
-        self.facts = ModelFacts(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
+        self.model_info = ModelInfo(str(folder), tokenizer.num_tokens, 100_000, (tokenizer.hf.eos_token_id,))
         self.config, self.state = {"max_batch": 8}, "ready"
 
-    def _send(self, message: protocol.ToEngine) -> None:
+    def _send(self, message: protocol.MessageToEngine) -> None:
         for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
             self.submitted.append(submit.params)
             asyncio.get_running_loop().create_task(self._answer(submit))
@@ -53,7 +53,7 @@ class ScriptedClient(EngineClient):
         is_cut = params.max_tokens is not None and params.max_tokens <= len(tokens)
         tokens = tokens[: params.max_tokens] if is_cut else [*tokens, self.tokenizer.hf.eos_token_id]
         for index in range(params.n):
-            sink = text_sink(self.tokenizer, submit.prompt, params)
+            sink = make_detokenizer(self.tokenizer, submit.prompt, params)
             for start in range(0, len(tokens), self.size):
                 part = tokens[start : start + self.size]
                 is_last = start + self.size >= len(tokens)
@@ -61,11 +61,11 @@ class ScriptedClient(EngineClient):
                 if submit.detokenize:
                     for at, token in enumerate(part):
                         # A stop token has no text.
-                        stopped = None if token == self.tokenizer.hf.eos_token_id else sink.push(token)
+                        stopped = None if token == self.tokenizer.hf.eos_token_id else sink.push_token(token)
                         if stopped is not None:
                             part = part[: at + 1]
                             break
-                    text = sink.take(final=is_last or stopped is not None)
+                    text = sink.take_text(final=is_last or stopped is not None)
                 reason = "stop" if stopped else ("length" if is_cut else "stop") if is_last else None
                 piece = OutputChunk(
                     f"{submit.name}.{index}",
@@ -99,9 +99,9 @@ def scripted(
 
     async def serve() -> None:
         client = ScriptedClient(folder, tokenizer, script, size)
-        front = Front(client, FrontOptions(("bundled",), **options))
-        app, _ = make_app(front, ApiOptions())
-        connections = Connections(front.metrics, None, None, None)
+        frontend = ModelFrontend(client, FrontendOptions(("bundled",), **options))
+        app, _ = make_app(frontend, ApiOptions())
+        connections = OpenConnections(frontend.metrics, None, None, None)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         server = await loop.create_server(lambda: Connection(app, connections), "127.0.0.1", port)
         started.update(client=client, port=server.sockets[0].getsockname()[1])
@@ -111,7 +111,7 @@ def scripted(
             await ended.wait()
             for connection in connections:
                 connection.transport.abort()
-        await front.close()
+        await frontend.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import TEXT_PLACEHOLDER, TextAnswer, sse_event
-from espalier.server.chat_answers import ChatAnswer
+from espalier.server.chat_responses import ChatResponseBuilder
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import OutputPart
+from espalier.server.response_builders import TEXT_PLACEHOLDER, CompletionResponseBuilder, sse_event
 from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
@@ -40,7 +40,7 @@ def sentencepiece():
 
 
 def new_answer(kind, body, params, prompt, tokenizer):
-    if kind is ChatAnswer:
+    if kind is ChatResponseBuilder:
         return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), RequestTools()))
     return kind("id", body, params, [prompt], tokenizer)
 
@@ -52,9 +52,9 @@ def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
-        chunks.append(answer.chunk(*answer.add_part(0, OutputPart("x", piece))))
-        whole.add_part(0, OutputPart("x", piece))
-    return whole.whole_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
+        chunks.append(answer.make_chunk(*answer.add_output(0, OutputPart("x", piece))))
+        whole.add_output(0, OutputPart("x", piece))
+    return whole.full_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -65,7 +65,9 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
     assert b"".join(tokenizer.bytes_of(token).bytes for token in tokens).decode() == TEXT
     end = tokenizer.hf.eos_token_id
     entries = [TokenLogprob(token, -1.0, [], 1) for token in [*tokens, end]]
-    text, chunks = answered(TextAnswer, CompletionRequest(model="m", prompt="", logprobs=0), tokenizer, entries)
+    text, chunks = answered(
+        CompletionResponseBuilder, CompletionRequest(model="m", prompt="", logprobs=0), tokenizer, entries
+    )
     assert text["text"] == TEXT
     found = text["logprobs"]
     at, taken = [], b""
@@ -78,7 +80,7 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
     assert [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]] == found["text_offset"]
 
     chat = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
-    content = answered(ChatAnswer, chat, tokenizer, entries)[0]["logprobs"]["content"]
+    content = answered(ChatResponseBuilder, chat, tokenizer, entries)[0]["logprobs"]["content"]
     assert bytes(byte for token in content[:-1] for byte in token["bytes"]).decode() == TEXT
     assert content[-1]["bytes"] == list(b"<end>")
     assert json.loads(json.dumps(content)) == content
@@ -90,7 +92,7 @@ def test_offsets_count_special_tokens_where_they_are_text():
     entries = [TokenLogprob(token, -1.0, [], 1) for token in tokens]
     body = CompletionRequest(model="m", prompt="", logprobs=0)
     for skip, text, at in ((True, "xxx", [0, 1, 1, 2]), (False, "x<end>xx", [0, 1, 6, 7])):
-        answer = answered(TextAnswer, body, tokenizer, entries, "length", skip_special_tokens=skip)[0]
+        answer = answered(CompletionResponseBuilder, body, tokenizer, entries, "length", skip_special_tokens=skip)[0]
         assert (answer["text"], answer["logprobs"]["text_offset"]) == (text, at)
 
 
@@ -107,7 +109,7 @@ def test_bytes_are_those_that_tokens_add_to_a_text_added_ones_too(make):
     tokenizer.hf.add_tokens(["<think>", "\u00e9", "\u2581\u2581", "  "])
     tokenizer = Tokenizer(tokenizer.hf)
     first = tokenizer.hf.convert_tokens_to_ids("x")
-    for token in range(tokenizer.size):
+    for token in range(tokenizer.num_tokens):
         part = tokenizer.bytes_of(token)
         text = tokenizer.decode([first, token]).removeprefix("x")
         assert (part.bytes.decode(errors="replace") if part.is_text else "") == text, token
@@ -131,7 +133,13 @@ def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, 
     lengths = []
     for count in range(1, len(entries) + 1):
         found, chunks = answered(
-            TextAnswer, body, tokenizer, entries[:count], "length", prompt=prompt, skip_special_tokens=skip
+            CompletionResponseBuilder,
+            body,
+            tokenizer,
+            entries[:count],
+            "length",
+            prompt=prompt,
+            skip_special_tokens=skip,
         )
         # A character that is not whole has a mark in the text; its tokens have its place.
         lengths.append(len(found["text"].rstrip("\ufffd")))
@@ -148,13 +156,13 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         prompt, said = tokens[:cut], tokens[cut:]
         body = CompletionRequest(model="m", prompt=prompt, echo=True, logprobs=0)
         of_body = body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)]
-        answer, streamed = TextAnswer("id", *of_body), TextAnswer("id", *of_body)
+        answer, streamed = CompletionResponseBuilder("id", *of_body), CompletionResponseBuilder("id", *of_body)
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
-        chunk = streamed.chunk(*streamed.add_part(0, OutputPart("x", whole)))["choices"][0]
-        answer.add_part(0, OutputPart("x", whole))
-        [found] = answer.whole_response()["choices"]
+        chunk = streamed.make_chunk(*streamed.add_output(0, OutputPart("x", whole)))["choices"][0]
+        answer.add_output(0, OutputPart("x", whole))
+        [found] = answer.full_response()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
         # A character that is not whole has a mark in the text; its tokens have its place.
@@ -168,7 +176,9 @@ def test_tokens_that_read_alike_stay_apart():
     same, spaced = tokenizer.hf.convert_tokens_to_ids("x"), tokenizer.hf.convert_tokens_to_ids("\u2581x")
     top = [(token, -float(i)) for i, token in enumerate([same, *parts, spaced])]
     body = CompletionRequest(model="m", prompt="", logprobs=5)
-    [found] = answered(TextAnswer, body, tokenizer, [TokenLogprob(same, 0.0, top, 1)])[0]["logprobs"]["top_logprobs"]
+    [found] = answered(CompletionResponseBuilder, body, tokenizer, [TokenLogprob(same, 0.0, top, 1)])[0]["logprobs"][
+        "top_logprobs"
+    ]
     assert found == {"x": 0, f"token_id:{parts[0]}": -1, "bytes:\\xe6": -2, "bytes:\\xe7": -3, " x": -4}
 
 
@@ -182,8 +192,8 @@ def test_a_token_is_looked_up_once(monkeypatch):
 
 def test_every_token_of_the_bundled_model_reads_as_its_bytes(llm):
     tokenizer = llm.tokenizer
-    for token in range(tokenizer.size):
-        assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.name(token)
+    for token in range(tokenizer.num_tokens):
+        assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.token_name(token)
 
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -200,10 +210,14 @@ ODD_TEXTS = [
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}], ids=str)
-@pytest.mark.parametrize("kind", [TextAnswer, ChatAnswer])
+@pytest.mark.parametrize("kind", [CompletionResponseBuilder, ChatResponseBuilder])
 def test_events_are_the_general_encoders_bytes(kind, options):
     fields = {"model": TEXT_PLACEHOLDER, "stream": True, "stream_options": options}
-    body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
+    body = (
+        CompletionRequest(prompt="", **fields)
+        if kind is CompletionResponseBuilder
+        else ChatRequest(messages=MESSAGES, **fields)
+    )
     # With a stop string the text comes from the engine process, so any text can be given.
     answer, general = (new_answer(kind, body, ResolvedParams(stop=("never",), n=2), [1], None) for _ in range(2))
     general.common_fields = answer.common_fields
@@ -211,6 +225,8 @@ def test_events_are_the_general_encoders_bytes(kind, options):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):
             ends = i == len(ODD_TEXTS) + 1
             piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
-            chunk = general.chunk(*general.add_part(0, OutputPart("x", piece)))
-            assert answer.event(0, OutputPart("x", piece)) == (b"" if chunk is None else sse_event(chunk)), text
+            chunk = general.make_chunk(*general.add_output(0, OutputPart("x", piece)))
+            assert answer.add_output_as_event(0, OutputPart("x", piece)) == (
+                b"" if chunk is None else sse_event(chunk)
+            ), text
             assert (chunk is None) == (text == "")

@@ -17,10 +17,10 @@ import pytest
 from espalier import SpeculationConfig
 from espalier.batch_jobs.files import DEFAULT_URLS, MAX_LINE_BYTES, Journal, scan_input
 from espalier.cli.main import main
-from espalier.server.batches import Batches
+from espalier.server.batch_store import BatchRequest, BatchStore
+from espalier.server.batches import BatchRunner
 from espalier.server.routes import path_not_served
 from espalier.server.run import _batch_concurrency
-from espalier.server.stored import BatchRequest, Store
 from tests import warm
 from tests.batch_jobs.sample import line, outcomes, write
 from tests.batch_jobs.valve import valve
@@ -121,15 +121,15 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
     started = []
 
     @asynccontextmanager
-    async def local_app(*options):
+    async def in_process_app(*options):
         started.append(options)
         yield SimpleNamespace(engines=SimpleNamespace(num_slots=3)), engine
 
-    monkeypatch.setattr("espalier.server.run.local_app", local_app)
+    monkeypatch.setattr("espalier.server.run.in_process_app", in_process_app)
     assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
-    [(settings, client, front, api)] = started
+    [(settings, client, frontend, api)] = started
     assert settings == {"model": "bundled", "max_batch": 3, "speculation": asdict(SpeculationConfig(steps=2))}
-    assert client.restart and (front.names, front.tool_format, front.request_timeout_s) == (
+    assert client.restart and (frontend.names, frontend.tool_format, frontend.request_timeout_s) == (
         ("bundled",),
         "hermes",
         None,
@@ -299,10 +299,10 @@ def test_a_journal_that_opens_while_the_server_ends_is_closed(tmp_path, monkeypa
     given = write(tmp_path / "in.jsonl", [line(1)])
 
     async def end_while_it_opens():
-        batches = Batches(Store(tmp_path / "kept"), 3)
+        batches = BatchRunner(BatchStore(tmp_path / "kept"), 3)
         batches.start(Engine(1), None)
         with given.open("rb") as file:
-            id = batches.store.add(file, "in.jsonl", "batch").id
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
         batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         await asyncio.to_thread(opened.wait)
         await batches.close()
@@ -318,21 +318,21 @@ def test_batches_outlive_the_server(tmp_path):
     given = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 31)])
 
     async def first():
-        batches, engine = Batches(Store(tmp_path / "kept"), 3), Engine(12)
+        batches, engine = BatchRunner(BatchStore(tmp_path / "kept"), 3), Engine(12)
         batches.start(engine, None)
         with given.open("rb") as file:
-            id = batches.store.add(file, "in.jsonl", "batch").id
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
         body = BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h")
         both = [batches.create(body).id for _ in range(2)]
         while engine.num_answers or len(engine.bodies) < 15:
             await asyncio.sleep(0.001)
-        assert batches.with_current_counts(batches.store.batches[both[0]]).request_counts.completed == 12
+        assert batches.update_counts(batches.store.batches[both[0]]).request_counts.completed == 12
         await batches.close()
         assert {body["priority"] for body in engine.bodies} == {2**20}
         return both
 
     async def second(both):
-        batches, engine = Batches(Store(tmp_path / "kept"), 3), Engine(1000)
+        batches, engine = BatchRunner(BatchStore(tmp_path / "kept"), 3), Engine(1000)
         assert [batches.store.batches[id].status for id in both] == ["in_progress", "validating"]
         batches.start(engine, None)
         while any(batches.store.batches[id].status != "completed" for id in both):
@@ -349,20 +349,20 @@ def test_batches_outlive_the_server(tmp_path):
     asyncio.run(asyncio.wait_for(second(both), 60))
 
 
-@pytest.mark.parametrize(("slots", "queue", "at_once"), [(8, 256, 6), (8, 0, 4), (3, 9, 3), (1, 0, 1)])
-def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, at_once):
-    front = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
-    assert _batch_concurrency(front) == at_once
+@pytest.mark.parametrize(("slots", "queue", "aborts_requests"), [(8, 256, 6), (8, 0, 4), (3, 9, 3), (1, 0, 1)])
+def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, aborts_requests):
+    frontend = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
+    assert _batch_concurrency(frontend) == aborts_requests
 
 
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
     given = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 6)])
 
     async def expire():
-        batches = Batches(Store(tmp_path / "kept"), 3)
+        batches = BatchRunner(BatchStore(tmp_path / "kept"), 3)
         batches.start(Engine(0), None)
         with given.open("rb") as file:
-            id = batches.store.add(file, "in.jsonl", "batch").id
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
         batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         batch.expires_at = int(time.time())
         while batch.status != "expired":

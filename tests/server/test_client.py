@@ -1,4 +1,4 @@
-"""The front's side of the engine process, with a process that is none."""
+"""The API server's side of the engine process, with a process that is none."""
 
 import asyncio
 import threading
@@ -10,18 +10,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server import lanes, protocol
+from espalier.server import protocol, tokenizer_threads
+from espalier.server.active_requests import ActiveRequest
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.errors import ApiError
-from espalier.server.front import ClientShares, Front
-from espalier.server.gate import Gate
+from espalier.server.frontend import ClientShares, ModelFrontend
 from espalier.server.metrics import Metrics
+from espalier.server.middleware import RequestMiddleware
 from espalier.server.protocol import AbortPrompt, EngineGone, Generation, OutputPart, PromptRefused, SubmittedPrompt
-from espalier.server.request_runs import RequestRun
 from tests.folders import new_folder
 
 
@@ -68,7 +68,7 @@ def ready(restart, *messages):
 
 async def told(generation):
     with pytest.raises(EngineGone) as caught:
-        async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+        async for _ in generation.iter_parts(asyncio.get_running_loop().time() + 5):
             pass
     return str(caught.value)
 
@@ -94,8 +94,11 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
         client = ready(False, protocol.encode(PromptRefused("x-0", "the grammar waits", busy)))
         generation = client.submit([[1]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         reading = asyncio.create_task(client._read_messages())
-        with pytest.raises(ApiError, match="the grammar waits") as caught, RequestRun._as_api_errors(SimpleNamespace()):
-            async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+        with (
+            pytest.raises(ApiError, match="the grammar waits") as caught,
+            ActiveRequest._as_api_errors(SimpleNamespace()),
+        ):
+            async for _ in generation.iter_parts(asyncio.get_running_loop().time() + 5):
                 pass
         assert (caught.value.status_code, "retry-after" in caught.value.headers) == (status, busy)
         reading.cancel()
@@ -158,8 +161,8 @@ def test_health_says_why_whenever_it_is_not_ok(state):
         if state == "closed":
             client.process.kill()
             await client.close()
-        front = SimpleNamespace(engines=client, draining=state == "draining")
-        status, why = Front.status.fget(front), Front.unavailable_reason.fget(front)
+        frontend = SimpleNamespace(engines=client, draining=state == "draining")
+        status, why = ModelFrontend.status.fget(frontend), ModelFrontend.unavailable_reason.fget(frontend)
         assert status == ("ok" if state == "ready" else state) and bool(why) == (status != "ok")
 
     asyncio.run(run())
@@ -195,34 +198,34 @@ def test_a_key_may_hold_any_character(sent):
     async def send(message):
         statuses.append(message.get("status"))
 
-    gate = Gate(app, "s\u00e9cret", 10, lambda path, status: None)
+    middleware = RequestMiddleware(app, "s\u00e9cret", 10, lambda path, status: None)
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", sent)]}
-    asyncio.run(gate(scope, None, send))
+    asyncio.run(middleware(scope, None, send))
     assert reached and statuses == [200]
 
 
 def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_INLINE_SIZE", 2)
+    monkeypatch.setattr(tokenizer_threads, "MAX_INLINE_SIZE", 2)
     threads = []
 
     class Echoing:
-        """A front that runs nothing."""
+        """An API server that runs nothing."""
 
         names = ("m",)
         inputs = InputProcessor(
-            ModelFacts("m", 10, 8),
+            ModelInfo("m", 10, 8),
             SimpleNamespace(
                 backend=None,
-                sink=lambda *of, **more: None,
+                text_stream=lambda *of, **more: None,
                 decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
         )
         resolve = inputs.resolve
-        lanes = lanes.Lanes(inputs)
-        bodies = BodyReader(BodyLimits(10, 8, 4, 4))
+        tokenizer_threads = tokenizer_threads.TokenizerThreads(inputs)
+        body_reader = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        def front_of(self, name):
+        def frontend_for(self, name):
             return self
 
         def report_no_effect(self, names):
@@ -234,33 +237,33 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         def reserve_capacity(self, wanted):
             return nullcontext()
 
-        async def respond(self, http, body, prompts, params, make_answer):
+        async def respond(self, http, body, prompts, params, make_builder):
             threads.append(threading.get_ident())
-            return Response("".join(make_answer().echo))
+            return Response("".join(make_builder().echoed_prompts))
 
     app, _ = make_app(Echoing(), ApiOptions())
-    # No lifespan: the gate has none.
+    # No lifespan: the middleware has none.
     answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [[1, 2], [3]], "echo": True})
     assert (answer.status_code, answer.text) == (200, "texttext")
-    Echoing.lanes.close()
+    Echoing.tokenizer_threads.close()
     *decoding, loop = threads
     assert len(decoding) == 2 and loop not in decoding
 
 
 def test_prompts_that_are_being_read_take_room():
-    front = Front.__new__(Front)
-    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
-    front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, ClientShares()
-    with front.reserve_capacity(2):
+    frontend = ModelFrontend.__new__(ModelFrontend)
+    frontend.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
+    frontend.options, frontend.draining, frontend.client_shares = SimpleNamespace(max_queue=2), False, ClientShares()
+    with frontend.reserve_capacity(2):
         with (
             pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
-            front.reserve_capacity(2),
+            frontend.reserve_capacity(2),
         ):
             pass
         assert caught.value.status_code == 429
-        with front.reserve_capacity(1):
+        with frontend.reserve_capacity(1):
             pass
-    with front.reserve_capacity(3):
+    with frontend.reserve_capacity(3):
         pass
 
 
@@ -269,27 +272,29 @@ def test_an_answer_is_made_once_the_prompts_have_left():
 
     def submit(prompts, asked):
         order.append("submitted")
-        return Generation(front.engines, [asked.name], 1)
+        return Generation(frontend.engines, [asked.name], 1)
 
     async def sent():
         order.append("sent")
 
-    def make_answer():
+    def make_builder():
         order.append("answer")
         raise RuntimeError("enough")
 
     async def receive():
         await asyncio.sleep(60)
 
-    front = Front.__new__(Front)
+    frontend = ModelFrontend.__new__(ModelFrontend)
     ending = {"wait_until_sent": sent, "abort": lambda _: order.append("forgotten")}
-    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
-    front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
-    front.draining, front.shares, front.metrics = False, ClientShares(), Metrics([])
+    frontend.engines = SimpleNamespace(
+        require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending
+    )
+    frontend.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
+    frontend.draining, frontend.client_shares, frontend.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):
-        asyncio.run(front.respond(*asked, make_answer))
+        asyncio.run(frontend.respond(*asked, make_builder))
     assert order == ["submitted", "sent", "answer", "forgotten"]
 
 
@@ -303,7 +308,7 @@ def test_probes_that_are_answered_are_no_lines_of_the_log(caplog):
         pass
 
     caplog.set_level("INFO")
-    gate = Gate(app, None, 10, lambda path, status: None)
+    middleware = RequestMiddleware(app, None, 10, lambda path, status: None)
     for status, path in ((200, "/health"), (200, "/metrics"), (503, "/health"), (200, "/v1/models")):  # noqa: B007
-        asyncio.run(gate({"type": "http", "method": "GET", "path": path, "headers": []}, None, send))
+        asyncio.run(middleware({"type": "http", "method": "GET", "path": path, "headers": []}, None, send))
     assert [record.args[1:3] for record in caplog.records] == [("/health", 503), ("/v1/models", 200)]

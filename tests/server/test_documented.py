@@ -128,7 +128,7 @@ def served_with(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr("espalier.server.run.serve", serve)
     # Its handlers would outlive this test.
-    monkeypatch.setattr("espalier.server.logs.set_up", lambda *_: None)
+    monkeypatch.setattr("espalier.server.logs.set_up_logging", lambda *_: None)
     return asked
 
 

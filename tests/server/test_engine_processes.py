@@ -1,4 +1,4 @@
-"""Every module that a front starts as its engine process, the stand-ins under scripts/ among them."""
+"""Every module that an API server starts as its engine process, the stand-ins under scripts/ among them."""
 
 import os
 import re
@@ -37,23 +37,23 @@ def test_it_takes_what_the_front_gives_and_ends_without_a_front(tmp_path):
     assert "Traceback" not in lines, lines
 
 
-@pytest.mark.parametrize("end", ["the front is killed", "it gets SIGTERM"])
+@pytest.mark.parametrize("end", ["the API server is killed", "it gets SIGTERM"])
 def test_an_engine_that_is_loading_ends(tmp_path, end):
     folder, pid_file, server = tmp_path / "socket", tmp_path / "pid", warm.server()
     folder.mkdir()
     with tempfile.TemporaryFile("w+") as said:
-        front = server.start("tests.server.loading", [f"{folder}/1", str(pid_file)], server.environment, said, said)
+        frontend = server.start("tests.server.loading", [f"{folder}/1", str(pid_file)], server.environment, said, said)
         try:
             engine = until(lambda: pid_file.exists() and int(pid_file.read_text() or 0))
             if end == "it gets SIGTERM":
                 os.kill(engine, signal.SIGTERM)
             else:
-                os.kill(front.pid, signal.SIGKILL)
+                os.kill(frontend.pid, signal.SIGKILL)
             until(lambda: not exists(engine))
-            assert folder.exists() == (end == "it gets SIGTERM"), "the front removes the folder where it lives"
+            assert folder.exists() == (end == "it gets SIGTERM"), "the API server removes the folder where it lives"
         finally:
-            front.kill()
-            front.wait(60)
+            frontend.kill()
+            frontend.wait(60)
 
 
 def until(holds, seconds=60.0):

@@ -9,9 +9,9 @@ import pytest
 
 import espalier
 from espalier.cli.main import parse
-from espalier.cli.serve import front_options_from_flags
-from espalier.server.fields import NO_EFFECT_HINTS
-from espalier.server.front import MAX_TEXT_CHARS
+from espalier.cli.serve import frontend_options_from_flags
+from espalier.server.fields import NO_EFFECT_FIELD_REASONS
+from espalier.server.frontend import MAX_TEXT_CHARS
 from espalier.server.openai import ChatRequest, Message
 from espalier.server.responses import ResponsesRequest, messages_of
 from espalier.text import load_tokenizer
@@ -86,8 +86,10 @@ def test_each_chunk_has_the_usage_so_far(served, beside):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_hints_are_accepted_named_and_change_nothing(served, path):
     body = {**(TEXT if path == "/v1/completions" else CHAT), "temperature": 0}
-    plain, hinted = (served.request(path, body | beside) for beside in ({}, dict.fromkeys(NO_EFFECT_HINTS, "x")))
-    assert NO_EFFECT not in plain[1] and set(hinted[1][NO_EFFECT].split(", ")) == set(NO_EFFECT_HINTS)
+    plain, hinted = (
+        served.request(path, body | beside) for beside in ({}, dict.fromkeys(NO_EFFECT_FIELD_REASONS, "x"))
+    )
+    assert NO_EFFECT not in plain[1] and set(hinted[1][NO_EFFECT].split(", ")) == set(NO_EFFECT_FIELD_REASONS)
     assert hinted[2]["choices"] == plain[2]["choices"]
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
@@ -166,8 +168,8 @@ def test_a_response_takes_what_plain_code_of_openai_sends(served):
 
 def test_reasoning_of_a_message_has_two_names():
     messages = [Message(role="assistant", content="x", **{name: "r"}) for name in ("reasoning", "reasoning_content")]
-    assert messages[0].for_template() == messages[1].for_template()
-    assert Message(role="assistant", content=None, refusal="no").for_template()["content"] == "no"
+    assert messages[0].as_template_dict() == messages[1].as_template_dict()
+    assert Message(role="assistant", content=None, refusal="no").as_template_dict()["content"] == "no"
 
 
 def test_flags_of_fields_become_options(tmp_path):
@@ -175,7 +177,7 @@ def test_flags_of_fields_become_options(tmp_path):
     path.write_text(TOOL_TEMPLATE)
     flags = ["--allow-special-tokens-in-messages", "--chat-template", str(path)]
     for given, allows, template in (([], False, None), (flags, True, TOOL_TEMPLATE)):
-        options = front_options_from_flags(parse(["serve", "bundled", *given]), ("a",), 1, None)
+        options = frontend_options_from_flags(parse(["serve", "bundled", *given]), ("a",), 1, None)
         assert (options.allow_special_tokens_in_messages, options.chat_template) == (allows, template)
 
 

@@ -14,8 +14,8 @@ from espalier import Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.request import Output
 from espalier.server import protocol
-from espalier.server.protocol import AbortPrompt, PromptRefused, Start, StepOutput, SubmitPrompts, SubmittedPrompt
-from espalier.server.worker import Worker
+from espalier.server.protocol import AbortPrompt, PromptRefused, StartEngine, StepOutput, SubmitPrompts, SubmittedPrompt
+from espalier.server.worker import EngineWorker
 
 SCHEMA = {
     "type": "object",
@@ -138,21 +138,21 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         return compile_with_xgrammar(compiler, grammar)
 
     monkeypatch.setattr(of_compile, "compile_with_xgrammar", slow)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
-        front.bind("inproc://grammars")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, context.socket(zmq.PAIR) as socket:
+        frontend.bind("inproc://grammars")
         socket.connect("inproc://grammars")
-        worker = Worker(socket, llm, Start({}, 0.05, "info", False), os.getppid())
+        worker = EngineWorker(socket, llm, StartEngine({}, 0.05, "info", False), os.getppid())
 
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
-            resolved = params.resolve({}, llm.inputs.facts.eos_token_ids)
-            front.send(protocol.encode(SubmitPrompts([SubmittedPrompt(name, [1, 2, 3], resolved, 0, True)])))
+            resolved = params.resolve({}, llm.inputs.model_info.eos_token_ids)
+            frontend.send(protocol.encode(SubmitPrompts([SubmittedPrompt(name, [1, 2, 3], resolved, 0, True)])))
 
         def ended():
-            """Names that have ended, as far as the front has been told."""
+            """Names that have ended, as far as the API server has been told."""
             found = []
-            while front.poll(0):
-                message = protocol.decode_from_engine(front.recv())
+            while frontend.poll(0):
+                message = protocol.decode_from_engine(frontend.recv())
                 if isinstance(message, PromptRefused):
                     found.append(message.name)
                 elif isinstance(message, StepOutput):
@@ -173,7 +173,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         submit("free")
         turn_until("free")
         assert worker.compiling_prompts.keys() == {"slow", "dropped", "wrong"}
-        front.send(protocol.encode(AbortPrompt("dropped")))
+        frontend.send(protocol.encode(AbortPrompt("dropped")))
         go_on.set()
         turn_until("slow", "wrong")
         assert not worker.compiling_prompts and not worker.running_prompts

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 import espalier
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts, TextLimit
-from espalier.server import bodies, lanes
+from espalier.inputs import InputProcessor, ModelInfo, TextLimit
+from espalier.server import bodies, tokenizer_threads
 from espalier.server.api import ApiOptions, make_app, prepare_chat
 from espalier.server.bodies import (
     MAX_ENTRIES_PER_FIELD,
@@ -25,13 +25,13 @@ from espalier.server.bodies import (
     read_body,
 )
 from espalier.server.errors import ApiError
-from espalier.server.lanes import MAX_INLINE_SIZE, MAX_SHORT_SIZE, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
+from espalier.server.tokenizer_threads import MAX_INLINE_SIZE, MAX_SHORT_SIZE, TokenizerThreads
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
-LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
+LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, max_prompts=100, max_token_ids=1000)
 PART = {"type": "text", "text": "ab"}
 
 
@@ -100,7 +100,7 @@ def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch)
 
 def test_a_small_body_is_read_at_once():
     found, num_large_bodies_read = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
-    assert num_large_bodies_read == 0 and [each.for_template() for each in found[1].messages] == [
+    assert num_large_bodies_read == 0 and [each.as_template_dict() for each in found[1].messages] == [
         {"role": "user", "content": "abab"}
     ]
 
@@ -180,13 +180,13 @@ def test_only_so_many_large_bodies_wait(monkeypatch):
 
 
 def test_the_framework_reads_no_body_itself():
-    """What is no JSON at all arrives, read by whoever stands at `bodies`."""
+    """What is no JSON at all arrives, read by whoever stands at `body_reader`."""
 
     class Refusing:
         names = ("m",)
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        class bodies:
+        class body_reader:
             async def read(http, model):
                 raise ApiError(400, f"{model.__name__} of {len(await http.body())} bytes")
 
@@ -211,7 +211,7 @@ class Recording:
 
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
-    inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
+    inputs = InputProcessor(ModelInfo("m", 10, 64), Recording())
     inputs.text_limit = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
         inputs.prompt_tokens("a " * 2_000_000)
@@ -223,15 +223,15 @@ def test_a_text_that_cannot_fit_is_never_tokenized():
 
 def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     tokenizer = load_tokenizer(TOKENIZER, 6144)
-    inputs = InputProcessor(ModelFacts("m", 6144, 64), tokenizer)
+    inputs = InputProcessor(ModelInfo("m", 6144, 64), tokenizer)
     encoded = []
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
     with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
-        inputs.chat_tokens(messages, check=inputs.require_text_fits)
+        inputs.chat_tokens(messages, check_text=inputs.require_text_fits)
     assert encoded == []
     assert (
-        inputs.chat_tokens([{"role": "user", "content": "a"}], check=inputs.require_text_fits) == [1]
+        inputs.chat_tokens([{"role": "user", "content": "a"}], check_text=inputs.require_text_fits) == [1]
         and len(encoded) == 1
     )
 
@@ -249,19 +249,19 @@ def test_a_conversation_is_as_long_as_all_its_texts():
         sizes.append(size)
         raise ApiError(400, "messages")
 
-    front = SimpleNamespace(
+    frontend = SimpleNamespace(
         resolve=lambda params: SimpleNamespace(n=1), report_no_effect=lambda names: None, formats=Formats()
     )
-    front.inputs, front.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
-    front.reserve_capacity, front.require_tokenizable = lambda samples: nullcontext(), None
+    frontend.inputs, frontend.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
+    frontend.reserve_capacity, frontend.require_tokenizable = lambda samples: nullcontext(), None
     with pytest.raises(ApiError, match="messages"):
-        asyncio.run(prepare_chat(front, ChatRequest.model_validate(chat)))
+        asyncio.run(prepare_chat(frontend, ChatRequest.model_validate(chat)))
     assert 8000 < sizes[0] < 8200
 
 
 @pytest.fixture
 def two_lanes():
-    found = Lanes(InputProcessor(ModelFacts("m", 10, 64), Recording()))
+    found = TokenizerThreads(InputProcessor(ModelInfo("m", 10, 64), Recording()))
     yield found
     found.close()
 
@@ -332,7 +332,7 @@ def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_WAITING_PROMPTS", 2)
+    monkeypatch.setattr(tokenizer_threads, "MAX_WAITING_PROMPTS", 2)
     go_on = threading.Event()
 
     async def run():

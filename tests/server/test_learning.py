@@ -11,8 +11,8 @@ from espalier.cli.serve import serve_worker
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Start, SubmitPrompts, SubmittedPrompt
-from espalier.server.worker import Worker
+from espalier.server.protocol import StartEngine, SubmitPrompts, SubmittedPrompt
+from espalier.server.worker import EngineWorker
 from tests.learn.test_learner import served as one_engine
 from tests.server.serving import exists, serving
 
@@ -41,12 +41,14 @@ def submitted(name, private=False, n=1):
 @pytest.mark.parametrize("learns", [True, False])
 def test_private_requests_are_not_kept(learns):
     learner = Recorded() if learns else None
-    with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
-        front.bind("inproc://learning")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, context.socket(zmq.PAIR) as socket:
+        frontend.bind("inproc://learning")
         socket.connect("inproc://learning")
-        worker = Worker(socket, one_engine(), Start({}, 0.05, "info", False), os.getppid(), learner)
-        front.send(protocol.encode(SubmitPrompts([submitted("a", n=2), submitted("b", private=True), submitted("c")])))
-        front.send(protocol.encode(protocol.Shutdown()))
+        worker = EngineWorker(socket, one_engine(), StartEngine({}, 0.05, "info", False), os.getppid(), learner)
+        frontend.send(
+            protocol.encode(SubmitPrompts([submitted("a", n=2), submitted("b", private=True), submitted("c")]))
+        )
+        frontend.send(protocol.encode(protocol.Shutdown()))
         worker._receive_messages()
         while worker.llm.engine.has_work:
             worker._send(worker.llm.step())

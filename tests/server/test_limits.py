@@ -18,14 +18,14 @@ import pytest
 from prometheus_client import Counter
 
 from espalier.errors import EspalierError
-from espalier.server.answers import sse_event
+from espalier.server.active_requests import EventStream
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Connections
+from espalier.server.connections import OpenConnections
 from espalier.server.errors import ApiError
-from espalier.server.gate import Gate, LimitedReceive
 from espalier.server.http1 import Connection
-from espalier.server.request_runs import EventStream
-from espalier.server.run import bound_listener
+from espalier.server.middleware import LimitedReceive, RequestMiddleware
+from espalier.server.response_builders import sse_event
+from espalier.server.run import bind_listener
 from tests import warm
 from tests.server.connected import Counted
 from tests.server.serving import (
@@ -52,7 +52,7 @@ def limited(servers):
 
 
 def sockets(served):
-    """Of the front, as many as it holds open."""
+    """Of the API server, as many as it holds open."""
     found = 0
     for path in Path(f"/proc/{served.process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since the folder was listed
@@ -81,7 +81,7 @@ def test_a_slow_upload_is_refused_and_its_connection_closed(limited):
 
 
 def uploaded(limit_s, parts, pause_s):
-    """The status of an upload through the gate; None of parts: it never ends."""
+    """The status of an upload through the middleware; None of parts: it never ends."""
     left, statuses = parts, []
 
     async def receive():
@@ -99,10 +99,10 @@ def uploaded(limit_s, parts, pause_s):
     async def send(message):
         statuses.append(message.get("status"))
 
-    gate = Gate(app, None, 10**9, lambda path, status: None, limit_s)
+    middleware = RequestMiddleware(app, None, 10**9, lambda path, status: None, limit_s)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(asyncio.wait_for(gate(scope, receive, send), 20))
-    assert not gate.body_timeouts
+    asyncio.run(asyncio.wait_for(middleware(scope, receive, send), 20))
+    assert not middleware.body_timeouts
     return statuses[0]
 
 
@@ -116,24 +116,24 @@ def test_the_limit_is_for_the_whole_of_an_upload():
 def test_a_body_may_run_out_of_time_as_the_drain_begins():
     """Both in one turn of the loop, the limit first."""
 
-    async def end():
+    async def close_after_response():
         loop, errors = asyncio.get_running_loop(), []
         loop.set_exception_handler(lambda _, context: errors.append(context))
-        gate = Gate(None, None, 10, lambda path, status: None, 0.0)
+        middleware = RequestMiddleware(None, None, 10, lambda path, status: None, 0.0)
 
         async def receive():
-            loop.call_soon(gate.drain)
+            loop.call_soon(middleware.drain)
             await asyncio.sleep(60)
 
         with pytest.raises(ApiError, match="503: the server is shutting down"):
-            await LimitedReceive(gate, receive, "/v1/completions")()
-        assert gate.draining and errors == []
+            await LimitedReceive(middleware, receive, "/v1/completions")()
+        assert middleware.draining and errors == []
 
-    asyncio.run(end())
+    asyncio.run(close_after_response())
 
 
 class Made:
-    """A connection as Connections sees it."""
+    """A connection as OpenConnections sees it."""
 
     def __init__(self):
         self.exchange, self.is_idle, self.got_no_data_since_response = None, False, False
@@ -154,7 +154,7 @@ class Made:
 
 def swept(made, send_timeout_s=None, body_timeout_s=None):
     """A function that checks the connection at a time."""
-    connections = Connections(counted := Counted(), None, send_timeout_s, body_timeout_s)
+    connections = OpenConnections(counted := Counted(), None, send_timeout_s, body_timeout_s)
     connections.add(made, 0.0)
 
     def sweep(now):
@@ -225,8 +225,8 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b" " * 2**23})
 
-        connections = Connections(Counted(), None, 1.0, None)
-        with bound_listener("127.0.0.1", 0) as listener, socket.socket() as client:
+        connections = OpenConnections(Counted(), None, 1.0, None)
+        with bind_listener("127.0.0.1", 0) as listener, socket.socket() as client:
             loop = asyncio.get_running_loop()
             server = await loop.create_server(lambda: Connection(app, connections), sock=listener)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -298,7 +298,7 @@ def test_ctrl_c_tells_what_runs_and_leaves_nothing(limited):
     _, stream = opened(limited, {"authorization": "Bearer secret"})
     with connected(limited) as upload:
         announce_body(upload, "authorization: Bearer secret\r\n")
-        # The engine, the reader of large bodies and the front, as a terminal sends it to a whole group.
+        # The engine, the reader of large bodies and the API server, as a terminal sends it to a whole group.
         group = [*children(limited.process.pid), limited.process.pid]
         for pid in group:
             os.kill(pid, signal.SIGINT)
@@ -389,7 +389,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
-    run.answer, run.has_ended = SimpleNamespace(error_event=sse_event), False
+    run.response_builder, run.has_ended = SimpleNamespace(error_event=sse_event), False
 
     async def rest():
         yield b"second"

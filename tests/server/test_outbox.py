@@ -8,7 +8,7 @@ import pytest
 
 from espalier.request import ResolvedParams
 from espalier.server import client as module
-from espalier.server.client import ClientOptions, EngineClient, Outbox
+from espalier.server.client import ClientOptions, EngineClient, PromptBatcher
 from espalier.server.protocol import AbortPrompt, SubmitPrompts, SubmittedPrompt
 
 
@@ -27,7 +27,7 @@ def sent_by(work, tokens_per_prefill=1000):
     messages = []
 
     async def run():
-        box = Outbox(lambda submits: messages.append([submit.name for submit in submits]))
+        box = PromptBatcher(lambda submits: messages.append([submit.name for submit in submits]))
         box.tokens_per_prefill = tokens_per_prefill
         await work(box)
         while box._unsent:
@@ -114,7 +114,7 @@ def test_an_abort_follows_its_prompt(monkeypatch):
     async def run():
         client, sent = EngineClient({}, ClientOptions()), []
         monkeypatch.setattr(client, "_send", sent.append)
-        client.state, client._outbox.tokens_per_prefill = "ready", 1000
+        client.state, client._prompt_batcher.tokens_per_prefill = "ready", 1000
         generation = client.submit([[1], [2]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         assert sent == []
         generation.close()
@@ -125,7 +125,7 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         client._fail_all("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
-        assert len(sent) == 3 and client._outbox._unsent == []
+        assert len(sent) == 3 and client._prompt_batcher._unsent == []
         await client.close()
 
     asyncio.run(run())

@@ -17,14 +17,14 @@ NAMES = ("m", "org/name", 'it\'s <b>&amp; "x" $HOME')
 
 
 def fronted(*names, template="{{ messages }}"):
-    """As much of a front as the pages ask for."""
-    tokenizer = None if template is None else SimpleNamespace(template=SimpleNamespace(text=template))
-    inputs = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(max_context=4096))
-    front = SimpleNamespace(
-        names=names, inputs=inputs, metrics=SimpleNamespace(started_at=0, responses=Answers()), bodies=None
+    """As much of an API server as the pages ask for."""
+    tokenizer = None if template is None else SimpleNamespace(template=SimpleNamespace(source=template))
+    inputs = SimpleNamespace(tokenizer=tokenizer, model_info=SimpleNamespace(max_context=4096))
+    frontend = SimpleNamespace(
+        names=names, inputs=inputs, metrics=SimpleNamespace(started_at=0, responses=Answers()), body_reader=None
     )
-    front.front_of = lambda model: front
-    return front
+    frontend.frontend_for = lambda model: frontend
+    return frontend
 
 
 class Answers:

@@ -122,7 +122,7 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     fields |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     body = ResponsesRequest(model="m", input="hi", **fields)
     chat = body.as_chat_request()
-    assert chat.checked_tool_use().schemas == {"f": {"type": "object"}} and chat.checked_tool_use().is_named
+    assert chat.checked_request_tools().schemas == {"f": {"type": "object"}} and chat.checked_request_tools().is_named
     params = chat.params()
     assert (params.max_tokens, params.top_k, params.temperature, params.seed, params.logprobs) == (3, 2, 0.5, 1, 2)
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)

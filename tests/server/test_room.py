@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.server import connections
-from espalier.server.connections import Connections
+from espalier.server.connections import OpenConnections
 from espalier.server.http1 import Connection
 
 # What a connection is in, best to close first: nothing, output that waits, a body that comes, an answer.
@@ -20,7 +20,7 @@ QUIET, UNREAD, SENDING, BUSY = range(4)
 
 
 class Made:
-    """A connection in a state, as Connections sees it."""
+    """A connection in a state, as OpenConnections sees it."""
 
     def __init__(self, state, aborted):
         self.state = state
@@ -32,7 +32,7 @@ class Made:
 
 @given(st.lists(st.sampled_from((QUIET, UNREAD, SENDING, BUSY)), min_size=1, max_size=12), st.integers(1, 6), st.data())
 def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
-    room, held, aborted = Connections(None, limit, None, None), [], []
+    room, held, aborted = OpenConnections(None, limit, None, None), [], []
     for number, state in enumerate(states):
         before, made = list(held), Made(state, aborted)
         room.add(made, float(number))
@@ -66,7 +66,7 @@ def test_idle_connections_shut_nobody_out(caplog):
         await send({"type": "http.response.body"})
 
     async def flood():
-        room = Connections(None, 8, None, None)
+        room = OpenConnections(None, 8, None, None)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Connection(app, room), "127.0.0.1", 0, backlog=4)
         port = server.sockets[0].getsockname()[1]

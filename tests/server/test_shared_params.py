@@ -6,7 +6,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.front import MAX_CACHED_PARAMS, Front
+from espalier.server.frontend import MAX_CACHED_PARAMS, ModelFrontend
 from espalier.server.openai import CompletionRequest
 
 
@@ -27,13 +27,13 @@ def test_bodies_with_equal_values_share_their_parameters():
 
 
 def test_an_object_that_many_bodies_share_is_resolved_once(monkeypatch):
-    front, asked = Front.__new__(Front), []
-    front._resolved = {}
-    front.inputs = SimpleNamespace(resolve=lambda params: asked.append(params) or ResolvedParams(seed=params.seed))
+    frontend, asked = ModelFrontend.__new__(ModelFrontend), []
+    frontend._resolved = {}
+    frontend.inputs = SimpleNamespace(resolve=lambda params: asked.append(params) or ResolvedParams(seed=params.seed))
     one, other = SamplingParams(seed=1), SamplingParams(seed=2)
-    assert [front.resolve(params).seed for params in (one, other, one, SamplingParams(seed=1))] == [1, 2, 1, 1]
+    assert [frontend.resolve(params).seed for params in (one, other, one, SamplingParams(seed=1))] == [1, 2, 1, 1]
     assert len(asked) == 3
     # The memory has an end, and an object whose place in memory is used again is another one.
     for seed in range(1000):
-        assert front.resolve(SamplingParams(seed=seed)).seed == seed
-    assert len(front._resolved) <= MAX_CACHED_PARAMS
+        assert frontend.resolve(SamplingParams(seed=seed)).seed == seed
+    assert len(frontend._resolved) <= MAX_CACHED_PARAMS

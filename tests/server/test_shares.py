@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.front import BATCH_CLIENT, SHARE_DIVISOR, ClientShares, without_timeout
-from espalier.server.gate import Gate
+from espalier.server.frontend import BATCH_CLIENT, SHARE_DIVISOR, ClientShares, without_timeout
 from espalier.server.logs import client_name
+from espalier.server.middleware import RequestMiddleware
 
 NAMES = ("a", "b", "c", BATCH_CLIENT)
 
@@ -28,14 +28,14 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
         if num_samples < 1:
             if mine := [each for each in open_ if each[0] == name]:
                 open_.remove(mine[0])
-                shares.remove(*mine[0])
+                shares.remove_generation(*mine[0])
                 held -= mine[0][1].num_running["x"]
             continue
         own = sum(each.num_running["x"] for owner, each in open_ if owner == name)
         admitted = shares.may_submit(num_samples, held, capacity, max_queue)
-        shares.add_entering(num_samples)
-        assert (shares.num_entering, shares.num_samples_of(name)) == (num_samples, own + num_samples)
-        shares.remove_entering(num_samples)
+        shares.add_reserved(num_samples)
+        assert (shares.num_reserved, shares.num_samples_of(name)) == (num_samples, own + num_samples)
+        shares.remove_reserved(num_samples)
         assert shares.num_samples_of(name) == own
         if held + num_samples <= capacity:
             assert admitted
@@ -47,7 +47,7 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
             assert not admitted
         if admitted:
             open_.append((name, generation(num_samples)))
-            shares.add(*open_[-1])
+            shares.add_generation(*open_[-1])
             held += num_samples
         assert held <= capacity + share
     client_name.set("")
@@ -74,11 +74,11 @@ def test_a_client_is_its_key_where_there_are_several_and_else_its_address(keys, 
         statuses.append(message.get("status"))
 
     async def ask():
-        gate = Gate(app, keys[0] if keys else None, 100, lambda *_: None, additional_keys=keys[1:])
+        middleware = RequestMiddleware(app, keys[0] if keys else None, 100, lambda *_: None, additional_keys=keys[1:])
         headers = [(b"authorization", b"Bearer " + sent.encode())]
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
         scope["client"] = None if address is None else (address, 1)
-        for each in (gate, without_timeout(gate)):
+        for each in (middleware, without_timeout(middleware)):
             await each({**scope, "state": {}}, None, send)
 
     asyncio.run(ask())

@@ -15,9 +15,9 @@ from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions
 from espalier.terminal.flags import engine_settings
 from lab.bench import bad_host as bad_host_module
-from lab.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
-from lab.bench.server import Server, flags_of, stop
-from lab.bench.soak import Client, Tally, soak
+from lab.bench.bad_host import ATTACKS, SHORT_REQUEST, Attack, measure_bad_host
+from lab.bench.server import Server, flags_of, stop_process
+from lab.bench.soak import RequestCounts, SoakClient, soak_server
 from tests import warm
 from tests.server.serving import TREE
 
@@ -39,7 +39,7 @@ def copies(monkeypatch):
 
 def test_a_soak_leaves_nobody_unanswered_and_nothing_behind(copies):
     tree = SpeculationConfig(**TREE)
-    found = soak({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=16, seed=1)
+    found = soak_server({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=16, seed=1)
     assert found.requests == found.answered + found.disconnects
     assert found.disconnects > 3 and found.aborts > 0 and set(found.errors_given) <= {400, 429}
     assert (found.unanswered, found.leaked_pages, found.leaked_processes) == (0, 0, 0)
@@ -48,21 +48,21 @@ def test_a_soak_leaves_nobody_unanswered_and_nothing_behind(copies):
 @pytest.fixture
 def on_that_server(served, monkeypatch):
     server = Server(served.port, served.process.pid, 0)
-    monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
+    monkeypatch.setattr(bad_host_module, "WATCH_SECONDS", 0.1)
     sleep = asyncio.sleep
     # No warm-up of two seconds: what is measured is not compared with anything.
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.2)))
-    monkeypatch.setattr(bad_host_module, "serving", lambda settings, *flags: nullcontext(server))
-    for name in ("SHORT", "STREAM"):
+    monkeypatch.setattr(bad_host_module, "running_server", lambda settings, *flags: nullcontext(server))
+    for name in ("SHORT_REQUEST", "STREAM_REQUEST"):
         monkeypatch.setitem(getattr(bad_host_module, name), "model", "bundled")
 
 
 def test_beside_each_bad_request_everybody_is_watched(on_that_server):
     attacks = [
-        Attack("too long", 2, "/v1/completions", lambda: SHORT | {"prompt": "a " * 50_000}),
-        Attack("half-closed", 3, "/v1/completions", lambda: SHORT, half_closed=True),
+        Attack("too long", 2, "/v1/completions", lambda: SHORT_REQUEST | {"prompt": "a " * 50_000}),
+        Attack("half-closed", 3, "/v1/completions", lambda: SHORT_REQUEST, half_closed=True),
     ]
-    found = bad_host({}, attacks, streams=2)
+    found = measure_bad_host({}, attacks, streams=2)
     assert [(beside.name, beside.count, beside.answers) for beside in found] == [
         ("too long", 2, {400: 4}),
         ("half-closed", 3, {200: 6}),
@@ -72,16 +72,16 @@ def test_beside_each_bad_request_everybody_is_watched(on_that_server):
         assert beside.busy.stream_gap > 0 == beside.idle.stream_gap
 
 
-@pytest.mark.parametrize("name", ["SHORT", "STREAM"])
+@pytest.mark.parametrize("name", ["SHORT_REQUEST", "STREAM_REQUEST"])
 def test_who_is_refused_beside_a_bad_host_is_no_short_wait(on_that_server, monkeypatch, name):
     monkeypatch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
     with pytest.raises(EspalierError, match="during the bad requests"):
-        bad_host({}, ATTACKS[:1], streams=2)
+        measure_bad_host({}, ATTACKS[:1], streams=2)
 
 
 def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():
     for attack in ATTACKS:
-        assert attack.is_held or len(attack.request().partition(b"\r\n\r\n")[2]) <= ApiOptions().max_body_bytes, (
+        assert attack.stays_open or len(attack.request().partition(b"\r\n\r\n")[2]) <= ApiOptions().max_body_bytes, (
             attack.name
         )
 
@@ -112,13 +112,13 @@ def test_settings_become_the_flags_that_mean_them():
     ],
 )
 def test_an_answer_without_its_end_is_none(answer, unanswered):
-    tally = Tally()
+    tally = RequestCounts()
 
     async def read():
         reader = asyncio.StreamReader()
         reader.feed_data(answer)
         reader.feed_eof()
-        await Client(Server(0, 0, 0), random.Random(0), tally)._stay("stream", reader)
+        await SoakClient(Server(0, 0, 0), random.Random(0), tally)._read_response("stream", reader)
 
     asyncio.run(read())
     assert tally.unanswered == unanswered and tally.statuses.total() == 1
@@ -129,6 +129,6 @@ def test_a_server_that_does_not_leave_is_ended_and_named():
     process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
     assert process.stdout.readline()
     with pytest.raises(EspalierError, match=r"did not leave within 0\.2 s of SIGTERM"):
-        stop(process, 0.2)
+        stop_process(process, 0.2)
     assert process.returncode == -9
     process.stdout.close()

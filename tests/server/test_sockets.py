@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.server.run import _allow_reuse, bound_listener, url_of
+from espalier.server.run import bind_listener, url_of
 
 
 def test_events_do_not_wait_for_acknowledgements():
@@ -18,7 +18,7 @@ def test_events_do_not_wait_for_acknowledgements():
             options.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listener = bound_listener("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         server = await asyncio.start_server(connected, sock=listener)
         async with server:
             reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -30,21 +30,21 @@ def test_events_do_not_wait_for_acknowledgements():
 
 
 def test_of_two_servers_that_load_at_the_same_time_the_second_is_refused_at_once():
-    with bound_listener("127.0.0.1", 0) as first:  # bound, and not listening until its model is loaded
+    with bind_listener("127.0.0.1", 0) as first:  # bound, and not listening until its model is loaded
         port = first.getsockname()[1]
         with pytest.raises(EspalierError, match=f"--port {port} cannot be used .*in use"):
-            bound_listener("127.0.0.1", port)
+            bind_listener("127.0.0.1", port)
 
 
 def test_the_port_of_a_server_that_has_ended_can_be_used_again_at_once():
-    with bound_listener("127.0.0.1", 0) as first:
-        _allow_reuse(first)
+    with bind_listener("127.0.0.1", 0) as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         first.listen()
         address = first.getsockname()
         with socket.create_connection(address):
             # The side that closes first keeps the port.
             first.accept()[0].close()
-    bound_listener(*address).close()
+    bind_listener(*address).close()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from espalier.bench.clients import HttpResponse, post_request
 from espalier.request import OutputChunk
-from espalier.server import answers, chat_answers, request_runs
+from espalier.server import active_requests, chat_responses, response_builders
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import HttpExchange
 from espalier.server.protocol import Generation, OutputPart
 from tests.server.connected import connected
@@ -40,14 +40,14 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def ask(tokenizer, monkeypatch):
     """From (path, body) to the response's bytes."""
-    for module in (answers, chat_answers):
+    for module in (response_builders, chat_responses):
         if hasattr(module, "time"):
             monkeypatch.setattr(module.time, "time", lambda: 1e9)
 
     def ask(path, body, pauses=False):
         async def run():
             engines = ScriptedClient(*tokenizer, lambda *_: TEXT, 3)
-            app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
+            app, _ = make_app(ModelFrontend(engines, FrontendOptions(("m",))), ApiOptions())
             connection, transport = connected(app, pauses)
             connection.data_received(
                 post_request(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"})
@@ -68,7 +68,7 @@ def named_events(body):
 
 
 def through_asgi(monkeypatch):
-    monkeypatch.setattr(request_runs, "EXCHANGE_EXTENSION", "none")
+    monkeypatch.setattr(active_requests, "EXCHANGE_EXTENSION", "none")
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
@@ -97,15 +97,15 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
 
 @pytest.mark.parametrize("what", BODIES)
 def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
-    messages, make = [], request_runs._body_message
-    monkeypatch.setattr(request_runs, "_body_message", lambda *about: messages.append(make(*about)) or messages[-1])
+    messages, make = [], active_requests._body_message
+    monkeypatch.setattr(active_requests, "_body_message", lambda *about: messages.append(make(*about)) or messages[-1])
     body = ask(*BODIES[what]).body()
     assert [message["more_body"] for message in messages] == [True, False]
     assert messages[1]["body"] and body.endswith(messages[1]["body"])
 
 
 def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, monkeypatch):
-    events, build = [], answers.TextAnswer.event
+    events, build = [], response_builders.CompletionResponseBuilder.add_output_as_event
 
     def fails(self, *args):
         events.append(args)
@@ -113,15 +113,15 @@ def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, 
             raise ValueError("a defect")
         return build(self, *args)
 
-    monkeypatch.setattr(answers.TextAnswer, "event", fails)
+    monkeypatch.setattr(response_builders.CompletionResponseBuilder, "add_output_as_event", fails)
     *_, last = [data for _, data in ask(*BODIES["text"]).events()]
     assert json.loads(last)["error"]["type"] == "server_error"
     assert len(events) == 4
 
 
 def test_an_error_amid_the_events_of_a_response_is_one_of_them(ask, monkeypatch):
-    takes = iter((chat_answers.ResponsesAnswer.add_part,))
-    monkeypatch.setattr(chat_answers.ResponsesAnswer, "add_part", lambda *part: next(takes)(*part))
+    takes = iter((chat_responses.ResponsesApiBuilder.add_output,))
+    monkeypatch.setattr(chat_responses.ResponsesApiBuilder, "add_output", lambda *part: next(takes)(*part))
     events = [(kind, json.loads(data)) for kind, data in named_events(ask(*BODIES["response"]).body())]
     assert [kind for kind, _ in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1][0] == "error" and events[-2][0].endswith("delta")
@@ -135,7 +135,7 @@ def test_while_the_reader_sends_the_run_writes_nothing():
         generation, listened, read, go_on = Generation(None, ["x"], 1), [], [], asyncio.Event()
 
         async def reader():
-            async for parts in generation.parts(None):
+            async for parts in generation.iter_parts(None):
                 read.extend(parts)
                 await go_on.wait()
 

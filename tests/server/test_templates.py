@@ -1,4 +1,4 @@
-"""Chat templates rendered beside the front: the same text, and an error for one that does not end."""
+"""Chat templates rendered beside the API server: the same text, and an error for one that does not end."""
 
 import asyncio
 import os
@@ -9,8 +9,8 @@ import pytest
 
 from espalier.chat import ChatTemplate, Rendering, _variables_of
 from espalier.errors import EspalierError
-from espalier.server import templates
-from espalier.server.templates import Templates
+from espalier.server import template_process
+from espalier.server.template_process import TemplateProcess
 from tests.tool_calls.families import FAMILIES
 
 SAID = [{"role": "user", "content": "hé\ud800"}]
@@ -35,7 +35,7 @@ def of(template):
 
 def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch):
     async def run():
-        aside, errors = Templates(of(PLAIN)), {}
+        aside, errors = TemplateProcess(of(PLAIN)), {}
         assert await aside.render(Rendering(SAID, None, VARIABLES)) == "<s>user: hé\\ud800"
         process = await aside.helper.start()
         for template in HOSTILE:
@@ -53,10 +53,10 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
         assert await aside.helper.start() is process, "it outlives all of them"
         # What Python cannot interrupt.
         os.kill(process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(templates, "MAX_WALL_S", 0.2)
+        monkeypatch.setattr(template_process, "MAX_WALL_S", 0.2)
         with pytest.raises(EspalierError, match=r"0\.2 s and the memory"):
             await aside.render(asked)
-        monkeypatch.setattr(templates, "MAX_WALL_S", 60.0)
+        monkeypatch.setattr(template_process, "MAX_WALL_S", 60.0)
         assert await aside.render(asked)
         await aside.helper.close()
         return errors

@@ -177,7 +177,7 @@ def test_a_stop_string_is_one_of_the_content(servers, name, text, hidden, shown,
     [submitted] = protocol.decode_to_engine(
         protocol.encode(SubmitPrompts([SubmittedPrompt("a", [1], engine.submitted[-1], 0, True)]))
     ).prompts
-    assert submitted.params.form == engine.submitted[-1].form is not None
+    assert submitted.params.output_form == engine.submitted[-1].output_form is not None
 
 
 def test_a_forced_call_has_a_grammar(servers):

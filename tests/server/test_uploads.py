@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from espalier.server.batch_api import Transfers, batch_endpoints
-from espalier.server.batches import Batches
+from espalier.server.batch_api import TransferLimiter, batch_endpoints
+from espalier.server.batch_store import BatchStore
+from espalier.server.batches import BatchRunner
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
-from espalier.server.gate import Gate
+from espalier.server.middleware import RequestMiddleware
 from espalier.server.openai import TokenizeRequest
 from espalier.server.routes import make_router
-from espalier.server.stored import Store
 
 LIMITS = BodyLimits(100, 100, 4, 100)
 CODECS = sorted(
@@ -27,22 +27,22 @@ CODECS = sorted(
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("kept"))
+    return BatchStore(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture(scope="module")
 def client(kept):
     async def batches():
-        made = Batches(kept, 1)
+        made = BatchRunner(kept, 1)
         made.start(None, None)
         return made
 
     async def made():
-        server = SimpleNamespace(bodies=BodyReader(LIMITS))
+        server = SimpleNamespace(body_reader=BodyReader(LIMITS))
         return make_router(server, batch_endpoints(await batches()))
 
     app = asyncio.run(made())
-    return TestClient(Gate(app, None, 10**6, lambda *_: None, None, 10**6))
+    return TestClient(RequestMiddleware(app, None, 10**6, lambda *_: None, None, 10**6))
 
 
 def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl", head=""):
@@ -101,7 +101,7 @@ def test_a_file_whose_own_header_names_other_bytes_is_refused_and_leaves_nothing
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
 def test_a_disk_that_fails_is_named_and_nothing_stays(client, kept, monkeypatch, number, status):
-    before, copy = left(kept), "espalier.server.stored.shutil.copyfileobj"
+    before, copy = left(kept), "espalier.server.batch_store.shutil.copyfileobj"
 
     def fail(source, target):
         target.write(b"torn")
@@ -112,7 +112,7 @@ def test_a_disk_that_fails_is_named_and_nothing_stays(client, kept, monkeypatch,
         answer = upload(client)
     assert answer.status_code == status and "the reason" in answer.json()["error"]["message"]
     assert left(kept) == before
-    monkeypatch.setattr(kept, "save", lambda batch: fail(None, open("/dev/null", "wb")))  # noqa: SIM115
+    monkeypatch.setattr(kept, "save_batch", lambda batch: fail(None, open("/dev/null", "wb")))  # noqa: SIM115
     asked = {"input_file_id": upload(client).json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     answer = client.post("/v1/batches", json=asked)
     assert answer.status_code == status and "the reason" in answer.json()["error"]["message"]
@@ -173,7 +173,7 @@ def test_metadata_of_a_batch_has_openais_limits(client, metadata, says):
 
 
 def test_one_transfer_too_many_is_refused():
-    transfers = Transfers(2)
+    transfers = TransferLimiter(2)
     with transfers.reserve(), transfers.reserve(), pytest.raises(ApiError, match="2 files are being") as refused:
         transfers.reserve().__enter__()
     assert refused.value.status_code == 429

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import whole_path_holds
+from espalier.kernels.attention.ancestor_bits import true_for_all_ancestors
 from espalier.kernels.ops import tree as tree_ops
 from espalier.speculate.tree import VOID, CandidatePool, RootTrees, ordered_topk
 
@@ -158,7 +158,7 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
     for broken in (0, 63, nodes - 1):
         holds = torch.ones(1, nodes, dtype=torch.bool)
         holds[0, broken] = False
-        assert whole_path_holds(tree.ancestors, holds)[0].tolist() == [node < broken for node in range(nodes)]
+        assert true_for_all_ancestors(tree.ancestors, holds)[0].tolist() == [node < broken for node in range(nodes)]
 
 
 def test_an_empty_batch_has_a_tree():

@@ -33,7 +33,7 @@ SPECIALISED = {
     *(
         "_chain_kernel.first_offset",
         "_commit_kernel.layers",
-        "_contiguous_blocks_kernel.first_position",
+        "_count_contiguous_blocks_kernel.first_position",
         "_down_kernel.num_rows",
     ),
     *("_draw_filtered_kernel.drafted", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),

@@ -5,15 +5,25 @@ import logging
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from espalier.config import EngineConfig, SpeculationConfig
+from espalier.engine.acceptance import FIRST_CHILD_RATES, gains, scaled_first_child_rates
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN_TREE, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
-from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import PredictedCosts, choose_trees, read_trees, write_trees
+from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees
+from espalier.startup.tree_policy import (
+    MAX_VERIFY_ROWS,
+    PredictedCosts,
+    choose_trees,
+    read_trees,
+    tree_sets,
+    write_trees,
+)
 from tests.test_config import CPU, FACTS, HEAD
 
 H100 = ChipFigures("an H100", 3.0e12, 6.9e14)
@@ -54,8 +64,8 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
 
 def test_a_table_becomes_the_layouts_trees(tmp_path):
     write_trees(tmp_path / "table.json", {2: NARROW, 5: PLAIN_TREE})
-    for given in (tmp_path / "table.json", {2: NARROW.sizes, "5": {"steps": 0}}, {2: NARROW, 5: PLAIN_TREE}):
-        config = resolved(given)
+    for table in (tmp_path / "table.json", {2: NARROW.sizes, "5": {"steps": 0}}, {2: NARROW, 5: PLAIN_TREE}):
+        config = resolved(table)
         assert config.layout.trees == ((2, NARROW), (5, PLAIN_TREE))
         assert '{"2": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "5":' in config.as_text()
     assert resolved({}).layout.trees == ()
@@ -140,3 +150,43 @@ def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, caplog):
     said = [r for r in caplog.records if "trees by batch" in r.message]
     assert [r.levelname for r in said] == [level] and "by_batch={} keeps the tree" in said[0].message
     assert bool(found.layout.trees) == (max_batch > 1)
+
+
+@given(
+    configured=st.sampled_from(
+        [TreeShape(5, 4, 16), WIDE, TreeShape(5, 8, 256), TreeShape(3, 1, 4), TreeShape(1, 1, 2)]
+    ),
+    block_rows=st.sampled_from([0, 16]),
+    num_experts=st.sampled_from([1, 64]),
+    size=st.floats(5e8, 7e10),
+    draft=st.floats(0.02, 0.3),
+    max_batch=st.integers(1, 140),
+    has_sources=st.booleans(),
+)
+def test_sets_of_trees_fit_and_lose_little_whatever_the_models(
+    configured, block_rows, num_experts, size, draft, max_batch, has_sources
+):
+    """Against all candidates, at any acceptance, also where one candidate is 8% faster than predicted."""
+    dense, expert = int(size / num_experts), int(size / num_experts / 4) * (num_experts > 1)
+    weights = PassWeights(dense, int(dense * draft), expert, num_experts, 4, 32, 1, 65536, block_rows=block_rows)
+    costs = PredictedCosts(weights, H100)
+    for least, chosen in tree_sets(configured, costs, max_batch, has_sources):
+        batch = next_bucket(least)
+        assert sum(not tree.drafts for tree in chosen) == has_sources and len(set(chosen)) == len(chosen)
+        assert all(min(batch, max_batch) * tree.num_draft_tokens <= MAX_VERIFY_ROWS for tree in chosen)
+        for tree in chosen:
+            configured.require_fits(tree)
+        chosen = [tree for tree in chosen if tree.drafts]
+        candidates = {*chosen, *smaller_trees(configured, weights), configured}
+        candidates = [tree for tree in candidates if min(batch, max_batch) * tree.num_draft_tokens <= MAX_VERIFY_ROWS]
+        assert PLAIN_TREE in chosen and len(chosen) >= min(4, len(candidates))
+        for level in (0.05, 0.25, 0.45, 0.65, 0.76, 0.85, 0.92):
+            first_child = scaled_first_child_rates(level, configured.steps)
+            rates = {
+                tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in candidates
+            }
+            for faster in {*candidates} - {PLAIN_TREE}:
+                found = rates | {faster: 1.08 * rates[faster]}
+                assert max(found[tree] for tree in chosen) >= 0.96 * max(found.values()), (batch, level, faster)
+            if level == FIRST_CHILD_RATES[0]:
+                assert rates[chosen[0]] == max(rates[tree] for tree in chosen), "the fastest by prediction is first"

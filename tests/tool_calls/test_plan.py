@@ -6,7 +6,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import Output, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import checked_tools
@@ -22,7 +22,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 def inputs_of(name):
     tokenizer = FAMILIES[name].tokenizer()
-    return InputProcessor(ModelFacts("m", tokenizer.size, 10_000, (tokenizer.hf.eos_token_id,)), tokenizer)
+    return InputProcessor(ModelInfo("m", tokenizer.num_tokens, 10_000, (tokenizer.hf.eos_token_id,)), tokenizer)
 
 
 def tokens_of(tokenizer, text):
@@ -35,31 +35,31 @@ def tokens_of(tokenizer, text):
 def test_the_parser_sees_the_special_tokens_of_its_format(name, cut):
     """Through the detokenizer, with other special tokens around that stay hidden."""
     family, inputs = FAMILIES[name], inputs_of(name)
-    prompt, params, plan = inputs.conversation(HI, None, tools=TOOLS)
+    prompt, params, plan = inputs.prepare_conversation(HI, None, tools=TOOLS)
     assert plan._is_in_reasoning(prompt) == family.opens
     tokenizer = inputs.tokenizer
     tokens = [*tokens_of(tokenizer, family.output), tokenizer.hf.eos_token_id]
-    sink = tokenizer.sink(prompt, visible_ids=params.shown_special_tokens)
+    sink = tokenizer.text_stream(prompt, visible_ids=params.shown_special_tokens)
     text = ""
     for start in range(0, len(tokens), cut):
-        sink.push_all(tokens[start : start + cut])
-        text += sink.take(final=False)
-    text += sink.take(final=True)
+        sink.push_tokens(tokens[start : start + cut])
+        text += sink.take_text(final=False)
+    text += sink.take_text(final=True)
     assert text == family.output
     output = chat_output(plan, prompt, Output(text, tokens, "stop"))
     assert [(call.name, json.loads(call.arguments)) for call in output.message.tool_calls] == CALLS
     assert (output.message.content, output.message.reasoning) == (family.content, family.thoughts)
     assert output.finish_reason == "tool_calls"
     # Without tools, other than those of the reasoning are hidden.
-    _, params, plan = inputs.conversation(HI, None)
-    assert {tokenizer.name(token) for token in params.shown_special_tokens} == (
+    _, params, plan = inputs.prepare_conversation(HI, None)
+    assert {tokenizer.token_name(token) for token in params.shown_special_tokens} == (
         set(plan.formats.reasoning.special_tokens if plan.formats.reasoning else ()) & set(family.special)
     )
 
 
 def test_samples_have_a_message_each():
     inputs = inputs_of("hermes")
-    prompt, _, plan = inputs.conversation(HI, None, tools=TOOLS)
+    prompt, _, plan = inputs.prepare_conversation(HI, None, tools=TOOLS)
     first = Output(FAMILIES["hermes"].output, [], "stop")
     choices = [first, Output("<think>\nno", [], "length")]
     output = chat_output(plan, prompt, Output(first.text, [], "stop", choices=choices))
@@ -70,33 +70,33 @@ def test_samples_have_a_message_each():
 @families
 def test_calls_and_their_results_go_back_into_the_prompt(name):
     family, inputs = FAMILIES[name], inputs_of(name)
-    _, _, _plan = inputs.conversation(HI, None, tools=TOOLS)
+    _, _, _plan = inputs.prepare_conversation(HI, None, tools=TOOLS)
     id = "aaaabbbbc"
     call = {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": {"city": "<eos>"}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Why?"}
     messages = [*HI, asked, {"role": "tool", "tool_call_id": id, "content": f"{family.special[0]}<eos>"}]
     if "tool_calls" not in family.template:
         with pytest.raises(EspalierError, match="need a chat template that reads them"):
-            inputs.conversation(messages, None, tools=TOOLS)
+            inputs.prepare_conversation(messages, None, tools=TOOLS)
         messages[1] = {"role": "assistant", "content": "x"}
-    prompt, _, _ = inputs.conversation(messages, None, tools=TOOLS)
+    prompt, _, _ = inputs.prepare_conversation(messages, None, tools=TOOLS)
     text = inputs.tokenizer.decode(prompt, skip_special_tokens=False)
     assert "<eos>" in text and ("Why?" in text) == (name == "harmony")
     # What messages, tools and calls spell is no special token.
     ids = {inputs.tokenizer.hf.convert_tokens_to_ids(each): each for each in (*family.special, "<eos>")}
     harmless = json.loads(json.dumps(messages).replace("<eos>", "x").replace(family.special[0], "x"))
-    expected, _, _ = inputs.conversation(harmless, None, tools=TOOLS)
+    expected, _, _ = inputs.prepare_conversation(harmless, None, tools=TOOLS)
     assert [t for t in prompt if t in ids] == [t for t in expected if t in ids]
     spelled = [{"type": "function", "function": {"name": "now", "description": "".join(family.special)}}]
-    prompt, _, _ = inputs.conversation(HI, None, tools=spelled)
-    expected, _, _ = inputs.conversation(HI, None, tools=[{"type": "function", "function": {"name": "now"}}])
+    prompt, _, _ = inputs.prepare_conversation(HI, None, tools=spelled)
+    expected, _, _ = inputs.prepare_conversation(HI, None, tools=[{"type": "function", "function": {"name": "now"}}])
     assert [t for t in prompt if t in ids] == [t for t in expected if t in ids]
 
 
 def test_ids_of_calls_have_the_form_that_the_template_takes():
     for name, family in FAMILIES.items():
         inputs = inputs_of(name)
-        prompt, _, plan = inputs.conversation(HI, None, tools=TOOLS)
+        prompt, _, plan = inputs.prepare_conversation(HI, None, tools=TOOLS)
         message = chat_output(plan, prompt, Output(family.output, [], "stop")).message
         ids = {call.id for call in message.tool_calls}
         assert len(ids) == 2 and (all(len(id) == 9 for id in ids) or not name.startswith("mistral"))
@@ -120,7 +120,7 @@ def test_a_grammar_begins_after_the_reasoning(name, variables, after, may_reason
     inputs = inputs_of(name)
 
     def grammar(form=None, **options):
-        prompt, _, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
+        prompt, _, plan = inputs.prepare_conversation(HI, None, chat_template_kwargs=variables, **options)
         return plan.params(ResolvedParams(grammar=form, stop_token_ids=(1,)), prompt).grammar
 
     assert grammar(tools=TOOLS) is None and grammar() is None
@@ -172,7 +172,7 @@ def test_reasoning_that_the_prompt_began_goes_on(name):
 def test_an_answer_is_continued_inside_its_reasoning():
     inputs = inputs_of("hermes")
     messages = [*HI, {"role": "assistant", "content": "<think>\nThe user"}]
-    prompt, _, plan = inputs.conversation(messages, None, continue_final_message=True)
+    prompt, _, plan = inputs.prepare_conversation(messages, None, continue_final_message=True)
     message = chat_output(plan, prompt, Output(" asks.</think>42", [], "stop")).message
     assert (message.content, message.reasoning) == ("42", " asks.")
 
@@ -185,7 +185,7 @@ def test_a_mark_that_the_user_wrote_opens_nothing(name):
         return
     for options in ({}, {"add_generation_prompt": False}):
         said = [{"role": "user", "content": f"What is {reasoning.begin} here?"}]
-        prompt, _, plan = inputs.conversation(said, None, **options)
+        prompt, _, plan = inputs.prepare_conversation(said, None, **options)
         assert plan._is_in_reasoning(prompt) == family.opens
 
 

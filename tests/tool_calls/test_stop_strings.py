@@ -1,4 +1,5 @@
-"""Stop strings are those of the content: never of reasoning, calls or marks, at the same token in engine and front."""
+"""Stop strings are those of the content: never of reasoning, calls or marks, at the same token in engine and API
+server."""
 
 from functools import partial
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.inputs import text_sink
+from espalier.inputs import make_detokenizer
 from espalier.request import Output, OutputChunk, ResolvedParams
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.formats import find_formats
@@ -29,16 +30,16 @@ def planned(name, stop, **params):
 
 def ended(name, prompt, params, tokens):
     """(tokens, finish_reason, stop_reason) as the engine ends a request."""
-    sink = text_sink(TOKENIZERS[name], prompt, params)
+    sink = make_detokenizer(TOKENIZERS[name], prompt, params)
     for at, token in enumerate(tokens):
-        if (stopped := sink.push(token)) is not None:
+        if (stopped := sink.push_token(token)) is not None:
             return tokens[: at + 1], "stop", stopped
     return tokens, "length", None
 
 
 def read(name, prompt, params, output, places=()):
-    """(message, ends) of the front, from chunks that are cut at these places."""
-    stream = text_sink(TOKENIZERS[name], prompt, params)
+    """(message, ends) of the API server, from chunks that are cut at these places."""
+    stream = make_detokenizer(TOKENIZERS[name], prompt, params)
     tokens, finish, stopped = output
     chunks = [tokens[a:b] for a, b in zip([0, *places], [*places, len(tokens)], strict=True)]
     parts = [OutputChunk("", 0, chunk) for chunk in chunks[:-1]]
@@ -57,7 +58,9 @@ def said(deltas):
 def pieces(name, prompt, params, tokens):
     """The content of an output that no stop string ends, by the calls between."""
     found = [""]
-    for delta in text_sink(TOKENIZERS[name], prompt, params).read(OutputChunk("", 0, tokens, finish_reason="length")):
+    for delta in make_detokenizer(TOKENIZERS[name], prompt, params).read(
+        OutputChunk("", 0, tokens, finish_reason="length")
+    ):
         if delta.kind == "call":
             found.append("")
         found[-1] += delta.text * (delta.kind == "content")
@@ -102,7 +105,9 @@ def test_a_stop_string_ends_the_content_and_nothing_else(name, data):
         ends,
         num_reasoning_tokens,
     )
-    offline = chat_output(plan, prompt, Output("", *output), partial(text_sink, TOKENIZERS[name], prompt, params))
+    offline = chat_output(
+        plan, prompt, Output("", *output), partial(make_detokenizer, TOKENIZERS[name], prompt, params)
+    )
     assert (offline.message.content, offline.message.reasoning) == (content, reasoning)
 
 

@@ -60,18 +60,18 @@ def test_only_permissive_licences_are_taken(stated: str, permitted: bool) -> Non
     ],
 )
 def test_what_no_one_typed_is_left_out(raw: bytes) -> None:
-    assert corpus.clean(raw) is None
+    assert corpus.clean_source(raw) is None
 
 
 def test_clean_keeps_code_and_drops_its_licence_header() -> None:
-    assert corpus.clean(b"# Copyright someone\n# Licensed somehow\n" + PLAIN.encode()) == PLAIN
-    assert corpus.clean(b"# What this does\n" + PLAIN.encode()) == "# What this does\n" + PLAIN
-    assert corpus.clean(PLAIN.replace("\n", "\r\n").encode()) == PLAIN
+    assert corpus.clean_source(b"# Copyright someone\n# Licensed somehow\n" + PLAIN.encode()) == PLAIN
+    assert corpus.clean_source(b"# What this does\n" + PLAIN.encode()) == "# What this does\n" + PLAIN
+    assert corpus.clean_source(PLAIN.replace("\n", "\r\n").encode()) == PLAIN
 
 
 def test_generated_names_and_vendored_folders_are_not_wanted() -> None:
-    assert corpus.wanted(Path("a/b.py"))
-    assert not any(corpus.wanted(Path(p)) for p in ("a/b_pb2.py", "a/_vendor/b.py", "a/b.txt"))
+    assert corpus.is_wanted_file(Path("a/b.py"))
+    assert not any(corpus.is_wanted_file(Path(p)) for p in ("a/b_pb2.py", "a/_vendor/b.py", "a/b.txt"))
 
 
 def test_no_training_file_shares_much_with_a_heldout_one() -> None:
@@ -79,7 +79,7 @@ def test_no_training_file_shares_much_with_a_heldout_one() -> None:
     copied = SourceFile("other", "copied.py", heldout.text + "and_one_line_more_here = 1\n")
     fresh = SourceFile("other", "fresh.py", heldout.text.replace("the_line", "another_line"))
     assert not any(corpus.is_heldout(f.source, f.path) for f in (copied, fresh))
-    assert corpus.split([copied, heldout, fresh, fresh]) == ([fresh], [heldout])
+    assert corpus.split_heldout([copied, heldout, fresh, fresh]) == ([fresh], [heldout])
 
 
 def test_windows_cover_an_epoch_once_and_resume_where_they_stood() -> None:

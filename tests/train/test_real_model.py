@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from lab.chat.words import HELDOUT_CHAT, HELDOUT_PROSE, QUESTIONS, TOPICS
+from lab.chat.words import HELDOUT_CHAT, HELDOUT_PROSE, QUESTION_FORMS, TOPICS
 
 MODEL, DRAFTS = os.environ.get("ESPALIER_CHAT_MODEL", ""), os.environ.get("ESPALIER_CHAT_DRAFTS", "")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(not MODEL, reason="ESPALIER_CHAT_MODEL names no model")]
-ASKED = [*HELDOUT_CHAT, *HELDOUT_PROSE, *(form.format(TOPICS[i]) for i, form in enumerate(QUESTIONS * 4))][:100]
+ASKED = [*HELDOUT_CHAT, *HELDOUT_PROSE, *(form.format(TOPICS[i]) for i, form in enumerate(QUESTION_FORMS * 4))][:100]
 TOKENS = 24
 # Logits this close may be ordered either way by another order of sums.
 NEAR_TIE = 1e-3

@@ -11,14 +11,14 @@ from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
 # The number of words is a multiple of this, because Triton compiles one kernel for all strides divisible by 16.
-WORDS_UNIT = 16
+WORD_COUNT_MULTIPLE = 16
 
 
 def ancestor_mask(parents: Tensor, is_void: Tensor, levels: int) -> Tensor:
     """Returns [B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
-    parents: [B, D], the root is its own parent; void: [B, D] bool, nodes that see only themselves; levels: depth of the
-    tree.
+    parents: [B, D], the root is its own parent; is_void: [B, D] bool, nodes that see only themselves; levels: the
+    tree's depth.
     """
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
     mask = itself.expand(parents.shape[0], -1, -1)
@@ -41,21 +41,21 @@ def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
-def whole_path_holds(ancestor_bits: Tensor, node_holds: Tensor) -> Tensor:
-    """[B, D] bool: whether `node_holds` [B, D] is true for a node and all its ancestors.  ancestor_bits: [B, D, W]."""
-    return ((ancestor_bits & pack_bits(~node_holds)[:, None]) == 0).all(-1)
+def true_for_all_ancestors(ancestor_bits: Tensor, is_true: Tensor) -> Tensor:
+    """Returns [B, D] bool: whether is_true [B, D] holds for a node and its ancestors.  ancestor_bits: [B, D, W]."""
+    return ((ancestor_bits & pack_bits(~is_true)[:, None]) == 0).all(-1)
 
 
-def self_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
-    """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
+def self_only_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
+    """Returns [count, num_words] int64: for each row from first_row on, ancestor bits with only its own bit set."""
     rows = torch.arange(first_row, first_row + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
-def causal_bits(row: Tensor, rows: int) -> Tensor:
-    """[B, 1, W] int64: the bits of rows 0 .. row of a chain of `rows` rows.  row: [B]; W: a multiple of WORDS_UNIT."""
-    words = torch.arange(-(-rows // (ANCESTOR_BITS * WORDS_UNIT)) * WORDS_UNIT, device=row.device)
+def causal_ancestor_bits(row: Tensor, rows: int) -> Tensor:
+    """Returns [B, 1, W] int64: the bits of rows 0 to row [B], out of `rows`.  W: a multiple of WORD_COUNT_MULTIPLE."""
+    words = torch.arange(-(-rows // (ANCESTOR_BITS * WORD_COUNT_MULTIPLE)) * WORD_COUNT_MULTIPLE, device=row.device)
     seen = (row[:, None] + 1 - ANCESTOR_BITS * words).clamp(0, ANCESTOR_BITS)
     # A shift by 64 is not defined.
     some = (torch.ones_like(seen) << seen.clamp(max=ANCESTOR_BITS - 1)) - 1
@@ -65,7 +65,7 @@ def causal_bits(row: Tensor, rows: int) -> Tensor:
 def require_ancestor_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:
     """Check the ancestor bits of queries q [B, Q, ...] over staged rows.
 
-    There may be more words than these rows need: a draft tree has the words of all its rows from the first level on.
+    More words than these rows need are allowed: a draft tree has the words of all its rows from the first level on.
     Raises EspalierError.
     """
     words = max(-(-rows // ANCESTOR_BITS), ancestor_bits.shape[-1])

@@ -1,4 +1,4 @@
-"""The loops of the Triton attention kernels: a query tile over blocks of rows.
+"""The loops of the Triton attention kernels, in which a query tile attends to one block of rows after the other.
 
 `_attend_unmasked_blocks` and `attend_blocks` read committed rows through a page table.  `attend_staged` reads staged
 rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  The loops serve
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
-from espalier.kernels.attention.work_items import CHAIN, NO_STAGED, TREE, block_index, committed_blocks
+from espalier.kernels.attention.work_items import (
+    STAGED_CHAIN,
+    STAGED_NONE,
+    STAGED_TREE,
+    count_committed_blocks,
+    nth_block_index,
+)
 from espalier.kernels.ops.attention import AttentionInputs, PartialResults
 from espalier.kernels.runtime.jit import from_fp8, kernel
 from espalier.kernels.runtime.launch import chip, require
@@ -25,34 +31,36 @@ from espalier.kernels.state.kv_scales import require_kv_rows
 LOG2_E = 1.4426950408889634
 
 
-class AttentionConstants(NamedTuple):
+class AttentionConstexprs(NamedTuple):
     """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
     SOFTCAP: the soft-cap of logits, 0 for none.
-    FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (RowTiles); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
+    FIRST_TILE_SIZE, SECOND_TILE_SIZE: values of a row in its two tiles (RowTiles).
+    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: the tiles' widths.
     """
 
     PAGE_SIZE: Any
     WINDOW: Any
     SOFTCAP: Any
-    STAGED: Any
+    STAGED_KIND: Any
     PRECISION: Any
     STAGES: Any
     BLOCK_N: Any
     BLOCK_R: Any
-    FIRST_SIZE: Any
-    SECOND_SIZE: Any
-    FIRST_BLOCK: Any
-    SECOND_BLOCK: Any
+    FIRST_TILE_SIZE: Any
+    SECOND_TILE_SIZE: Any
+    FIRST_TILE_BLOCK: Any
+    SECOND_TILE_BLOCK: Any
 
 
 class RowTiles(NamedTuple):
-    """The two tiles of a row: K and V, or for a latent row the latent, which is V, and the RoPE part."""
+    """Pointers and row strides of a row's two tiles: K and V; for a latent row, the latent (which is V) and the RoPE
+    part."""
 
-    first_ptr: Any
-    first_stride: Any
-    second_ptr: Any
-    second_stride: Any
+    first_tile_ptr: Any
+    first_tile_stride: Any
+    second_tile_ptr: Any
+    second_tile_stride: Any
 
 
 @kernel
@@ -64,8 +72,8 @@ def _attend_block(
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  The compiler's
-    choice of fusions could change with the code of another loop.
+    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  If the compiler
+    chose the fusions, a change of another loop could change the bits.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -122,7 +130,7 @@ def shift_exponent(exponent, dtype: tl.constexpr):
 
 
 @kernel
-def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
+def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
     """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see shift_exponent."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     lse = tl.fma(max_score, scale, shift_exponent(tl.log2(divisor), dtype))
@@ -130,8 +138,8 @@ def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def page_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `begin`."""
+def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the pages of BLOCK_N positions from `begin` on, a scalar if they share one page.  BLOCK_N divides begin."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -144,8 +152,8 @@ def page_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.conste
 
 
 @kernel
-def rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
+def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Returns [BLOCK_N] int64: the pool rows of positions begin to begin + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
     # because Triton 3.6 pipelines only loops whose carried values are plain loads.
@@ -160,7 +168,7 @@ def rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @kernel
 def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows [N, BLOCK] at offsets [N].  Zeros past ROW_SIZE and, if MASKED, for rows that do not exist."""
+    """Load rows [N, BLOCK] at offsets [N].  Zeros: values past ROW_SIZE and, if MASKED, rows that do not exist."""
     size = tl.arange(0, BLOCK)
     at = pointer + offsets[:, None] + size[None, :]
     if MASKED:
@@ -175,28 +183,29 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.c
     return rows
 
 
+# fmt: off
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
     """Returns (first, second): the tiles of rows `row` [N]."""
+    first_rows, second_rows = row * tiles.first_tile_stride, row * tiles.second_tile_stride
     first = load_rows(
-        tiles.first_ptr, row * tiles.first_stride, row_exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
+        tiles.first_tile_ptr, first_rows, row_exists, MASKED, CONSTANTS.FIRST_TILE_SIZE, CONSTANTS.FIRST_TILE_BLOCK,
     )
     second = load_rows(
-        tiles.second_ptr, row * tiles.second_stride, row_exists, MASKED, CONSTANTS.SECOND_SIZE, CONSTANTS.SECOND_BLOCK
+        tiles.second_tile_ptr, second_rows, row_exists, MASKED, CONSTANTS.SECOND_TILE_SIZE, CONSTANTS.SECOND_TILE_BLOCK,
     )
     return first, second
 
 
-# fmt: off
 @kernel
 def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
-    """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
+    """Attend to positions begin .. end, in whole blocks of BLOCK_N, without a mask: every query sees all these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = page_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
+    page = load_pages_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
     for at in tl.range(begin, end, BLOCK_N, num_stages=CONSTANTS.STAGES):
-        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
-        page = page_of_block(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        row = pool_rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -209,20 +218,20 @@ def attend_blocks(
     q, q_rope, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block, end_block,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
-    """Attend to blocks low .. high from position `begin`, in the order of work_items.py:block_index.
+    """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
     MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    at = begin + block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
-    page = page_of_block(table, at, end, PAGE_SIZE, BLOCK_N)
+    at = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
+    page = load_pages_of_block(table, at, end, PAGE_SIZE, BLOCK_N)
     for t in tl.range(begin_block, end_block, num_stages=CONSTANTS.STAGES):
-        at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
-        at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
+        at = begin + nth_block_index(t, num_lower, num_unmasked) * BLOCK_N
+        at_next = begin + nth_block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = at + tl.arange(0, BLOCK_N)
-        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
-        page = page_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
+        row = pool_rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first_position) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
@@ -239,9 +248,10 @@ def attend_staged(
     q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_stride_r, bits_ptr, bits_stride_q,
     begin_row, end_row, num_rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Attend to staged rows low .. high, out of `num_rows`.
+    """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
-    In a chain (STAGED 1) a query sees its own row and all rows before it; in a tree (2), its ancestor bits' rows.
+    In a chain (STAGED_KIND 1) a query sees its own row and all rows before it; in a tree (2), the rows of its ancestor
+    bits.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for at in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
@@ -249,7 +259,7 @@ def attend_staged(
         exists = node < num_rows
         row = node.to(tl.int64)
         first_tile, second_tile = _load_tiles(tiles, row, exists, True, CONSTANTS)
-        if CONSTANTS.STAGED == 1:
+        if CONSTANTS.STAGED_KIND == 1:
             seen = exists[None, :] & (node[None, :] <= query[:, None])
             if WINDOW > 0:
                 seen = seen & (query[:, None] - node[None, :] < WINDOW)
@@ -272,7 +282,7 @@ def attend_committed(
 ):
     """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
+    num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
         max_score, sum_weights, acc = _attend_unmasked_blocks(
@@ -315,20 +325,20 @@ def _write_tile(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.conste
 
 # fmt: off
 @kernel
-def write_work_item(
+def write_work_item_result(
     results, split, request, request_splits, queries, query, query_exists, head, v_scale_ptr, kv_head,
     scale, max_score, sum_weights, acc,
     dtype: tl.constexpr, HEADS: tl.constexpr, HAS_SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Write the final result if the request has one split, else a partial result.
 
-    scale: factor of scores, unless they are soft-capped and include it; dtype: of the weights.
+    scale: the factor of the scores; 1 for soft-capped scores, which include it.  dtype: the weights' dtype.
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
-    lse = lse_of(max_score, sum_weights, scale, dtype)
+    lse = log_sum_exp_base2(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
         if HAS_SINK:
             out = out * sink_share(lse, sink_ptr, head)[:, None]
@@ -340,7 +350,7 @@ def write_work_item(
 # fmt: on
 
 
-def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
+def check_attention_inputs(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
     """Check the shapes, dtypes and strides that every attention kernel needs.
 
     name: the kernel's name in the error text.  Raises EspalierError.
@@ -375,12 +385,12 @@ def common_launch_arguments(
     """Returns the launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
     q, prefix, staged, splits = inputs.q, inputs.prefix, inputs.staged, inputs.splits
     ancestor_bits = None if staged is None else inputs.nodes.ancestor_bits
-    staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
+    staged_kind = STAGED_NONE if staged is None else STAGED_CHAIN if ancestor_bits is None else STAGED_TREE
     return {
         "q_ptr": q,
         "table_ptr": prefix.page_table,
-        "split_ptr": splits.table,
-        "start_ptr": splits.starts,
+        "splits_ptr": splits.table,
+        "split_starts_ptr": splits.starts,
         # Without ancestor bits the kernel gets a placeholder pointer, which it does not read.
         "bits_ptr": inputs.nodes.positions if ancestor_bits is None else ancestor_bits,
         "out_ptr": out,
@@ -400,8 +410,8 @@ def common_launch_arguments(
             else named_strides(ancestor_bits, "bits_stride_b", "bits_stride_q")
         ),
         "PAGE_SIZE": inputs.page_size,
-        "STAGED": staged_kind,
-        "LONGEST_FIRST": staged_kind == CHAIN and num_tiles >= 8,
+        "STAGED_KIND": staged_kind,
+        "LONGEST_FIRST": staged_kind == STAGED_CHAIN and num_tiles >= 8,
         **pdl_arguments(chip(q)),
     }
 

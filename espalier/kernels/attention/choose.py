@@ -27,15 +27,15 @@ from espalier.kernels.ops.selection import TARGET_PROGRAMS
 from espalier.kernels.runtime.launch import chip, is_aligned_for_copies, next_power_of_2
 from espalier.layout import next_bucket
 
-LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig
+LatentAttentionConfig = TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig
 
 
-def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
+def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
     """Return the launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
     q, splits, fp8 = inputs.q, inputs.splits, inputs.kv_scales is not None
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, inputs.pages[1].shape[1:]
     packed_queries = queries * heads // kv_heads
-    if hopper_supports(inputs):
+    if hopper_kernel_supports(inputs):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
         config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, inputs.page_size, fp8)
         if config is not None:
@@ -46,10 +46,10 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
     return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
-def hopper_supports(inputs: AttentionInputs) -> bool:
+def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides.
 
-    It has no soft-cap, and no FP8 rows if the queries are not in registers: they must be converted to float16.
+    The kernel has no soft-cap.  It takes FP8 rows only with queries in registers, where they become float16.
     """
     if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
@@ -60,16 +60,16 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
     return fits and (staged is None or staged[0].shape[1] > 0)
 
 
-def counted_block_rows(inputs: AttentionInputs) -> int | None:
-    """Return the rows of the blocks that `contiguous` counts; None if tree_attention does not use these counts."""
+def block_rows_to_count(inputs: AttentionInputs) -> int | None:
+    """Returns the rows per block for counting contiguous blocks; None if tree_attention uses no such counts."""
     size = inputs.q.shape[3]
     if not needs_block_counts(inputs.page_size, inputs.window or 0, size):
         return None
-    config = choose_config(inputs)
+    config = choose_attention_config(inputs)
     return kv_block_rows(size) if isinstance(config, HopperConfig) and uses_tma(config) else None
 
 
-def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
+def choose_latent_config(inputs: AttentionInputs) -> LatentAttentionConfig:
     """Return the launch configuration of latent attention, which does not depend on the batch."""
     q, staged, fp8 = inputs.q, inputs.staged, inputs.kv_scales is not None
     queries, heads, size = q.shape[1:]
@@ -83,7 +83,7 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     return choose_triton_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
-def latent_config_fits(config: HopperLatentConfig | HopperLatentFewQueriesConfig, inputs: AttentionInputs) -> bool:
+def latent_config_supports(config: HopperLatentConfig | HopperLatentFewQueriesConfig, inputs: AttentionInputs) -> bool:
     """Returns whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.kv_scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewQueriesConfig):

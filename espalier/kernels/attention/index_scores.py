@@ -20,7 +20,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
-from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
+from espalier.kernels.attention.attention_blocks import load_pages_of_block, pool_rows_of_block
 from espalier.kernels.ops.attention import KERNEL_DTYPES
 from espalier.kernels.ops.selection import MAX_INDEX_SIZE, SCORE_GROUP_SIZE, IndexerKeys, IndexerQueries, IndexerScores
 from espalier.kernels.runtime.jit import kernel
@@ -33,44 +33,46 @@ BLOCK_N, STAGES = 64, 3
 PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
 # The most columns of a program's product.  A column is a head of a query.  In float32 there are no tensor cores.
-MAX_COLUMNS, MAX_FLOAT32_COLUMNS = 256, 64
+MAX_PRODUCT_COLUMNS, MAX_FLOAT32_PRODUCT_COLUMNS = 256, 64
 
 
 # Bytes of shared memory through which threads exchange scores.
-EXCHANGE_BYTES = 4096
+SCORE_EXCHANGE_BYTES = 4096
 
 
 class SharedMemoryPlan(NamedTuple):
     """The numbers of queries, heads and key blocks that one program keeps in shared memory.
 
-    queries: a power of two.  block_h: heads of a query, padded.  stages: blocks of keys.
+    queries: a power of two.  block_heads: heads of a query, padded.  stages: blocks of keys.
     """
 
     queries: int
-    block_h: int
+    block_heads: int
     stages: int
 
 
 @kernel
-def _score_block(keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
+def _score_block(
+    keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_HEADS: tl.constexpr, PRECISION: tl.constexpr
+):
     """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
-    BLOCK_H].
+    BLOCK_HEADS].
 
     A score of a pair (key, query) that is not `is_visible` is -inf.
     """
     products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
-    score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_H]), 2)
+    score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_HEADS]), 2)
     return tl.where(is_visible, score, float("-inf"))
 
 
 @kernel
 def _store_block(
-    score, out_ptr, highest_ptr, block, end, column, group, query, query_exists, out_stride_q, highest_stride_q,
+    score, out_ptr, group_max_ptr, block, end, column, group, query, query_exists, out_stride_q, group_max_stride_q,
     GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
 
-    column: the column of row 0 at out_ptr; group: the column of its group at highest_ptr.
+    column: the column of row 0 at out_ptr; group: the column of its group at group_max_ptr.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
@@ -78,28 +80,30 @@ def _store_block(
     tl.store(out_ptr + query * out_stride_q + (column + row), score, mask=(row < end) & query_exists)
     top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_SIZE, GROUP_SIZE, QUERIES]), 1)
     at = block * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
-    tl.store(highest_ptr + query * highest_stride_q + (group + at), top, mask=(at * GROUP_SIZE < end) & query_exists)
+    tl.store(
+        group_max_ptr + query * group_max_stride_q + (group + at), top, mask=(at * GROUP_SIZE < end) & query_exists
+    )
 
 
 @kernel
 def _index_scores_kernel(
-    q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr, highest_ptr,
+    q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr, group_max_ptr,
     queries, rows, capacity, prefix_begin,
     q_stride_b, q_stride_q, weight_stride_b, weight_stride_q, key_stride_row, staged_stride_b, staged_stride_r,
-    table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, highest_stride_b,
-    highest_stride_q,
+    table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, group_max_stride_b,
+    group_max_stride_q,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So programs with the same keys run
-    at the same time, and the keys come from memory once."""
+    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So the programs that read the same
+    keys run at the same time, and memory is read once."""
     pdl_trigger_and_wait(USE_PDL)
     program, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    of_head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_H) // BLOCK_H
-    head = tl.arange(0, QUERIES * BLOCK_H) % BLOCK_H
+    of_head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_HEADS) // BLOCK_HEADS
+    head = tl.arange(0, QUERIES * BLOCK_HEADS) % BLOCK_HEADS
     is_head = (of_head < queries) & (head < HEADS)
     weight = tl.load(weight_ptr + request * weight_stride_b + of_head * weight_stride_q + head, mask=is_head, other=0.0)
     q = tl.load(
@@ -108,24 +112,24 @@ def _index_scores_kernel(
     )  # fmt: skip
     q = tl.trans(q)
     out = out_ptr + request * out_stride_b
-    highest = highest_ptr + request * highest_stride_b
+    highest = group_max_ptr + request * group_max_stride_b
     query = query.to(tl.int64)[None, :]
     query_exists = query < queries
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
     committed_blocks = (length + BLOCK_N - 1) // BLOCK_N
     table = table_ptr + request * table_stride_b
-    page = page_of_block(table, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+    page = load_pages_of_block(table, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
     for block in tl.range(program, committed_blocks, tl.num_programs(1), num_stages=STAGES):
-        row = rows_of_block(page, block * BLOCK_N, PAGE_SIZE, BLOCK_N)
-        page = page_of_block(table, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+        row = pool_rows_of_block(page, block * BLOCK_N, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(table, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             key_ptr + (row * key_stride_row)[:, None] + value[None, :],
             mask=(at < length) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
-        score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_H, PRECISION)
+        score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_HEADS, PRECISION)
         _store_block(
-            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, highest_stride_q, GROUP_SIZE
+            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
         )
     # The last program takes the first staged block, because it may have had one committed block less.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
@@ -140,24 +144,24 @@ def _index_scores_kernel(
             mask=(at < rows) & query_exists, other=0,
         )  # fmt: skip
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
-        score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_H, PRECISION)
+        score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_HEADS, PRECISION)
         group = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
         _store_block(
-            score, out, highest, block, rows, capacity, group, query, query_exists, out_stride_q, highest_stride_q,
+            score, out, highest, block, rows, capacity, group, query, query_exists, out_stride_q, group_max_stride_q,
             GROUP_SIZE,
         )  # fmt: skip
 
 
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
-    """Returns a program's shared memory plan.  The plan changes no bits, because each query's heads are added alone."""
-    block_h, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
-    columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
+    """Returns a program's shared memory plan.  No plan changes the bits: each query's heads are added up separately."""
+    block_heads, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
+    columns = MAX_PRODUCT_COLUMNS if itemsize == 2 else MAX_FLOAT32_PRODUCT_COLUMNS
     room = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
     held = next_power_of_2(queries)
-    while held > 1 and held * block_h > min(columns, room):
+    while held > 1 and held * block_heads > min(columns, room):
         held //= 2
-    blocks = (gpu.shared_memory - EXCHANGE_BYTES - held * block_h * row_bytes) // (BLOCK_N * row_bytes)
-    return SharedMemoryPlan(held, block_h, min(max(blocks, 1), STAGES))
+    blocks = (gpu.shared_memory - SCORE_EXCHANGE_BYTES - held * block_heads * row_bytes) // (BLOCK_N * row_bytes)
+    return SharedMemoryPlan(held, block_heads, min(max(blocks, 1), STAGES))
 
 
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
@@ -193,7 +197,7 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
         *(*scores.row_scores.stride()[:2], *scores.group_scores.stride()[:2]),
         HEADS=heads, HEAD_SIZE=size, PAGE_SIZE=keys.page_size, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        GROUP_SIZE=SCORE_GROUP_SIZE, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_H=held.block_h,
+        GROUP_SIZE=SCORE_GROUP_SIZE, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_HEADS=held.block_heads,
         BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=held.stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
     )  # fmt: skip

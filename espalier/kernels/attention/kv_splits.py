@@ -3,11 +3,11 @@
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
 batch bucket of the pass.  In the table the requests with the longest splits come first.  Programs take splits in turn,
-so each program gets about the same amount of work (work_items.py:work_item_of).
+so each program gets about the same amount of work (work_items.py:work_item_of_program).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of these
-rows, every block is contiguous, and nothing is counted.
+counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of the
+rows per block, every block is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.work_items import committed_blocks, load_split
+from espalier.kernels.attention.work_items import count_committed_blocks, load_split_range
 from espalier.kernels.ops.selection import SPLIT_ALIGNMENT, SPLIT_COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Queries, or requests, that a step of _kv_splits_kernel compares with all requests.
-QUERIES_AT_ONCE = 16
+COMPARED_PER_STEP = 16
 
 
 @kernel
-def _split_width_and_count(
+def _split_rows_and_count(
     num_rows, request_exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
     """Returns (rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
@@ -43,7 +43,7 @@ def _split_width_and_count(
 
 @kernel(do_not_specialize=["first_position", "num_splits", "max_splits"])
 def _kv_splits_kernel(
-    length_ptr, position_ptr, split_ptr, start_ptr, batch, queries, first_position, num_splits, max_splits,
+    length_ptr, position_ptr, splits_ptr, split_starts_ptr, batch, queries, first_position, num_splits, max_splits,
     length_stride_b, position_stride_b, position_stride_q,
     WINDOW: tl.constexpr, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -62,7 +62,7 @@ def _kv_splits_kernel(
             min_position = tl.minimum(min_position, tl.min(position, 1))
         begin = tl.where(request_exists, tl.maximum(begin, min_position - WINDOW + 1), 0)
     begin = begin // STEP * STEP
-    width, count = _split_width_and_count(
+    width, count = _split_rows_and_count(
         length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
     )
     if WINDOW > 0:
@@ -77,19 +77,19 @@ def _kv_splits_kernel(
                 tl.load(length_ptr + other * length_stride_b, mask=exists, other=0).to(tl.int32)
                 - first_position // STEP * STEP
             )
-            other_width, other_count = _split_width_and_count(
+            other_width, other_count = _split_rows_and_count(
                 rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
             )
             is_before = other_width[None, :] > width[:, None]
             is_before |= (other_width[None, :] == width[:, None]) & (other[None, :] < request[:, None])
             start += tl.sum(tl.where(is_before, other_count[None, :], 0), 1)
-    tl.store(start_ptr + request, start, mask=request_exists)
-    tl.store(start_ptr + batch, tl.sum(count, 0))
-    tl.store(start_ptr + batch + 1 + request, count, mask=request_exists)
+    tl.store(split_starts_ptr + request, start, mask=request_exists)
+    tl.store(split_starts_ptr + batch, tl.sum(count, 0))
+    tl.store(split_starts_ptr + batch + 1 + request, count, mask=request_exists)
     for i in range(max_splits):
         exists = i < count
         low = begin + i * width
-        split = split_ptr + (start + i) * 4
+        split = splits_ptr + (start + i) * 4
         tl.store(split, request, mask=exists)
         tl.store(split + 1, low, mask=exists)
         tl.store(split + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=exists)
@@ -103,39 +103,35 @@ def kv_splits(
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(2 * batch + 1, dtype=torch.int32, device=length.device)
-    if not window:
-        positions = None
-    if positions is not None:
-        require("splits' positions", positions, (batch, -1), torch.int64, length)
+    # Without a window, the kernel does not read positions.
+    positions = length[:, None] if positions is None or not window else positions
+    require("splits' positions", positions, (batch, -1), torch.int64, length)
     if batch:
-        queries, position_stride_b, position_stride_q = (
-            (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
-        )
         _kv_splits_kernel[(1,)](
-            *(length, length if positions is None else positions, table, starts, batch, queries, first_position),
-            *(policy.num_splits, policy.max_splits, length.stride(0), position_stride_b, position_stride_q),
+            *(length, positions, table, starts, batch, positions.shape[1], first_position),
+            *(policy.num_splits, policy.max_splits, length.stride(0), *positions.stride()),
             WINDOW=window, STEP=SPLIT_ALIGNMENT, MIN_ROWS=policy.min_split_rows, MAX_ROWS=policy.max_split_rows,
-            BLOCK_B=next_power_of_2(batch), BLOCK_Q=QUERIES_AT_ONCE, num_warps=4 if batch <= 256 else 8,
+            BLOCK_B=next_power_of_2(batch), BLOCK_Q=COMPARED_PER_STEP, num_warps=4 if batch <= 256 else 8,
         )  # fmt: skip
     return KVSplits(table, starts, policy)
 
 
 # Blocks checked per step: 4096 rows.
-STEP_BLOCKS = 64
+BLOCKS_PER_STEP = 64
 
 
 @kernel(do_not_specialize=["batch"])
-def _contiguous_blocks_kernel(
-    split_ptr, start_ptr, table_ptr, out_ptr, batch, first_position, table_stride_b,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+def _count_contiguous_blocks_kernel(
+    splits_ptr, split_starts_ptr, table_ptr, out_ptr, batch, first_position, table_stride_b,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_PER_STEP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
     split = tl.program_id(0)
-    exists = split < tl.load(start_ptr + batch)
-    request, begin, end, _request_splits = load_split(split_ptr, split, exists)
-    _num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+    exists = split < tl.load(split_starts_ptr + batch)
+    request, begin, end, _request_splits = load_split_range(splits_ptr, split, exists)
+    _num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
     table = table_ptr + request * table_stride_b
-    block, offset = tl.arange(0, STEP_BLOCKS), tl.arange(0, BLOCK_N)
+    block, offset = tl.arange(0, BLOCKS_PER_STEP), tl.arange(0, BLOCK_N)
     num_checked = num_unmasked * 0
     count = num_unmasked * 0
     while num_checked < num_unmasked:
@@ -144,10 +140,10 @@ def _contiguous_blocks_kernel(
         page = tl.load(table + position // PAGE_SIZE, mask=inside[:, None], other=0).to(tl.int64)
         start = page * PAGE_SIZE + position % PAGE_SIZE - offset[None, :]
         contiguous = inside & (tl.max(start, 1) == tl.min(start, 1))
-        num_leading = tl.min(tl.where(contiguous, STEP_BLOCKS, block), 0)
+        num_leading = tl.min(tl.where(contiguous, BLOCKS_PER_STEP, block), 0)
         count += num_leading
         # Stop at the first block that is not contiguous.
-        num_checked = tl.where(num_leading == STEP_BLOCKS, num_checked + STEP_BLOCKS, num_unmasked)
+        num_checked = tl.where(num_leading == BLOCKS_PER_STEP, num_checked + BLOCKS_PER_STEP, num_unmasked)
     tl.store(out_ptr + split, count, mask=exists)
 
 
@@ -161,9 +157,9 @@ def count_contiguous_blocks(
         raise EspalierError("counting contiguous blocks needs a page table whose last dimension is contiguous")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
     if capacity:
-        _contiguous_blocks_kernel[(capacity,)](
+        _count_contiguous_blocks_kernel[(capacity,)](
             splits.table, splits.starts, page_table, out, page_table.shape[0], first_position, page_table.stride(0),
-            PAGE_SIZE=page_size, BLOCK_N=block_rows, STEP_BLOCKS=STEP_BLOCKS, num_warps=16,
+            PAGE_SIZE=page_size, BLOCK_N=block_rows, BLOCKS_PER_STEP=BLOCKS_PER_STEP, num_warps=16,
             **pdl_arguments(chip(page_table)),
         )  # fmt: skip
     return out

@@ -17,27 +17,32 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
-    AttentionConstants,
+    AttentionConstexprs,
     RowTiles,
     attend_blocks,
     attend_staged,
-    check_shapes,
+    check_attention_inputs,
     common_launch_arguments,
     load_rows,
     named_strides,
     times_scale,
-    write_work_item,
+    write_work_item_result,
 )
-from espalier.kernels.attention.choose import LatentConfig, choose_latent_config, latent_config_fits, latent_tile_widths
+from espalier.kernels.attention.choose import (
+    LatentAttentionConfig,
+    choose_latent_config,
+    latent_config_supports,
+    latent_tile_widths,
+)
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
     WorkPlan,
-    committed_blocks,
+    count_committed_blocks,
     load_work_item,
     trigger_merge,
     visible_staged_range,
     wait_and_count_splits,
-    work_item_of,
+    work_item_of_program,
 )
 from espalier.kernels.hopper.config import HopperLatentConfig, HopperLatentFewQueriesConfig
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
@@ -57,31 +62,31 @@ from espalier.kernels.runtime.launch import chip
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _latent_attention_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
     q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
     bits_stride_q,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    STAGED_KIND: tl.constexpr, LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
 ):
-    CONSTANTS: tl.constexpr = AttentionConstants(
-        PAGE_SIZE, 0, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
+    CONSTANTS: tl.constexpr = AttentionConstexprs(
+        PAGE_SIZE, 0, 0, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
     tiles = RowTiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
+    num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
     num_work_items = num_splits * num_tiles
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first_position)
+    plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, num_tiles, queries, rows, first_position)
     scale = times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
-            split, request, begin, end, request_splits, is_last, tile, _head = load_work_item(
+            split, request, begin, end, request_splits, is_last_split, tile, _head = load_work_item(
                 plan, work_item, 1, LONGEST_FIRST
             )
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -94,7 +99,7 @@ def _latent_attention_kernel(
             max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
             sum_weights = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+            num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
             table = table_ptr + request * table_stride_b
             max_score, sum_weights, out = attend_blocks(
                 q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, 0, num_unmasked,
@@ -104,9 +109,9 @@ def _latent_attention_kernel(
                 q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, num_unmasked,
                 num_blocks, scale, max_score, sum_weights, out, True, CONSTANTS,
             )
-            if STAGED > 0:
-                num_staged = tl.where(is_last, rows, 0)
-                low, high = visible_staged_range(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
+            if STAGED_KIND > 0:
+                num_staged = tl.where(is_last_split, rows, 0)
+                low, high = visible_staged_range(tile, num_staged, STAGED_KIND, 0, HEADS, BLOCK_M, BLOCK_R)
                 staged = staged_ptr + request * staged_stride_b
                 # No window: positions are not needed.
                 max_score, sum_weights, out = attend_staged(
@@ -117,7 +122,7 @@ def _latent_attention_kernel(
                 )
             trigger_merge(base, num_work_items, USE_PDL)
             # There are no sinks.
-            write_work_item(
+            write_work_item_result(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
                 query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out,
                 q.dtype, HEADS, False, V_SIZE, BLOCK_V,
@@ -126,9 +131,7 @@ def _latent_attention_kernel(
 
 
 def latent_attention(
-    inputs: AttentionInputs,
-    partial_results: PartialResults | None = None,
-    config: LatentConfig | None = None,
+    inputs: AttentionInputs, partial_results: PartialResults | None = None, config: LatentAttentionConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     inputs = _check_inputs(inputs)
     splits = inputs.splits
@@ -141,7 +144,7 @@ def latent_attention(
         partial_results = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)
-    elif not (isinstance(config, TritonConfig) or latent_config_fits(config, inputs)):
+    elif not (isinstance(config, TritonConfig) or latent_config_supports(config, inputs)):
         raise EspalierError(
             "the Hopper kernels for latent rows need bfloat16 or float16, rows of 512 + 64 values, addresses and "
             "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
@@ -154,11 +157,7 @@ def latent_attention(
 
 
 def _launch_kernel(
-    inputs: AttentionInputs,
-    partials: PartialResults,
-    config: LatentConfig,
-    out: Tensor,
-    lse: Tensor,
+    inputs: AttentionInputs, partials: PartialResults, config: LatentAttentionConfig, out: Tensor, lse: Tensor
 ) -> None:
     q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.kv_scales, inputs.page_size
     (_, queries, heads, size), v_size = q.shape, inputs.v_size
@@ -198,7 +197,7 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
             f"V of up to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use "
             "attention='reference'"
         )
-    check_shapes("latent attention", inputs, 1)
+    check_attention_inputs("latent attention", inputs, 1)
     both = (inputs.pages, inputs.staged or inputs.pages)
     if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in both):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")

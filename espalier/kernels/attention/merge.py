@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger
 
 
 @kernel
-def _merge_kernel(
+def _merge_two_results_kernel(
     first_out_ptr, second_out_ptr, first_lse_ptr, second_lse_ptr, sink_ptr, out_ptr, rows,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -51,7 +51,7 @@ def _merge_kernel(
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
+    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if sizes do not agree."""
     shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", second_result[0], shape, None, first_result[0])
@@ -63,7 +63,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
     rows, block_v = first_result[1].numel(), next_power_of_2(v_size)
     if out.numel():
         block = max(1, 1024 // block_v)
-        _merge_kernel[(-(-rows // block),)](
+        _merge_two_results_kernel[(-(-rows // block),)](
             *(first_result[0].contiguous(), second_result[0].contiguous(), first_result[1].contiguous()),
             *(second_result[1].contiguous(), sink, out, rows),
             HEADS=heads, V_SIZE=v_size, ACC_DTYPE=acc_dtype(first_result[1].dtype), BLOCK=block, BLOCK_V=block_v,
@@ -73,22 +73,23 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
-PROGRAM_VALUES = 4096
-# A request with few splits is merged in a smaller block, several pairs at once.  "Few" is the policy's num_splits,
-# rounded up to a power of two, at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
-MIN_FEW_SPLITS, MAX_FEW_SPLITS = 4, 8
+VALUES_PER_LOAD = 4096
+# A request with few splits is merged in a smaller block, several pairs at once.  The small block has the
+# policy's num_splits, rounded up to a power of two, at least MIN_SMALL_BLOCK_SPLITS.  Above MAX_SMALL_BLOCK_SPLITS all
+# requests have the same block.
+MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
 SPLITS_PER_PROGRAM = 16
 # The fewest and the most output columns of a (query, head) pair that a program merges.  Several programs share a pair
 # with more columns or splits: latent attention has up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
-# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but each
-# start costs time, even without work (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program takes time
+# even if it has no work (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
 @kernel
-def _merge_pairs(
+def _merge_query_head_pairs(
     partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINK: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -127,36 +128,36 @@ def _merge_pairs(
 
 @kernel(do_not_specialize=["batch"])
 def _merge_splits_kernel(
-    partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
+    partial_ptr, partial_lse_ptr, split_starts_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, SMALL_BLOCK_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge pairs: PAIRS at once for a request with at most FEW_SPLITS splits, else one by one."""
+    """Merge pairs: PAIRS at once for a request with at most SMALL_BLOCK_SPLITS splits, else one by one."""
     # The splits may be read before the wait: the attention kernel had waited for them before it let this kernel start.
-    num_splits = tl.load(start_ptr + batch)
+    num_splits = tl.load(split_starts_ptr + batch)
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     # In most batches every request has one split, so there is nothing to merge.
     num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
     for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
         request = pair // pairs_per_request
-        start = tl.load(start_ptr + request)
-        count = tl.load(start_ptr + batch + 1 + request)
+        start = tl.load(split_starts_ptr + request)
+        count = tl.load(split_starts_ptr + batch + 1 + request)
         count = tl.where(count > 1, count, 0)
-        if FEW_SPLITS == BLOCK_SPLITS:
+        if SMALL_BLOCK_SPLITS == BLOCK_SPLITS:
             # Without a branch on `count`, addresses are computed while the count is loaded.
-            _merge_pairs(
+            _merge_query_head_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
                 HEADS, V_SIZE, HAS_SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
-        elif count <= FEW_SPLITS:
-            _merge_pairs(
+        elif count <= SMALL_BLOCK_SPLITS:
+            _merge_query_head_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-                HEADS, V_SIZE, HAS_SINK, PAIRS, FEW_SPLITS, BLOCK_V,
+                HEADS, V_SIZE, HAS_SINK, PAIRS, SMALL_BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
         else:
             for i in range(PAIRS):
-                _merge_pairs(
+                _merge_query_head_pairs(
                     partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair + i,
                     pairs_per_request, HEADS, V_SIZE, HAS_SINK, 1, BLOCK_SPLITS, BLOCK_V,
                 )  # fmt: skip
@@ -181,19 +182,19 @@ def merge_splits(
     if not out.numel():
         return
     block_splits = next_power_of_2(splits.policy.max_splits)
-    few = min(max(next_power_of_2(splits.policy.num_splits), MIN_FEW_SPLITS), block_splits)
-    few = few if few <= MAX_FEW_SPLITS else block_splits
-    block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
+    few = min(max(next_power_of_2(splits.policy.num_splits), MIN_SMALL_BLOCK_SPLITS), block_splits)
+    few = few if few <= MAX_SMALL_BLOCK_SPLITS else block_splits
+    block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, VALUES_PER_LOAD // block_splits))
     num_parts = -(-v_size // block_v)
     # A power of two that divides the heads, so that pairs merged at once belong to one request.  The number must not
     # depend on the batch, because it changes the order of a thread's sums, and thereby the bits.
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
-    # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
+    # With fused multiply-adds the compiler could round pairs differently, so a query's bits would depend on its row.
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partial_results.out, partial_results.lse, splits.starts, out if sink is None else sink),
         *(out, lse, batch, pairs_per_request),
-        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, FEW_SPLITS=few,
+        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, SMALL_BLOCK_SPLITS=few,
         BLOCK_SPLITS=block_splits, num_warps=1, enable_fp_fusion=False, **pdl_arguments(chip(out)),
     )  # fmt: skip

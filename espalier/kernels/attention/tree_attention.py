@@ -15,27 +15,27 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
-    AttentionConstants,
+    AttentionConstexprs,
     RowTiles,
     attend_committed,
     attend_staged,
-    check_shapes,
+    check_attention_inputs,
     common_launch_arguments,
     load_rows,
     named_strides,
     times_scale,
-    write_work_item,
+    write_work_item_result,
 )
-from espalier.kernels.attention.choose import choose_config, hopper_supports
+from espalier.kernels.attention.choose import choose_attention_config, hopper_kernel_supports
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
-    load_split,
-    split_of,
-    tile_and_head,
+    load_split_range,
+    split_of_work_item,
+    tile_and_kv_head,
     trigger_merge,
     visible_staged_range,
     wait_and_count_splits,
-    work_item_of,
+    work_item_of_program,
 )
 from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel, tma_arguments
 from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
@@ -69,37 +69,37 @@ def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(
-    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
-    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, batch, queries, rows,
-    first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h,
-    staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h,
-    table_stride_b, position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b,
-    bits_stride_q,
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr, table_ptr, splits_ptr, split_starts_ptr, position_ptr,
+    row_position_ptr, bits_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
+    scale, batch, queries, rows, first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h,
+    v_stride_row, v_stride_h, staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b,
+    staged_v_stride_r, staged_v_stride_h, table_stride_b, position_stride_b, position_stride_q,
+    row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED: tl.constexpr, HAS_SINK: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED_KIND: tl.constexpr,
+    HAS_SINK: tl.constexpr, LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    CONSTANTS: tl.constexpr = AttentionConstants(
-        PAGE_SIZE, WINDOW, SOFTCAP, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
+    CONSTANTS: tl.constexpr = AttentionConstexprs(
+        PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
+    num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
     num_work_items, backwards = num_splits * num_tiles * KV_HEADS, 0
-    next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
+    next_split = split_of_work_item(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
     exists = tl.program_id(0) < num_work_items
-    next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)
+    next_request, next_begin, next_end, next_count = load_split_range(splits_ptr, next_split, exists)
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
-        work_item, backwards = work_item_of(base, backwards), 1 - backwards
+        work_item, backwards = work_item_of_program(base, backwards), 1 - backwards
         split, request, begin, end, count = next_split, next_request, next_begin, next_end, next_count
         # The next split is loaded before the work on this split, to hide the latency of the load.
-        next_work_item = work_item_of(base + tl.num_programs(0), backwards)
-        next_split = split_of(next_work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
+        next_work_item = work_item_of_program(base + tl.num_programs(0), backwards)
+        next_split = split_of_work_item(next_work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
         exists = next_work_item < num_work_items
-        next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)
+        next_request, next_begin, next_end, next_count = load_split_range(splits_ptr, next_split, exists)
         if work_item < num_work_items:
-            tile, head = tile_and_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
+            tile, head = tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             query, q_head = packed // GROUP_SIZE, head * GROUP_SIZE + packed % GROUP_SIZE
             query_exists = query < queries
@@ -118,9 +118,9 @@ def _tree_attention_kernel(
                 q, position, table_ptr + request * table_stride_b, tiles, begin, end, first_position,
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
-            if STAGED > 0:
-                num_staged = tl.where(split + 1 == tl.load(start_ptr + request) + count, rows, 0)
-                low, high = visible_staged_range(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
+            if STAGED_KIND > 0:
+                num_staged = tl.where(split + 1 == tl.load(split_starts_ptr + request) + count, rows, 0)
+                low, high = visible_staged_range(tile, num_staged, STAGED_KIND, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
                 staged = RowTiles(
                     staged_k_ptr + request * staged_k_stride_b + head * staged_k_stride_h, staged_k_stride_r,
                     staged_v_ptr + request * staged_v_stride_b + head * staged_v_stride_h, staged_v_stride_r,
@@ -132,7 +132,7 @@ def _tree_attention_kernel(
                     sum_weights, out, CONSTANTS,
                 )
             trigger_merge(base, num_work_items, USE_PDL)
-            write_work_item(
+            write_work_item_result(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, 1.0 if SOFTCAP > 0 else score_scale, max_score, sum_weights,
                 out, q.dtype, KV_HEADS * GROUP_SIZE, HAS_SINK, V_SIZE, BLOCK_V,
@@ -158,9 +158,9 @@ def tree_attention(
     if partial_results is None:
         partial_results = PartialResults.allocate(splits, *out.shape[1:])
     if config is None:
-        config = choose_config(inputs)
+        config = choose_attention_config(inputs)
     elif isinstance(config, HopperConfig) and not (
-        hopper_supports(inputs) and (inputs.kv_scales is not None) == (config.raw_stages > 0)
+        hopper_kernel_supports(inputs) and (inputs.kv_scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
@@ -229,7 +229,7 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
             f"up to {MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} "
             f"(k) and {v_size} (v): use attention='reference'"
         )
-    check_shapes("tree attention", inputs, kv_heads)
+    check_attention_inputs("tree attention", inputs, kv_heads)
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
 
 

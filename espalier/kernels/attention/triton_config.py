@@ -9,14 +9,17 @@ import torch
 
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
-# Bytes of shared memory reserved for the compiler if the estimate of `shared_bytes` was not checked.
-SCRATCH_BYTES = 8 * 1024
+# Bytes of shared memory reserved for the compiler's own use, for sizes whose `shared_bytes` estimate was not measured.
+COMPILER_SCRATCH_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Launch configuration.  block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step;
-    programs_per_processor: programs of the persistent grid per multiprocessor."""
+    """Launch configuration of an attention kernel.
+
+    block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step; programs_per_processor:
+    programs of the persistent grid per multiprocessor.
+    """
 
     block_m: int
     block_n: int
@@ -26,7 +29,7 @@ class TritonConfig:
     programs_per_processor: int = 1
 
     def constexpr_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Returns the constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
+        """Returns the constexpr arguments and launch options of this configuration.  dtype: the queries' dtype."""
         return {
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "BLOCK_M": self.block_m,
@@ -89,7 +92,7 @@ def choose_triton_config(
         config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
-    available = gpu.shared_memory - (SCRATCH_BYTES if wide else 0)
+    available = gpu.shared_memory - (COMPILER_SCRATCH_BYTES if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
         while config.stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, stages=config.stages - 1)
@@ -104,7 +107,7 @@ def choose_triton_config(
 def choose_triton_latent_config(
     gpu: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype
 ) -> TritonConfig:
-    """Return the configuration.  packed_queries: queries times heads; rows: staged rows.
+    """Returns the configuration for latent rows.  packed_queries: queries times heads; rows: staged rows.
 
     row_bytes: bytes of one row in shared memory.  A chip with less shared memory gets fewer rows per step, then fewer
     stages, then fewer queries.

@@ -14,51 +14,51 @@ import triton.language as tl
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
-# Values of a kernel's STAGED: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
-NO_STAGED, CHAIN, TREE = 0, 1, 2
-# Values of CONTIGUOUS.  UNKNOWN: TMA copies no block.  ALL_CONTIGUOUS: all unmasked blocks of a split are contiguous in
-# the pool.  COUNTED: a counted number of first blocks is contiguous (kernels/attention/kv_splits.py).
-UNKNOWN, ALL_CONTIGUOUS, COUNTED = 0, 1, 2
+# Values of a kernel's STAGED_KIND: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
+STAGED_NONE, STAGED_CHAIN, STAGED_TREE = 0, 1, 2
+# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: none; all unmasked ones, which are contiguous
+# in the pool; the contiguous first blocks, which kv_splits.py has counted.
+TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 
 
 class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
-    split_ptr, start_ptr: the table of splits and their starts (kernels/attention/kv_splits.py); num_splits, num_tiles:
-    of the launch; queries, rows: queries and staged rows per request; first: as in Prefix.
+    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts; num_splits, num_tiles: of the launch; queries,
+    num_staged_rows: per request; first_position: see Prefix.
     """
 
-    split_ptr: Any
-    start_ptr: Any
+    splits_ptr: Any
+    split_starts_ptr: Any
     num_splits: Any
     num_tiles: Any
     queries: Any
-    rows: Any
+    num_staged_rows: Any
     first_position: Any
 
 
 class WorkItem(NamedTuple):
-    """One work item.  request_splits: number of splits of the request; is_last: whether the split is its last."""
+    """One work item.  request_splits: number of splits of the request; is_last_split: whether the split is its last."""
 
     split: Any
     request: Any
     begin: Any
     end: Any
     request_splits: Any
-    is_last: Any
-    tile: Any
-    head: Any
+    is_last_split: Any
+    query_tile: Any
+    kv_head: Any
 
 
 @kernel
-def wait_and_count_splits(start_ptr, batch, queries, USE_PDL: tl.constexpr):
+def wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
     starts at `trigger_merge`, because earlier its programs would take multiprocessors from attention.
     """
     pdl_wait(USE_PDL)
-    num_splits = tl.load(start_ptr + batch)
+    num_splits = tl.load(split_starts_ptr + batch)
     # If no request has several splits, there is nothing to merge.  The limit of 16 queries: docs/log.md.
     if (num_splits <= batch) | (batch * queries <= 16):
         pdl_trigger(USE_PDL)
@@ -73,18 +73,18 @@ def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
 
 
 @kernel
-def work_item_of(first_work_item, is_backwards):
+def work_item_of_program(first_work_item, is_reversed):
     """Returns this program's work item in the iteration that starts at `first_work_item`.
 
     Every second iteration runs backwards: a program with the longest work item then gets the shortest.
     """
     pid = tl.program_id(0)
-    return first_work_item + tl.where(is_backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+    return first_work_item + tl.where(is_reversed == 1, tl.num_programs(0) - 1 - pid, pid)
 
 
 @kernel
-def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """The split of a work item.  Tiles vary fastest, then heads, splits; with LONGEST_FIRST: heads, splits, tiles."""
+def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """Returns a work item's split.  Tiles vary fastest, then heads, splits; LONGEST_FIRST: heads, splits, tiles."""
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -93,7 +93,7 @@ def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_F
 
 
 @kernel
-def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
     """Returns the query tile and the KV head of a work item.
 
     LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Without it, tiles that read
@@ -105,10 +105,9 @@ def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONG
 
 
 @kernel
-def load_split(split_ptr, split, split_exists):
-    """Returns (request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not
-    `split_exists`."""
-    at = split_ptr + split * 4
+def load_split_range(splits_ptr, split, split_exists):
+    """Returns (request, begin, end, request_splits), a row of KVSplits.table; zeros if the split does not exist."""
+    at = splits_ptr + split * 4
     request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=split_exists, other=0)
     end = tl.load(at + 2, mask=split_exists, other=0)
@@ -118,15 +117,15 @@ def load_split(split_ptr, split, split_exists):
 @kernel
 def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
     """Load a work item that exists."""
-    split = split_of(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
-    request, begin, end, request_splits = load_split(plan.split_ptr, split, True)
-    is_last = split + 1 == tl.load(plan.start_ptr + request) + request_splits
-    tile, head = tile_and_head(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
-    return WorkItem(split, request, begin, end, request_splits, is_last, tile, head)
+    split = split_of_work_item(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
+    request, begin, end, request_splits = load_split_range(plan.splits_ptr, split, True)
+    is_last_split = split + 1 == tl.load(plan.split_starts_ptr + request) + request_splits
+    tile, head = tile_and_kv_head(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
+    return WorkItem(split, request, begin, end, request_splits, is_last_split, tile, head)
 
 
 @kernel
-def committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def count_committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Returns (num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
     The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no mask;
@@ -141,8 +140,8 @@ def committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: 
 
 
 @kernel
-def block_index(step, num_lower, num_unmasked):
-    """The index of the t-th block to process: first unmasked blocks, then the blocks before them, then those after."""
+def nth_block_index(step, num_lower, num_unmasked):
+    """Returns the block to process in this step: first the unmasked blocks, then the blocks before and after them."""
     return tl.where(
         step < num_unmasked, num_lower + step, tl.where(step < num_lower + num_unmasked, step - num_unmasked, step)
     )
@@ -151,12 +150,13 @@ def block_index(step, num_lower, num_unmasked):
 @kernel
 def visible_staged_range(
     tile, rows,
-    STAGED: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGED_KIND: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """(low, high): the staged rows of `rows` that a query tile may see.  A chain ends at the tile's last query."""
+    """Returns (low, high): the staged rows that a query tile may see.  In a chain they end at the tile's last query."""
     low = 0
     high = rows
-    if STAGED == 1:
+    if STAGED_KIND == 1:
         high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE + 1)
         if WINDOW > 0:
             low = tl.maximum(tile * BLOCK_M // GROUP_SIZE - WINDOW + 1, 0) // BLOCK_R * BLOCK_R

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
-from espalier.kernels.attention.work_items import load_work_item, trigger_merge, work_item_of
+from espalier.kernels.attention.attention_blocks import log_sum_exp_base2, shift_exponent, sink_share
+from espalier.kernels.attention.work_items import load_work_item, trigger_merge, work_item_of_program
 from espalier.kernels.hopper.config import MAX_REGISTER_HEAD_SIZE
 from espalier.kernels.hopper.work import (
     position_of_block,
@@ -65,7 +65,7 @@ def make_queries(plan, work_item, blocks, first_packed, packed, row_positions, a
     """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = blocks.num_committed
-    if CONSTANTS.STAGED == 1 and CONSTANTS.WINDOW == 0:
+    if CONSTANTS.STAGED_KIND == 1 and CONSTANTS.WINDOW == 0:
         # In a chain, blocks before the tile's first query need no mask either.
         num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - blocks.begin_staged, 0)
         first_masked_staged = blocks.num_committed + num_seen // CONSTANTS.BLOCK_N
@@ -128,11 +128,11 @@ def _mask_block(scores, block_number, queries, blocks, CONSTANTS: gl.constexpr, 
             scores = _mask_committed(scores, at, queries.position, end, begin, WINDOW, BLOCK_N, SCORE_LAYOUT)
     elif block_number >= queries.first_masked_staged:
         node = blocks.begin_staged + (block_number - blocks.num_committed) * BLOCK_N
-        if CONSTANTS.STAGED == 0:
+        if CONSTANTS.STAGED_KIND == 0:
             scores = gl.full_like(scores, float("-inf"))
-        if CONSTANTS.STAGED == 1:
+        if CONSTANTS.STAGED_KIND == 1:
             scores = _mask_chain(scores, node, queries.query, blocks.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
-        if CONSTANTS.STAGED == 2:
+        if CONSTANTS.STAGED_KIND == 2:
             scores = _mask_tree(scores, node, queries, blocks.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
     return scores
 
@@ -257,8 +257,8 @@ def attend_work_item(
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT)
     wait_until_full(stages, blocks_done + 1, blocks.num_blocks > 1)
     masked = gl.maximum(blocks.num_unmasked, 1)
-    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
-    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
+    # If TMA_BLOCKS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
+    BY_THREADS: gl.constexpr = CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
@@ -299,18 +299,18 @@ def _write_work_item(
     dtype: gl.constexpr, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):
-    """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item."""
+    """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item_result."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
-    queries, head = plan.queries, work_item.head
+    queries, head = plan.queries, work_item.kv_head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
-    lse = lse_of(max_score, sum_weights, scale, dtype)
+    lse = log_sum_exp_base2(max_score, sum_weights, scale, dtype)
     if work_item.request_splits == 1:
         at = work_item.request
         if HAS_SINK:
@@ -338,11 +338,11 @@ def _copy_queries(
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     if work_item_index < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
         work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-        first_packed = work_item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+        first_packed = work_item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
         at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
         query = at // GROUP_SIZE
         row = work_item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
-        row += (work_item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
+        row += (work_item.kv_head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
         offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
         exists = gl.expand_dims(query < plan.queries, 1)
         hopper.async_copy.async_copy_global_to_shared(q_shared, q_rows.pointer + offsets, mask=exists)
@@ -369,13 +369,13 @@ def attend_work_items(
     backwards = 0
     blocks_done = 0
     if AHEAD:
-        _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
+        _copy_queries(q_tile, q_rows, plan, work_item_of_program(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            first_packed = work_item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+            first_packed = work_item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
             if not AHEAD:
                 _copy_queries(q_tile, q_rows, plan, work_item_index, WARPGROUP, HEAD_SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
@@ -394,7 +394,7 @@ def attend_work_items(
             )
             score_scale = scale
             if CONSTANTS.RAW_STAGES > 0:
-                score_scale = scale * gl.load(k_scale_ptr + work_item.head)
+                score_scale = scale * gl.load(k_scale_ptr + work_item.kv_head)
             out, max_score, sum_weights = attend_work_item(
                 (q,), stages, stages.tiles[1], None, blocks_done, 0, score_scale, queries, blocks,
                 CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
@@ -403,7 +403,7 @@ def attend_work_items(
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
-                next_work_item = work_item_of(base + gl.num_programs(0), backwards)
+                next_work_item = work_item_of_program(base + gl.num_programs(0), backwards)
                 _copy_queries(q_tile, q_rows, plan, next_work_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, work_item, first_packed,

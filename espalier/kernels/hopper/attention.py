@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN, WorkPlan, wait_and_count_splits
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
 from espalier.kernels.hopper.config import HopperConfig, kv_block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
@@ -23,7 +23,7 @@ from espalier.kernels.runtime.launch import tma_descriptor
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
-    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
+    table_ptr, splits_ptr, split_starts_ptr, position_ptr, row_position_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
     scale, batch, queries, rows, first_position,
     q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h, staged_k_stride_b,
@@ -31,8 +31,8 @@ def hopper_attention_kernel(
     position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     k_descriptor, v_descriptor, contiguous_ptr,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED_KIND: gl.constexpr, HAS_SINK: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, TMA_BLOCKS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
@@ -43,7 +43,7 @@ def hopper_attention_kernel(
     # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = HopperConstexprs(
-        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
+        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED_KIND, LONGEST_FIRST, SAME_STRIDES, TMA_BLOCKS,
         WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
         BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,
         CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
@@ -53,11 +53,11 @@ def hopper_attention_kernel(
     stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into separate stages.
     loaded = stages
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
+    num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
     if FP8:
         loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
     num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first_position)
+    plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, num_tiles, queries, rows, first_position)
     q_rows = RowPtrs(q_ptr, q_stride_b, q_stride_q, q_stride_h)
     committed = (RowPtrs(k_ptr, 0, k_stride_row, k_stride_h), RowPtrs(v_ptr, 0, v_stride_row, v_stride_h))
     staged = (
@@ -96,18 +96,18 @@ def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
     """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
-    kind, size = UNKNOWN, k.shape[2]
+    kind, size = TMA_NONE, k.shape[2]
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
-        not_all = UNKNOWN if contiguous is None else COUNTED
-        kind = not_all if needs_block_counts(page_size, window, size) else ALL_CONTIGUOUS
+        not_all = TMA_NONE if contiguous is None else TMA_COUNTED
+        kind = not_all if needs_block_counts(page_size, window, size) else TMA_ALL
     block = kv_block_rows(size), size
-    descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
+    descriptors = [None if kind == TMA_NONE else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
         "v_descriptor": descriptors[1],
-        "contiguous_ptr": None if kind == UNKNOWN else contiguous,
-        "CONTIGUOUS": kind,
+        "contiguous_ptr": None if kind == TMA_NONE else contiguous,
+        "TMA_BLOCKS": kind,
     }
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.attention_blocks import lse_of
+from espalier.kernels.attention.attention_blocks import log_sum_exp_base2
 from espalier.kernels.attention.work_items import (
-    ALL_CONTIGUOUS,
-    UNKNOWN,
+    TMA_ALL,
+    TMA_NONE,
     WorkPlan,
     load_work_item,
     trigger_merge,
     wait_and_count_splits,
-    work_item_of,
+    work_item_of_program,
 )
 from espalier.kernels.hopper.attend import attend_work_item, make_queries, packed_queries
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, V_SIZE, WEIGHT_SLOTS, HopperLatentConfig
@@ -74,7 +74,7 @@ def _write_half(results, plan, work_item, out, factor, first_column, CONSTANTS: 
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
     result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
-    at = gl.expand_dims(work_item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    at = gl.expand_dims(work_item.query_tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
     column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     rows = plan.queries * HEADS
     if work_item.request_splits == 1:
@@ -103,11 +103,11 @@ def score_and_sum_left_half(
     blocks_done = 0
     blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
-            first_packed = work_item.tile * 64
+            first_packed = work_item.query_tile * 64
             copy_queries(q_shared, q_rows, work_item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
             blocks = work_item_blocks(plan, work_item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             packed = packed_queries(plan, work_item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)
@@ -130,7 +130,7 @@ def score_and_sum_left_half(
             exchange.tiles[1].index(slot).store(factor)
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
             blocks_sent += 1
-            lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
+            lse = log_sum_exp_base2(max_score, sum_weights, scale, stages.tiles[0].dtype)
             _write_half(results, plan, work_item, out, factor, 0, CONSTANTS, OUT_LAYOUT)
             index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
             rows = plan.queries * HEADS
@@ -151,7 +151,7 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
     blocks_done = 0
     blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
@@ -164,7 +164,7 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
                 # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
-                if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= blocks.num_unmasked:
+                if (CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= blocks.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
                 pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
@@ -183,13 +183,13 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
 
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
     q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
     bits_stride_q, half_descriptor, rope_descriptor,
-    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
@@ -198,9 +198,9 @@ def hopper_latent_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
     CONSTANTS: gl.constexpr = HopperConstexprs(
-        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
-        SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
-        ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,
+        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,
+        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, TMA_BLOCKS=TMA_BLOCKS, WIDTHS=(HALF, HALF, ROPE),
+        COLUMNS=(0, HALF, 2 * HALF), ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,
         RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
@@ -216,8 +216,9 @@ def hopper_latent_kernel(
     weights = gl.allocate_shared_memory(dtype, [WEIGHT_SLOTS, 64, BLOCK_N], weight_layout)
     decays = gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     exchange = Stages((weights, decays), sent, received)
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first_position)
+    num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
+    num_tiles = (queries * HEADS + 63) // 64
+    plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, num_tiles, queries, rows, first_position)
     # FP8 rows are loaded into separate stages.
     loaded = stages
     row_scale = gl.to_tensor(1.0)
@@ -258,7 +259,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
     return {
         "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if whole else None,
         "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if whole else None,
-        "CONTIGUOUS": ALL_CONTIGUOUS if whole else UNKNOWN,
+        "TMA_BLOCKS": TMA_ALL if whole else TMA_NONE,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": block_n,

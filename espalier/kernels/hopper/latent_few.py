@@ -13,13 +13,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent
+from espalier.kernels.attention.attention_blocks import log_sum_exp_base2, shift_exponent
 from espalier.kernels.attention.work_items import (
     WorkPlan,
     load_work_item,
     trigger_merge,
     wait_and_count_splits,
-    work_item_of,
+    work_item_of_program,
 )
 from espalier.kernels.hopper.config import LATENT_FEW_BLOCK_N, LATENT_FEW_MAX_QUERIES, HopperLatentFewQueriesConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
@@ -52,9 +52,9 @@ def _is_visible(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, 
     else:
         node = blocks.begin_staged + (block_number - blocks.num_committed) * BLOCK_N + offset
         seen = node < blocks.end_staged
-        if CONSTANTS.STAGED == 1:
+        if CONSTANTS.STAGED_KIND == 1:
             seen = seen & (node <= 0)
-        if CONSTANTS.STAGED == 2:
+        if CONSTANTS.STAGED_KIND == 2:
             word = gl.load(bits_ptr + node // 64, mask=seen, other=0)
             seen = seen & ((word >> (node % 64).to(gl.int64)) & 1 != 0)
     return seen
@@ -125,7 +125,7 @@ def _attend_work_items(
     backwards = 0
     blocks_done = 0
     for base in range(0, plan.num_splits, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < plan.num_splits:
             work_item = load_work_item(plan, work_item_index, 1, CONSTANTS.LONGEST_FIRST)
@@ -140,7 +140,7 @@ def _attend_work_items(
             trigger_merge(base, plan.num_splits, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
-            lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
+            lse = log_sum_exp_base2(max_score, sum_weights, scale, weight_shared.dtype)
             head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
             column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORE_LAYOUT)), 1)
             exists = gl.expand_dims(head < HEADS, 0)
@@ -160,21 +160,21 @@ def _attend_work_items(
 
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_few_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
     q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
     bits_stride_q, half_descriptor, rope_descriptor,
-    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
     """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = HopperConstexprs(
-        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
-        SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
-        ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
+        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,
+        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, TMA_BLOCKS=TMA_BLOCKS, WIDTHS=(HALF, HALF, ROPE),
+        COLUMNS=(0, HALF, 2 * HALF), ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
         RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, USE_PDL=USE_PDL,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, HALF], dtype)
@@ -187,8 +187,8 @@ def hopper_latent_few_kernel(
     )
     weight_shared = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], weight_layout)
     stages = make_stages(dtype, STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, 1, queries, rows, first_position)
+    num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
+    plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, 1, queries, rows, first_position)
     committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
     # The ancestor bits are a placeholder for positions, which are not read without a window.
     bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)

@@ -16,7 +16,7 @@ these, and write two-byte rows to the stages of the attending warps.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import load_work_item, work_item_of
+from espalier.kernels.attention.work_items import load_work_item, work_item_of_program
 from espalier.kernels.hopper.work import (
     RowPtrs,
     position_of_block,
@@ -190,21 +190,21 @@ def load_work_items(
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             blocks = work_item_blocks(plan, work_item, positions, ROW_LAYOUT, CONSTANTS)
             table, end = table_ptr + work_item.request * table_stride_b, blocks.end_committed
-            staged_here = _rows_of_request(staged, work_item.request, work_item.head)
+            staged_here = _rows_of_request(staged, work_item.request, work_item.kv_head)
             num_contiguous = 0
-            if CONSTANTS.CONTIGUOUS != 0:
+            if CONSTANTS.TMA_BLOCKS != 0:
                 num_contiguous = blocks.num_unmasked
-                if CONSTANTS.CONTIGUOUS == 2:
+                if CONSTANTS.TMA_BLOCKS == 2:
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + work_item.split), blocks.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, blocks.begin_committed + blocks.num_lower * BLOCK_N,
-                    end, descriptors, work_item.head, table, CONSTANTS,
+                    end, descriptors, work_item.kv_head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = position_of_block(blocks, num_contiguous, BLOCK_N)
@@ -214,7 +214,7 @@ def load_work_items(
             for t in range(num_contiguous, blocks.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
-                committed_here = _rows_of_request(committed, 0, work_item.head)
+                committed_here = _rows_of_request(committed, 0, work_item.kv_head)
                 _load_block(
                     stages, stage, t, at, page, committed_here, staged_here, blocks, plan.first_position,
                     LOAD_LAYOUT, CONSTANTS,
@@ -238,7 +238,7 @@ def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.conste
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item_index = work_item_of(base, backwards)
+        work_item_index = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)

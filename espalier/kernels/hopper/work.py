@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import block_index, committed_blocks, visible_staged_range
+from espalier.kernels.attention.work_items import count_committed_blocks, nth_block_index, visible_staged_range
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
@@ -22,7 +22,7 @@ class HopperConstexprs(NamedTuple):
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
-    SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
+    SAME_STRIDES: committed rows of all tiles have the same stride; TMA_BLOCKS: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """
@@ -31,10 +31,10 @@ class HopperConstexprs(NamedTuple):
     GROUP_SIZE: Any
     PAGE_SIZE: Any
     WINDOW: Any
-    STAGED: Any
+    STAGED_KIND: Any
     LONGEST_FIRST: Any
     SAME_STRIDES: Any
-    CONTIGUOUS: Any
+    TMA_BLOCKS: Any
     WIDTHS: Any
     COLUMNS: Any
     ROW_SIZE: Any
@@ -71,8 +71,8 @@ class Stages(NamedTuple):
 class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
-    The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
-    staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
+    The first num_committed blocks are committed rows begin .. end (work_items.py:count_committed_blocks).  The others
+    are the staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
     """
 
     begin_committed: Any
@@ -141,14 +141,15 @@ def work_item_blocks(plan, work_item, positions, ROW_LAYOUT: gl.constexpr, CONST
     if CONSTANTS.WINDOW > 0:
         position = _min_position(plan, work_item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
-    num_committed, num_lower, num_unmasked = committed_blocks(
+    num_committed, num_lower, num_unmasked = count_committed_blocks(
         begin, work_item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )
     low = 0
     high = 0
-    if CONSTANTS.STAGED > 0:
+    if CONSTANTS.STAGED_KIND > 0:
         low, high = visible_staged_range(
-            work_item.tile, gl.where(work_item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
+            work_item.query_tile, gl.where(work_item.is_last_split, plan.num_staged_rows, 0),
+            CONSTANTS.STAGED_KIND, CONSTANTS.WINDOW,
             CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
@@ -159,7 +160,7 @@ def work_item_blocks(plan, work_item, positions, ROW_LAYOUT: gl.constexpr, CONST
 @gluon_kernel
 def position_of_block(blocks, block_number, BLOCK_N: gl.constexpr):
     """Returns the position of the first row of a block of committed rows.  blocks: WorkItemBlocks."""
-    return blocks.begin_committed + block_index(block_number, blocks.num_lower, blocks.num_unmasked) * BLOCK_N
+    return blocks.begin_committed + nth_block_index(block_number, blocks.num_lower, blocks.num_unmasked) * BLOCK_N
 
 
 @gluon_kernel
@@ -167,7 +168,7 @@ def _min_position(
     plan, work_item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
 ):
     """Returns the lowest position of a tile's queries."""
-    query = (work_item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
+    query = (work_item.query_tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
     at = positions.pointer + work_item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)

@@ -278,7 +278,7 @@ def quantised_launch_options(
     one_stage = TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1)
     of_stage = stage_bytes(one_stage, block_rows(tile_rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
-    sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
+    sharing = max(gpu.programs_fitting_per_processor(stages * of_stage), 1)
     sums = num_matrices * plan.block_out * block_rows(tile_rows) // (WARP_THREADS * plan.warps)
     least = 2 * sums + NON_SUM_REGISTERS if weight.code == "fp8" else 0
     units = REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT

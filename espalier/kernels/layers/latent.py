@@ -22,7 +22,7 @@ from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import MAX_HEAD_INPUTS, MAX_HEAD_ROWS, LatentDestination, check_latent_sizes
-from espalier.kernels.runtime.jit import divide_and_clamp, kernel
+from espalier.kernels.runtime.jit import divide_and_clamp_to_fp8, kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
@@ -181,9 +181,9 @@ def _store_latent(
     )  # fmt: skip
     if scale_ptr is not None:
         scale = tl.load(scale_ptr).to(ACC_DTYPE)
-        x = divide_and_clamp(x.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
-        left = divide_and_clamp(left.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
-        right = divide_and_clamp(right.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+        x = divide_and_clamp_to_fp8(x.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+        left = divide_and_clamp_to_fp8(left.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+        right = divide_and_clamp_to_fp8(right.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
     tl.store(out_ptr + column, x.to(out_ptr.dtype.element_ty), mask=exists)
     store_halves(out_ptr + RANK + one, left, right, one == 0, CONSTANTS.ROTARY, CONSTANTS.BLOCK)
 

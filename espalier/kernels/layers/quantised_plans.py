@@ -277,7 +277,7 @@ def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile_rows, weight) * plan.stages
-    sharing = min(gpu.programs_per_processor_with(shared_memory), MAX_WARPS // plan.warps)
+    sharing = min(gpu.programs_fitting_per_processor(shared_memory), MAX_WARPS // plan.warps)
     step = code_bytes_per_step(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import HeadNorms, Rotation, num_q_heads
-from espalier.kernels.runtime.jit import divide_and_clamp, kernel, load_sum
+from espalier.kernels.runtime.jit import divide_and_clamp_to_fp8, kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
@@ -54,7 +54,7 @@ def _store_heads(
     if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
         scale = tl.where(is_v, tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0), k_scale)
-        values = divide_and_clamp(values.to(ACC_DTYPE), scale.to(ACC_DTYPE)[:, None], FP8_MAX)
+        values = divide_and_clamp_to_fp8(values.to(ACC_DTYPE), scale.to(ACC_DTYPE)[:, None], FP8_MAX)
     tl.store(k_ptr + k_head[:, None] * k_stride_h + column[None, :], values, mask=mask & is_k[:, None])
     tl.store(v_ptr + v_head[:, None] * v_stride_h + column[None, :], values, mask=mask & is_v[:, None])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
+from espalier.kernels.attention.ancestor_bits import causal_ancestor_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewQueriesConfig
 from espalier.kernels.ops.selection import SPLIT_COLUMNS, KVSplitPolicy, KVSplits
@@ -123,7 +123,7 @@ class Nodes:
     def single_query(self, row: Tensor) -> Nodes:
         """Returns the Nodes of a chain with one query for each request: row `row` [B], over the same staged rows."""
         positions = self.positions.gather(1, row[:, None])
-        return Nodes(positions, self.row_positions, causal_bits(row, self.row_positions.shape[1]))
+        return Nodes(positions, self.row_positions, causal_ancestor_bits(row, self.row_positions.shape[1]))
 
     def visible_rows(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
@@ -212,7 +212,7 @@ def count_contiguous_blocks(
 ) -> Tensor:
     """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
-    Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
+    Counting stops at a split's first block that is not contiguous.  work_items.count_committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
     page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: must divide SPLIT_ALIGNMENT.
     """

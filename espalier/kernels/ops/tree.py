@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits, self_bits, unpack_bits, whole_path_holds
+from espalier.kernels.attention.ancestor_bits import (
+    ancestor_mask,
+    pack_bits,
+    self_only_bits,
+    true_for_all_ancestors,
+    unpack_bits,
+)
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
@@ -74,7 +80,7 @@ class Tree(NamedTuple):
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
-        itself = self_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
+        itself = self_only_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(is_void, VOID),
             self.parents.masked_fill(is_void, 0),
@@ -250,7 +256,7 @@ def select_beams(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    bits = self_bits(first_row, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    bits = self_only_bits(first_row, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
     if ancestor_bits is not None:
         bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
     path[:, first_row : first_row + topk] = tokens.flatten(1).gather(1, index)
@@ -270,7 +276,7 @@ def accept(
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
-    last = deepest_node(whole_path_holds(ancestors, match), depths)
+    last = deepest_node(true_for_all_ancestors(ancestors, match), depths)
     rows = path_rows(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
     bonus = target_tokens.gather(1, last[:, None])

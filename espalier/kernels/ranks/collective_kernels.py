@@ -1,16 +1,17 @@
 """All-reduce kernels (the sum of all ranks' rows, alone or with residual and norm), and the gathering of columns.
 
-Ranks meet inside of the kernels (`_barrier`).  Programs of the same number on all ranks work together.  A program
-writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
+Ranks synchronise inside the kernels (`_barrier`).  The programs with the same index on all ranks work together.  A
+program writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
 
 - One-shot: each rank reads the rows of all ranks.
-- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  Ranks meet twice, and read less.
+- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  This takes two barriers, but each
+  rank reads fewer bytes.
 
-Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
-bits of espalier/shards/gloo.py.
+Ranks are summed in order, in float32 (float64 for float64), and each sum is rounded once.  So one-shot and two-shot
+give all ranks the bits of espalier/shards/gloo.py.
 
-A program alternates between two slots.  Before it writes a slot again, it has met the other ranks while using the other
-slot.  At this meeting the other ranks had finished reading the first slot.
+A program alternates between two slots.  Between two writes of a slot it passes a barrier for the other slot.  At that
+barrier the other ranks have finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP
-from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, MAX_PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
 GATHER_BLOCK = 2048
-# While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
-_SIGNAL = """{
+# A waiting thread reads its flag again and again.  It reads the host's stop flag only once in 4,096 reads, because host
+# memory is slow to read.
+SIGNAL_ASM = tl.constexpr("""{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
 @live st.release.sys.global.u32 [$1], $2;
 mov.u32 $0, 0;
-}"""
-_WAIT = """{
+}""")
+WAIT_ASM = tl.constexpr("""{
 .reg .pred more;
 .reg .u32 seen, looks, stop;
 mov.u32 looks, 0;
@@ -56,15 +58,15 @@ setp.eq.u32 more, stop, 0;
 @more bra LOOK;
 DONE:
 mov.u32 $0, 0;
-}"""
-SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
+}""")
 
 
 @kernel
 def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
-    """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
+    """Wait until the programs with this index on all ranks have set their flag to `flag_value`.
 
-    Then their earlier writes can be read.  NUM_THREADS: of the program; one per rank sets a flag and waits.
+    After that, this program can read their earlier writes.  NUM_THREADS: threads of the program; one thread for each
+    rank sets a flag and waits for a flag.
     """
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
@@ -72,9 +74,11 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
     theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD_SIZE + rank) * 4
     own = tl.load(memory_ptr + rank) + (program * WORLD_SIZE + peer) * 4
     is_live, flag_values = live.to(tl.int32), flag_value + tl.zeros_like(peer)
-    tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(SIGNAL_ASM, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
     stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
-    tl.inline_asm_elementwise(WAIT, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        WAIT_ASM, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1
+    )
     tl.debug_barrier()
 
 
@@ -96,7 +100,7 @@ def _sum_of_ranks(
 
 
 @kernel(do_not_specialize=["rank", "rows"])
-def _sum_kernel(
+def _all_reduce_kernel(
     parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr,
     rank, rows, part_row_stride, part_split_stride, residual_row_stride,
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,9 +108,9 @@ def _sum_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without a residual, out is the sum over the ranks.  Else sum_ptr gets residual + sum, and out the norm of it.
+    """Write the sum over the ranks to out; with a residual, write residual + sum to sum_ptr and its norm to out.
 
-    OWN_COLUMNS: how many columns each rank sums two-shot; 0: one-shot.
+    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot.
     """
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -158,39 +162,39 @@ def _sum_kernel(
     tl.store(num_launches_ptr + program, num_launches + 1)
 
 
-def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
-    """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
+def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
+    """Returns [rows, H]: the sum over the ranks of parts [rows, H] or [splits, rows, H]."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
-    _launch_sum(memory, parts, out, two_shot)
+    _launch_all_reduce(memory, parts, out, two_shot)
     return out
 
 
-def sum_add_norm(
+def all_reduce_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
+    """Returns (residual + sum over the ranks, its norm), as add_rms_norm.  The sum has the bits of all_reduce_rows."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
-    _launch_sum(memory, parts, out, two_shot, (residual, weight, total), eps)
+    _launch_all_reduce(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
 
 
-def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
+def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
-    in_turn = -(-rows // PROGRAMS)
+    in_turn = -(-rows // MAX_PROGRAMS)
     return rows > 0 and row_bytes % 16 == 0 and in_turn * row_bytes <= memory.slot_bytes and parts.stride(-1) == 1
 
 
-def _launch_sum(
+def _launch_all_reduce(
     memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
-    """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
+    """Launch _all_reduce_kernel.  norm: (residual, the norm's weight, output for residual + sum), or 3 times None."""
     (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), VALUES_PER_NORM_WARP)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, next_power_of_2(size)
     own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
-    _sum_kernel[(min(rows, PROGRAMS),)](
+    _all_reduce_kernel[(min(rows, MAX_PROGRAMS),)](
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
         EPS=eps, ROW_SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype),
@@ -201,12 +205,12 @@ def _launch_sum(
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _gather_kernel(
-    x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
+    x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_columns, size,
     COLUMNS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks, COLUMNS_PER_RANK each.  The last ranks may have fewer."""
+    """Write out [rows, size]: COLUMNS_PER_RANK columns of each rank.  The last ranks may have fewer columns."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK
@@ -218,7 +222,7 @@ def _gather_kernel(
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
-        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
+        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_columns, other=0.0)
         tl.store(_pointer_at(own + place, DTYPE) + of_block, value)
         place += BLOCK_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
@@ -235,11 +239,11 @@ def _gather_kernel(
 
 def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
     """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
-    rows, own_size = x.shape
+    rows, own_columns = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), PROGRAMS),)](
-        x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
-        COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
+    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
+        x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_columns,
+        size, COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),
     )  # fmt: skip
     return out
@@ -247,12 +251,12 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
 
 def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
     """Returns whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // PROGRAMS)
+    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // MAX_PROGRAMS)
     return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
-    """Returns the arguments of both kernels that `_barrier` and the slots need."""
+    """Returns the launch arguments for `_barrier` and the slots, which both kernels take."""
     sizes = {"FLAG_BYTES": FLAGS_BYTES, "SLOT_BYTES": memory.slot_bytes}
-    sizes |= {"NUM_SLOTS": PROGRAMS, "WORLD_SIZE": memory.num_ranks}
+    sizes |= {"NUM_SLOTS": MAX_PROGRAMS, "WORLD_SIZE": memory.num_ranks}
     return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

@@ -1,8 +1,9 @@
-"""Collectives of ranks on GPUs of one host.  Small tensors are summed and gathered by kernels, in memory that all GPUs
-reach, also in CUDA graphs.  Larger tensors go through NCCL.
+"""Collectives of ranks on GPUs of one host.  Kernels sum and gather small tensors in peer memory, also in CUDA graphs.
+Larger tensors go through NCCL.
 
-A rank's memory begins with flags, by which programs with the same number on all ranks wait for each other.  Then come
-four slots per program: two for the rank's values and two for sums.  A program uses the two slots of a pair in turn.
+A rank's peer memory begins with flags, by which the programs with the same index on all ranks wait for each other.
+After the flags come four slots per program: two for the rank's values and two for sums.  A program uses the two slots
+of a pair in turn.
 """
 
 import logging
@@ -18,8 +19,8 @@ from torch.distributed import ProcessGroup, Store
 from espalier.shards import Collectives
 
 # The most programs of a collective kernel, and the most ranks.
-PROGRAMS, MAX_RANKS = 128, 16
-FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
+MAX_PROGRAMS, MAX_RANKS = 128, 16
+FLAGS_BYTES = MAX_PROGRAMS * MAX_RANKS * torch.int32.itemsize
 # NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -28,9 +29,9 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class PeerMemory:
     """Memory of each rank that all ranks can read and write.
 
-    addresses: [ranks] int64, the address of each rank's memory; num_launches: [PROGRAMS] int32, the number of launches
-    in which each program of this rank has met its peers; stop_flag: [1] int32 in host memory, nonzero ends all waiting;
-    keep_alive: objects that keep the memory mapped.
+    addresses: [ranks] int64, the address of each rank's memory; num_launches: [MAX_PROGRAMS] int32, the number of
+    launches that each program of this rank has completed; stop_flag: [1] int32 in host memory, nonzero ends all
+    waiting; keep_alive: objects that keep the memory mapped.
     """
 
     rank: int
@@ -42,7 +43,7 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because such a call might wait too."""
+        """End the waiting kernels; their results are wrong.  Calls no CUDA function: such a call might wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
@@ -76,10 +77,10 @@ class RestartedStepStore(Store):
 def map_peer_memory(
     name: str, store: Store, rank: int, num_ranks: int, device: torch.device, max_bytes: int
 ) -> PeerMemory:
-    """Map the memory of all ranks.  Every rank calls it with a store that all ranks share, and with an unused name.
+    """Map the peer memory of all ranks.  Every rank calls it with a store that all ranks share and with an unused name.
 
-    After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must meet before
-    kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
+    After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must synchronise
+    before kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -87,8 +88,8 @@ def map_peer_memory(
     if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
         raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
     os.environ[NO_MULTICAST] = "1"
-    slot_bytes = -(-max_bytes // PROGRAMS)
-    size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
+    slot_bytes = -(-max_bytes // MAX_PROGRAMS)
+    size = FLAGS_BYTES + 4 * MAX_PROGRAMS * slot_bytes
     own_store = RestartedStepStore(store)
     group = register_process_group(name, own_store, rank, num_ranks)
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
@@ -100,14 +101,14 @@ def map_peer_memory(
         num_ranks,
         slot_bytes,
         torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
-        torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, pin_memory=True),
         (memory, handle, ranks, own_store, group),
     )
 
 
 def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -> ProcessGroup:
-    """Register with PyTorch the ranks that meet under this name.  Returns the process group.
+    """Register the ranks of a rendezvous with PyTorch, under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
     """
@@ -122,11 +123,11 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
-PEER_BYTES = 2**24
-# The same for two ranks: an 8B's largest prefill pass.  A sum of 4,096 rows takes 133 µs, and 182 µs by NCCL.
-PEER_BYTES_OF_TWO = 2**25
-# The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
-MEETING_BYTES = 2**20
+MAX_PEER_BYTES = 2**24
+# The same for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, 182 µs by NCCL.
+MAX_PEER_BYTES_OF_TWO = 2**25
+# The bytes that a rank reads over NVLink in the time of one barrier (3 µs on those H100s).
+BARRIER_COST_BYTES = 2**20
 log = logging.getLogger("espalier")
 
 
@@ -145,18 +146,18 @@ class PeerCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-        if not self.kernels.supports_sum(self.memory, rows, x.dtype):
+        if not self.kernels.supports_all_reduce(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)
         two_shot = uses_two_shot(rows, x.dtype, self.memory.num_ranks)
-        return self.kernels.sum_rows(self.memory, rows, x.dtype, two_shot).view(x.shape)
+        return self.kernels.all_reduce_rows(self.memory, rows, x.dtype, two_shot).view(x.shape)
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        if not self.kernels.supports_sum(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
+        if not self.kernels.supports_all_reduce(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
             return None
         two_shot = uses_two_shot(parts, residual.dtype, self.memory.num_ranks)
-        return self.kernels.sum_add_norm(self.memory, parts, residual, weight, eps, two_shot)
+        return self.kernels.all_reduce_add_norm(self.memory, parts, residual, weight, eps, two_shot)
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
         if not self.kernels.supports_gather(self.memory, x, columns_per_rank):
@@ -173,25 +174,25 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
     """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
-    sums.  Two-shot reads fewer bytes, but the ranks meet once more.
+    sums.  Two-shot reads fewer bytes, but needs one barrier more.
     """
     rows, size = parts.shape[-2:]
     saved = (num_ranks - 1) * (1 - 2 / num_ranks)
-    return rows * size * dtype.itemsize * saved > MEETING_BYTES
+    return rows * size * dtype.itemsize * saved > BARRIER_COST_BYTES
 
 
 def connect_gpus(
     rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
 ) -> Collectives:
-    """Meet the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer
-    memory; 0 for the measured bound.
+    """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in
+    peer memory; 0 for the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)
-    peer_bytes = peer_bytes or (PEER_BYTES_OF_TWO if num_ranks == 2 else PEER_BYTES)
+    peer_bytes = peer_bytes or (MAX_PEER_BYTES_OF_TWO if num_ranks == 2 else MAX_PEER_BYTES)
     memory, reason = None, ""
     try:
         memory = map_peer_memory(str(rendezvous_file), nccl.store, rank, num_ranks, device, peer_bytes)

@@ -19,7 +19,7 @@ from espalier.kernels.runtime.launch import launch_hook
 
 
 class HookedLaunch:
-    """A kernel whose `kernel[grid](arguments)` is a launch, or a call of the launch hook if one is set."""
+    """A kernel.  `kernel[grid](arguments)` launches it, or calls the launch hook if one is set."""
 
     def __getitem__(self, grid: Any) -> Any:
         hook = launch_hook.get()
@@ -63,7 +63,7 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 @kernel
 def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Load partial sums and add them in order.  The sum is rounded to DTYPE as by `linear`; returned in ACC_DTYPE."""
+    """Load partial sums and add them in order.  The sum is rounded to DTYPE, as by `linear`, but has type ACC_DTYPE."""
     total = tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
     for _ in tl.static_range(1, SPLITS):
         # The pointer advances by one stride, because the product stride · SPLITS may be above 2^31.
@@ -86,7 +86,7 @@ def from_fp8(values, dtype: tl.constexpr):
 
 
 @kernel
-def divide_and_clamp(values, scale, FP8_MAX: tl.constexpr):
+def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
     """Returns values / scale, clamped to FP8's range, in float32.  kv_scales.py:round_to_fp8 also converts it to FP8.
 
     values, scale: float32 or float64, of shapes that broadcast.

@@ -17,23 +17,22 @@ from espalier.errors import EspalierError
 
 # Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  Tests set it before the
 # program starts, to imitate a smaller GPU.
-SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
+SHARED_MEMORY_LIMIT_ENV = "ESPALIER_SHARED_MEMORY"
 # Bytes of shared memory per block on the smallest supported GPU.  In Triton's interpreter, launchers assume this size.
-SMALLEST_SHARED_MEMORY = 99 * 1024
+SMALLEST_GPU_SHARED_MEMORY = 99 * 1024
 # Bytes of a multiprocessor's shared memory that the driver keeps for each program.
-DRIVER_SHARED_MEMORY = 1024
+DRIVER_SHARED_MEMORY_BYTES = 1024
 # The compute capability of Hopper, the first chip with PDL, TMA and products of warpgroups.
 HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `is_oversubscribed`).
-PROGRAMS_PER_PROCESSOR = 12
+MAX_PROGRAMS_PER_PROCESSOR = 12
 
 # If set, a launch calls hook(jit_function, grid, *arguments) instead.  kernels/runtime/precompile.py sets it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
 def is_precompiling() -> bool:
-    """Whether launches of this thread only compile.  If so, launchers compile the kernels for other numbers of rows
-    too."""
+    """Whether launches of this thread only compile.  Then launchers also compile kernels for other numbers of rows."""
     return launch_hook.get() is not None
 
 
@@ -52,8 +51,11 @@ def require_triton() -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU on which launch parameters depend.  shared_memory: bytes that one thread block may use;
-    processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
+    """The properties of a GPU on which launch parameters depend.
+
+    shared_memory: bytes that one thread block may use; processors: number of SMs; capability: compute capability, (9,
+    0) for Hopper.
+    """
 
     shared_memory: int
     processors: int
@@ -61,11 +63,11 @@ class Chip:
 
     def shared_memory_per_program(self, programs: int) -> int:
         """Returns bytes of shared memory for each of `programs` programs that share a multiprocessor."""
-        return (self.shared_memory + DRIVER_SHARED_MEMORY) // programs - DRIVER_SHARED_MEMORY
+        return (self.shared_memory + DRIVER_SHARED_MEMORY_BYTES) // programs - DRIVER_SHARED_MEMORY_BYTES
 
-    def programs_per_processor_with(self, shared_memory: int) -> int:
+    def programs_fitting_per_processor(self, shared_memory: int) -> int:
         """Returns how many programs share a multiprocessor if each takes `shared_memory` bytes."""
-        return (self.shared_memory + DRIVER_SHARED_MEMORY) // (shared_memory + DRIVER_SHARED_MEMORY)
+        return (self.shared_memory + DRIVER_SHARED_MEMORY_BYTES) // (shared_memory + DRIVER_SHARED_MEMORY_BYTES)
 
 
 def chip(tensor: Tensor) -> Chip:
@@ -75,9 +77,9 @@ def chip(tensor: Tensor) -> Chip:
 
 @cache
 def _chip(device: torch.device) -> Chip:
-    cap = int(os.environ.get(SHARED_MEMORY_CAP, 2**31))
+    cap = int(os.environ.get(SHARED_MEMORY_LIMIT_ENV, 2**31))
     if device.type != "cuda":
-        return Chip(min(SMALLEST_SHARED_MEMORY, cap), 4, (8, 0))
+        return Chip(min(SMALLEST_GPU_SHARED_MEMORY, cap), 4, (8, 0))
     # Any: some supported versions of PyTorch lack type annotations for these properties.
     properties: Any = torch.cuda.get_device_properties(device)
     shared_memory = min(properties.shared_memory_per_block_optin, cap)
@@ -88,15 +90,14 @@ def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
     """Returns whether a grid of `num_programs` small programs should become fewer and larger programs.
 
     A chip starts about one program per nanosecond, however short the program is (an H200, docs/log.md)."""
-    return num_programs > PROGRAMS_PER_PROCESSOR * gpu.processors
+    return num_programs > MAX_PROGRAMS_PER_PROCESSOR * gpu.processors
 
 
 def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
-    """Returns how many of `size` columns a program takes: a power of two times `min_size`: few, so that programs fill
-    the chip.
+    """Returns how many of `size` columns a program takes: `min_size` times a power of two.
 
-    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at
-    once.
+    With few rows, splits are small, so that the programs fill the chip.  With many rows they are larger, up to
+    `max_size`, because starting a program takes time.
     """
     while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
         min_size *= 2

@@ -46,8 +46,8 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
                 compiler.load_kernels()
             except BaseException:
                 compiler.cancel_compilations()
-                # At its end the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C during this
-                # wait would leave the mode active.
+                # When the mode ends, it waits for its futures.  Cancelled futures never finish, and a Ctrl-C during
+                # this wait would leave the mode active.
                 mode.raw_futures.clear()
                 raise
     finally:

@@ -21,7 +21,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
+# The columns of GatheredSlots, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
 # Launches pass ...Arguments as plain tuples, to save time on the host.  Kernels make named tuples of them again.
@@ -33,12 +33,12 @@ class LogitsArguments(NamedTuple):
     logits_ptr: Any
     batch_stride: Any
     query_stride: Any
-    first_ptr: Any
-    first_stride: Any
+    first_position_ptr: Any
+    first_position_stride: Any
 
 
 class SlotArguments(NamedTuple):
-    """Pointers to SlotRows and to the wide fields of the slot table, and the widths of these fields."""
+    """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields."""
 
     ints_ptr: Any
     floats_ptr: Any
@@ -69,7 +69,7 @@ class DraftedArguments(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """The parameters of one row.  Pointers point to the row's slot; num_banned: stop ids that are banned here."""
+    """The parameters of one row, from its slot.  num_banned: number of stop ids that are banned at this position."""
 
     num_bias: Any
     bias_ids_ptr: Any
@@ -97,7 +97,7 @@ class DraftedRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlotRows:
+class GatheredSlots:
     """The slot parameters of a batch, gathered once per launch.  Wide fields stay in the slot table.
 
     ints: [B, COLUMNS.num_ints] int64; floats: [B, COLUMNS.num_floats] float32.  The column slot is the slot's index;
@@ -111,10 +111,10 @@ class SlotRows:
     arguments: tuple[Any, ...]
 
     @classmethod
-    def gather(cls, table: SlotTable, index: Tensor) -> SlotRows:
+    def gather(cls, table: SlotTable, index: Tensor) -> GatheredSlots:
         """Gather the slots `index` [B] int64.  Slot 0, which pads a batch, is greedy and has no other parameters."""
         require("index", index, (-1,), torch.int64, table.ints)
-        check_table(table)
+        check_slot_table(table)
         batch = index.shape[0]
         ints = torch.empty(batch, COLUMNS.num_ints, dtype=torch.int64, device=index.device)
         floats = torch.empty(batch, COLUMNS.num_floats, dtype=torch.float32, device=index.device)
@@ -140,7 +140,7 @@ class SlotRows:
         return self.table.counts.shape[1]
 
 
-def check_table(table: SlotTable) -> None:
+def check_slot_table(table: SlotTable) -> None:
     """Check that the table's fields are contiguous, with the kernels' shapes and dtypes.  Raises EspalierError."""
     slots, vocab = table.ints.shape[0], table.counts.shape[1]
     expected: dict[str, tuple[int, torch.dtype]] = {
@@ -159,14 +159,14 @@ def check_table(table: SlotTable) -> None:
             raise EspalierError(f"table.{name} must be contiguous; allocate it whole")
 
 
-def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first_positions: Tensor) -> tuple[Any, ...]:
+def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_positions: Tensor) -> tuple[Any, ...]:
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
-    logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
-    launch draws.  Raises EspalierError for other shapes and dtypes.
+    logits: [B, Q, vocab], contiguous in the last dimension; first_positions: [B] int64, the position of the first token
+    that the launch draws.  Raises EspalierError for other shapes and dtypes.
     """
-    require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
-    require("first", first_positions, (rows.batch,), torch.int64, rows.ints)
+    require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
+    require("first_positions", first_positions, (slots.batch,), torch.int64, slots.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
         raise EspalierError(
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
@@ -176,7 +176,11 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first_positions
 
 
 def drafted_arguments(
-    drafted: tuple[Tensor, Tensor] | None, first_output: int, queries: int, rows: SlotRows, mask: Tensor | None = None
+    drafted: tuple[Tensor, Tensor] | None,
+    first_output: int,
+    queries: int,
+    slots: GatheredSlots,
+    mask: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Build the kernels' argument `drafted`, in the order of DraftedArguments.
 
@@ -184,21 +188,23 @@ def drafted_arguments(
     count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
     for other shapes and dtypes.
     """
-    unused = rows.ints
+    unused = slots.ints
     masks: tuple[Any, ...] = (unused, 0, 0, 0)
     if mask is not None:
-        require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)
+        require("mask", mask, (slots.batch, queries, -(-slots.vocab // 32)), torch.int32, slots.ints)
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
         masks = (mask, *mask.stride()[:2], mask.shape[2])
     if drafted is None:
         return (unused, 0, unused, 0, 0, 0, 0, *masks)
     tokens, bits = drafted
-    require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
-    require("above.ancestor_bits", bits, (rows.batch, queries, -1), torch.int64, rows.ints)
+    require("drafted tokens", tokens, (slots.batch, -1), torch.int64, slots.ints)
+    require("drafted ancestor_bits", bits, (slots.batch, queries, -1), torch.int64, slots.ints)
     num_tokens = tokens.shape[1]
     if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
-        raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
+        raise EspalierError(
+            f"drafted ancestor_bits need a bit for each of {num_tokens} tokens, both dense in their last dimension"
+        )
     return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first_output, num_tokens, *masks)
 
 
@@ -210,7 +216,7 @@ def _gather_kernel(
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gather SlotRows.  Each program gathers one row.  table_ints: number of columns in the table's `ints`."""
+    """Write GatheredSlots, one row per program.  table_ints: number of columns in the table's `ints`."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -234,15 +240,14 @@ def _gather_kernel(
 
 
 @kernel
-def load_row_arguments(out_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
-    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `out_row` of a
-    launch.
+def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
+    """Returns (request, pointer to the logits, position of the token, RowParams, DraftedRow) of a row of the launch.
 
-    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
+    launch_row: request · queries + query.  logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
-    b = out_row // queries
-    q = out_row % queries
-    position = tl.load(logits.first_ptr + b * logits.first_stride) + offset
+    b = launch_row // queries
+    q = launch_row % queries
+    position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
     row_above = DraftedRow(
         tokens_ptr=drafted.tokens_ptr + b * drafted.tokens_stride,
         bits_ptr=drafted.bits_ptr + b * drafted.bits_batch_stride + q * drafted.bits_query_stride,
@@ -275,7 +280,7 @@ def load_row_params(b, position, slots, COLUMNS: tl.constexpr):
 
 
 @kernel
-def keeps_logits(row):
+def leaves_logits_unchanged(row):
     """Returns whether process_logits returns the row's logits unchanged, apart from the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 

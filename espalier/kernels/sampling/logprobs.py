@@ -18,17 +18,18 @@ from espalier.kernels.runtime.launch import chip, choose_split_size, next_power_
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
-# Token ids per program of the first launch: the fewest, and the most, for many rows.
-SPLIT = 2048
-MAX_SPLIT = 8192
+# The fewest and the most token ids per program of the first launch.  Launches with many rows have larger splits.
+MIN_SPLIT_SIZE = 2048
+MAX_SPLIT_SIZE = 8192
 
 
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """See ops/sampling.py.  Within 2**-16 of the reference in float32, which sums in another order; ids, ranks exact.
+    """Runs ops/sampling.py:write_logprobs on a GPU.
 
-    Raises EspalierError for a tensor with another shape, dtype or device.
+    Token ids and ranks are exact.  In float32, log-probabilities are within 2**-16 of the reference's, which sums in
+    another order.  Raises EspalierError for a tensor with another shape, dtype or device.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
@@ -45,7 +46,7 @@ def write_logprobs(
     if not tokens.numel():
         return
     gpu, places = chip(logits), batch * width
-    split = choose_split_size(vocab, places, gpu, min(SPLIT, next_power_of_2(vocab)), MAX_SPLIT)
+    split = choose_split_size(vocab, places, gpu, min(MIN_SPLIT_SIZE, next_power_of_2(vocab)), MAX_SPLIT_SIZE)
     splits = -(-vocab // split)
     exact = accumulation_dtype(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
@@ -57,7 +58,7 @@ def write_logprobs(
     shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MAX_LOGPROBS=most, SPLIT=split, num_warps=4, **pdl_arguments(gpu),
+        MAX_LOGPROBS=most, SPLIT_SIZE=split, num_warps=4, **pdl_arguments(gpu),
     )  # fmt: skip
     candidates = next_power_of_2(splits * most)
     _merge_logprobs_kernel[(places,)](
@@ -71,9 +72,9 @@ def write_logprobs(
 
 @kernel
 def _split_logprobs_kernel(
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
+    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
-    MAX_LOGPROBS: tl.constexpr, SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+    MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -83,14 +84,14 @@ def _split_logprobs_kernel(
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.program_id(1)
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
-        index = split * SPLIT + tl.arange(0, SPLIT)
+        index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
         x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(exact)
         chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
         part = place * splits + split
         top = tl.max(x, 0)
-        tl.store(parts_ptr + part * 3, top)
-        tl.store(parts_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
-        tl.store(parts_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
+        tl.store(split_stats_ptr + part * 3, top)
+        tl.store(split_stats_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
+        tl.store(split_stats_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
         left = index < vocab
         for k in range(tl.minimum(num_logprobs, MAX_LOGPROBS)):
             best = tl.max(tl.where(left, x, float("-inf")), 0)
@@ -103,7 +104,7 @@ def _split_logprobs_kernel(
 @kernel
 def _merge_logprobs_kernel(
     words_ptr, floats_ptr, entry_ptr,
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
+    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -122,9 +123,9 @@ def _merge_logprobs_kernel(
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.arange(0, SPLITS)
         part = (place * splits + split) * 3
-        tops = tl.load(parts_ptr + part, mask=split < splits, other=float("-inf"))
-        totals = tl.load(parts_ptr + part + 1, mask=split < splits, other=0.0)
-        above = tl.load(parts_ptr + part + 2, mask=split < splits, other=0.0)
+        tops = tl.load(split_stats_ptr + part, mask=split < splits, other=float("-inf"))
+        totals = tl.load(split_stats_ptr + part + 1, mask=split < splits, other=0.0)
+        above = tl.load(split_stats_ptr + part + 2, mask=split < splits, other=0.0)
         top = tl.max(tops, 0)
         total = tl.log(tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride

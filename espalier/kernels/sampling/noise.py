@@ -14,7 +14,7 @@ from espalier.kernels.runtime.jit import kernel
 
 
 @kernel
-def hash_bits(x):
+def hash_uint32(x):
     """Returns a bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap around."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -29,19 +29,19 @@ def noise_keys(seed, position):
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     at = position.to(tl.uint32)
-    k0 = hash_bits(low ^ hash_bits(high ^ hash_bits(at + 0x9E3779B9)))
-    k1 = hash_bits(high ^ hash_bits(low ^ hash_bits(at + 0x85EBCA6B)))
+    k0 = hash_uint32(low ^ hash_uint32(high ^ hash_uint32(at + 0x9E3779B9)))
+    k1 = hash_uint32(high ^ hash_uint32(low ^ hash_uint32(at + 0x85EBCA6B)))
     return k0, k1
 
 
 @kernel
-def random_bits_at(ids, k0, k1):
+def random_bits_of_ids(ids, k0, k1):
     """32 random bits per token id, as uint32.  ids: int32 of any shape."""
-    return hash_bits(hash_bits(ids.to(tl.uint32) ^ k0) + k1)
+    return hash_uint32(hash_uint32(ids.to(tl.uint32) ^ k0) + k1)
 
 
 @kernel
-def gumbel_at(ids, k0, k1, dtype: tl.constexpr):
+def gumbel_noise(ids, k0, k1, dtype: tl.constexpr):
     """Standard Gumbel noise of token ids, in dtype `dtype`.  k0, k1: from noise_keys."""
-    uniform = ((random_bits_at(ids, k0, k1) >> 9).to(dtype) + 0.5) * 1.1920928955078125e-07  # 2**-23
+    uniform = ((random_bits_of_ids(ids, k0, k1) >> 9).to(dtype) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))

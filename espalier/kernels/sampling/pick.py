@@ -1,4 +1,4 @@
-"""Picks a token for each row of the target's logits, in three launches and without a copy of the logits.
+"""Samples a token for each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
 finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
@@ -22,65 +22,67 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     DraftedArguments,
+    GatheredSlots,
     LogitsArguments,
     SlotArguments,
-    SlotRows,
     drafted_arguments,
-    keeps_logits,
+    leaves_logits_unchanged,
     load_row_arguments,
     logits_arguments,
     process_logits,
 )
-from espalier.kernels.sampling.noise import gumbel_at, noise_keys
+from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered
 
-# Token ids per split: the fewest, and the most, for many rows.
-SPLIT = 2048
-MAX_SPLIT = 32768
+# The fewest and the most token ids per split.  Launches with many rows have larger splits.
+MIN_SPLIT_SIZE = 2048
+MAX_SPLIT_SIZE = 32768
 # Token ids per load in a row with parameters, and bytes per load in a row without.
 BLOCK = 1024
-UNPROCESSED_BYTES = 4096
+UNPROCESSED_BLOCK_BYTES = 4096
 
 
-def pick_triton(
+def sample_triton(
     logits: Tensor,
-    rows: SlotRows,
+    slots: GatheredSlots,
     first_positions: Tensor,
     offsets: Tensor,
     drafted: tuple[Tensor, Tensor] | None = None,
     first_output: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q]
-    bool).
+    """Sample the tokens at positions first_positions [B] + offsets [B, Q].
+
+    Returns (tokens [B, Q] int64, finite [B, Q] bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
     dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on
     count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
-    A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
+    A row with a NaN is not finite, and its token is the id of the first NaN.  A row whose best logit is infinite is not
+    finite.
     """
     batch, queries = logits.shape[:2]
-    given = logits_arguments(logits, rows.vocab, rows, first_positions)
+    given = logits_arguments(logits, slots.vocab, slots, first_positions)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    drafted_args = drafted_arguments(drafted, first_output, queries, rows, mask)
+    drafted_args = drafted_arguments(drafted, first_output, queries, slots, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = choose_split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
-    splits = -(-rows.vocab // split)
+    split = choose_split_size(slots.vocab, places, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
+    splits = -(-slots.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted_args, queries, splits)
+    shared = ((offsets, *offsets.stride()), given, slots.arguments, drafted_args, queries, splits)
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
         tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
     # A program waits for each block of a row, so blocks are few and wide.
-    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(rows.vocab))
+    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(slots.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
@@ -93,16 +95,16 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
     thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
-    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BYTES // size))
+    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BLOCK_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
     group = 1 if any(start % 16 for start in starts) else 16 // size
     return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "IDS_PER_THREAD": group}
 
 
 @kernel
-def load_offset(out_row, queries, offsets):
+def load_offset(launch_row, queries, offsets):
     offsets_ptr, batch_stride, query_stride = offsets
-    return tl.load(offsets_ptr + out_row // queries * batch_stride + out_row % queries * query_stride)
+    return tl.load(offsets_ptr + launch_row // queries * batch_stride + launch_row % queries * query_stride)
 
 
 @kernel
@@ -119,18 +121,13 @@ def key_for_argmax(x):
 
 
 @kernel
-def first_of_block(start, end, BLOCK: tl.constexpr):
+def first_id_of_block(start, end, BLOCK: tl.constexpr):
     """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
     A moved block reads again some ids of this split or of the previous one.  Reading ids twice does not change the best
     id.
     """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
-
-
-@kernel
-def load_whole_block(logits_ptr, first_id, BLOCK: tl.constexpr):
-    return tl.load(logits_ptr + first_id + tl.arange(0, BLOCK))
 
 
 @kernel
@@ -141,12 +138,12 @@ def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_
         noisy, k0, k1 = noise
         x = process_logits(x, ids, ids < vocab, row, drafted_row)
         if noisy:
-            x = x + gumbel_at(ids, k0, k1, dtype)
+            x = x + gumbel_noise(ids, k0, k1, dtype)
     return x
 
 
 @kernel
-def find_best(
+def find_best_id(
     logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
     dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
 ):  # fmt: skip
@@ -158,12 +155,12 @@ def find_best(
     """
     groups = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
     best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
-    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_of_block(begin, end, BLOCK)
+    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_id_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
-        first = first_of_block(start, end, BLOCK)
+        first = first_id_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
-        loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
+        loaded_block = tl.load(logits_ptr + first_id_of_block(start + BLOCK, end, BLOCK) + tl.arange(0, BLOCK))
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
@@ -185,7 +182,7 @@ def _best_of_split_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
+    """Find a split's best (key, lowest id).  The score is logit / T + noise; in a row with filters, without noise."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -197,18 +194,18 @@ def _best_of_split_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
     # This load starts before the row's parameters are known.  Its mask keeps the compiler from moving the load.
-    ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
+    ids = first_id_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if keeps_logits(row) & (drafted.mask_words == 0):
+    if leaves_logits_unchanged(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
-        key, index = find_best(
+        key, index = find_best_id(
             logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
-        coming = load_whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = find_best(
+        coming = tl.load(logits_ptr + first_id_of_block(begin, end, BLOCK) + tl.arange(0, BLOCK))
+        key, index = find_best_id(
             logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
         )
     tl.store(keys_ptr + out * splits + split, key)

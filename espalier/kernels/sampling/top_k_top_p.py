@@ -1,13 +1,13 @@
 """Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
 
-The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays.  Bisection finds
-the cut.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
+The reference is `filtered` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
+finds it.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
 integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct values takes about
-ten passes, and no row takes more than a hundred.  Among equal logits at the cut, the lower ids stay.
+ten passes, and no row takes more than a hundred.  Among equal logits at the cutoff, the lower ids stay.
 
 A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
-mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the cut
-than in the reference.  In this kernel the side is always the same.
+mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the
+cutoff than in the reference.  In this kernel the side is always the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.sampling.logit_processors import process_logits
-from espalier.kernels.sampling.noise import gumbel_at
+from espalier.kernels.sampling.noise import gumbel_noise
 
 
 @kernel
@@ -49,17 +49,16 @@ def next_pivot(low, high, step):
 
 
 @kernel
-def find_cut(
-    logits_ptr, vocab, row, drafted, max_logit, min_cut, target_sum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+def find_cutoff(
+    logits_ptr, vocab, row, drafted, max_logit, min_cutoff, target_sum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(cut, over).  cut: the largest value for which the tokens at or above it sum to at least `target_sum`; over: the
-    sum of the tokens above the cut, which is less than target.
+    """Returns (cutoff, sum of the tokens above the cutoff).  A sum is a number of tokens, or with BY_MASS their mass.
 
-    A sum is the number of tokens, or with BY_MASS their mass.  The cut is in [lowest, top].  max_logit: the row's
-    maximum, which must be finite.
+    The cutoff is the largest value for which the tokens at or above it sum to at least `target_sum`.  It is in
+    [min_cutoff, max_logit].  max_logit: the row's maximum, which must be finite.
     """
     exact: tl.constexpr = max_logit.dtype
-    low = min_cut
+    low = min_cutoff
     high = max_logit
     over = target_sum * 0
     step = 0
@@ -88,7 +87,7 @@ def find_cut(
 
 @kernel
 def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, num_ties, BLOCK: tl.constexpr):
-    """Returns the mass of all tokens above the cut and of the `num_ties` tokens at the cut that stay."""
+    """Returns the mass of the tokens above `cut` and of the `num_ties` tokens at `cut` that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = load_processed_block(logits_ptr, start, vocab, max_logit.dtype, row, drafted, BLOCK)
@@ -103,19 +102,19 @@ def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
 
 
 @kernel
-def filter_cut(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
-    """(cut, ties): tokens above the cut stay, and at the cut the `ties` lowest ids.  top_k: int64, 0 for no top-k."""
+def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
+    """Returns (cutoff, number of tokens at the cutoff that stay: the lowest ids).  top_k: int64, 0 for no top-k."""
     cut = max_logit - float("inf")
     ties = top_k * 0 + vocab
     if top_k > 0:
-        cut, over = find_cut(logits_ptr, vocab, row, drafted, max_logit, cut, top_k, False, BLOCK)
+        cut, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, cut, top_k, False, BLOCK)
         ties = top_k - over
     if top_p < 1:
         left = remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, ties, BLOCK)
         enough = tl.ceil(left.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         # exp(-28) is less than one unit of 2**-40.
         lowest = tl.maximum(cut, max_logit - 28.0)
-        tail, over = find_cut(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
+        tail, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
         # `ties` is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
@@ -131,7 +130,7 @@ def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, B
     """
     exact: tl.constexpr = max_logit.dtype
     top_k, top_p, min_p = filters
-    cut, ties = filter_cut(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)
+    cut, ties = filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)
     best = tl.full([BLOCK], float("-inf"), exact)
     at = tl.arange(0, BLOCK)
     before = ties * 0
@@ -143,7 +142,7 @@ def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, B
         kept = kept & (tl.exp(x - max_logit) >= min_p.to(exact))
         before += tl.sum(equal, 0)
         if tl.max(kept.to(tl.int32), 0) > 0:
-            drawn = tl.where(kept, x + gumbel_at(ids, k0, k1, exact), float("-inf"))
+            drawn = tl.where(kept, x + gumbel_noise(ids, k0, k1, exact), float("-inf"))
             at = tl.where(drawn > best, ids, at)
             best = tl.maximum(best, drawn)
     value = tl.max(best, 0)

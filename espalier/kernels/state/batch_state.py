@@ -1,7 +1,7 @@
 """A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
 
 A row of the page pool is page * page_size + offset, with the page from the request's table.
-kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and page_row for kernels.
+kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and pool_row for kernels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 
 @kernel
-def page_row(table_ptr, position, page_size, is_kept):
-    """int64 pool rows of positions, by one request's page table; the dummy row where `is_kept` is False."""
+def pool_row(table_ptr, position, page_size, is_kept):
+    """Returns the int64 pool rows of positions, from a request's page table; the dummy row 0 if not `is_kept`."""
     page = tl.load(table_ptr + position // page_size, mask=is_kept, other=0).to(tl.int64)
     return tl.where(is_kept, page * page_size + position % page_size, 0)
 
 
-MAX_BLOCK = 1024
-# Appended pages that a program writes at once: one per thread.
+MAX_BLOCK_SIZE = 1024
+# New page-table entries that a program writes at once: one per thread.
 PAGE_UPDATE_BLOCK = 128
 
 
@@ -38,7 +38,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
     scalars = [torch.empty_like(slot_indices) for _ in range(6)]
     real, pages = torch.empty_like(slot_indices, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
-        block = min(next_power_of_2(width), MAX_BLOCK)
+        block = min(next_power_of_2(width), MAX_BLOCK_SIZE)
         # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
             *(slot_indices, table.ints, table.page_table, *scalars, real, pages, at, values),
@@ -59,7 +59,7 @@ def read_chain(
     require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
     made = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
     if batch:
-        block = min(next_power_of_2(row_width), MAX_BLOCK)
+        block = min(next_power_of_2(row_width), MAX_BLOCK_SIZE)
         _chain_kernel[(batch, -(-row_width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
             *(num_tokens, *made, slots.index.stride(0), num_tokens.stride(0)),
@@ -77,7 +77,7 @@ def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_
     require("carry: length", num_tokens, (batch,), torch.int64, kept)
     values = values.contiguous()
     if batch:
-        block = min(next_power_of_2(size), MAX_BLOCK)
+        block = min(next_power_of_2(size), MAX_BLOCK_SIZE)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, num_tokens, values, kept, slots.index.stride(0), num_tokens.stride(0), values.shape[1]),
             HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(num_tokens)),
@@ -92,7 +92,7 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read the slots of a batch.  Each program writes new pages of its slot; the first also writes all slots' pages."""
+    """Read a batch's slots.  Before, each program writes its slot's new page-table entries; the first, those of all."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -141,13 +141,13 @@ def _chain_kernel(
     tl.store(positions_ptr + out, position, mask=offset < width)
     padding = tl.where(padding < 0, tl.load(root_ptr + b), padding)
     tl.store(tokens_ptr + out, tl.where(known, token, padding), mask=offset < width)
-    row = page_row(page_table_ptr + b * table_width, position, page_size, kept)
+    row = pool_row(page_table_ptr + b * table_width, position, page_size, kept)
     tl.store(rows_ptr + out, row, mask=offset < width)
 
 
 @kernel
 def _carry_kernel(
-    index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
+    index_ptr, length_ptr, values_ptr, carried_ptr, index_stride, length_stride, rows,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
@@ -156,14 +156,14 @@ def _carry_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + at, mask=at < HIDDEN_SIZE, other=0.0)
     slot = tl.load(index_ptr + b * index_stride)
-    tl.store(kept_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
+    tl.store(carried_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
 
 
 def advance(
     slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
     table, (batch, width) = slots.table, picked_tokens.shape
-    require("advance: picked", picked_tokens, (slots.batch, -1), torch.int64, table.history)
+    require("advance: picked_tokens", picked_tokens, (slots.batch, -1), torch.int64, table.history)
     require("advance: length", num_tokens, (batch,), torch.int64, picked_tokens)
     num_picked, copies = torch.empty_like(num_tokens), None
     if path is not None:
@@ -191,7 +191,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decide tokens.  Each program handles one request."""
+    """Write the sampled tokens into one slot per program, and move the slot's root to the last of them."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
@@ -221,7 +221,7 @@ def _advance_kernel(
     if row_ptr is not None:
         position = prefix_len + offset
         kept = decided & (position >= tl.load(commit_from_ptr + request))
-        destination = page_row(page_table_ptr + request * table_width, position, page_size, kept)
+        destination = pool_row(page_table_ptr + request * table_width, position, page_size, kept)
         tl.store(destination_ptr + at, destination, mask=offset < WIDTH)
         row = tl.load(row_ptr + at, mask=offset < WIDTH, other=0)
         tl.store(source_ptr + at, request * nodes + row, mask=offset < WIDTH)

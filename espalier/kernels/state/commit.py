@@ -1,6 +1,6 @@
 """Commit: copies the rows of accepted tokens from staging to the pages.
 
-One launch copies all layers of a group, and up to two stacked planes.
+One launch copies all layers of a group, of up to TENSORS_PER_LAUNCH tensors (such as K and V).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-MAX_BLOCK = 2048
+MAX_BLOCK_SIZE = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
-WARP_BYTES = 512
+BYTES_PER_WARP = 512
 # Layers per program if one program per layer would oversubscribe the chip.
 LAYERS_PER_PROGRAM = 4
 TENSORS_PER_LAUNCH = 2
 
 
 @kernel
-def _copy(
+def _copy_row(
     src_ptr, dst_ptr, layer, source, row, src_layer_stride, dst_layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     for begin in tl.static_range(0, SIZE, BLOCK):
@@ -41,15 +41,14 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy NUM_LAYERS layers of one row per program.  staged_layer_strides, committed_layer_strides: strides of a
-    layer, by tensor."""
+    """Copy NUM_LAYERS layers of one row per program.  The layer strides have one entry per tensor."""
     pdl_trigger_and_wait(USE_PDL)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
     if row != 0:
         for layer in range(first, tl.minimum(first + NUM_LAYERS, layers)):
             for i in tl.static_range(NUM_TENSORS):
-                _copy(
+                _copy_row(
                     staged[i], committed[i], layer, source, row, staged_layer_strides[i], committed_layer_strides[i],
                     SIZES[i], BLOCKS[i],
                 )  # fmt: skip
@@ -58,7 +57,7 @@ def _commit_kernel(
 def commit_rows(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> None:
-    """See ops/state.py.  The kernel copies bytes, so the result equals the reference's."""
+    """Runs ops/state.py:commit_rows on a GPU.  The kernel copies bytes, so the result equals the reference's."""
     staged, committed = check_row_copies(staged, committed, source_rows, destination_rows)
     if not source_rows.shape[0]:
         return
@@ -76,14 +75,14 @@ def commit_rows(
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
-    blocks = tuple(min(next_power_of_2(size), MAX_BLOCK) for size in sizes)
+    blocks = tuple(min(next_power_of_2(size), MAX_BLOCK_SIZE) for size in sizes)
     count, layers = source.shape[0], committed[0].shape[0]
     layers_per_program = LAYERS_PER_PROGRAM if is_oversubscribed(count * layers, chip(source)) else 1
     _commit_kernel[(count, -(-layers // layers_per_program))](
         *(tuple(staged), tuple(committed), source, rows),
         *(tuple(buffer.stride(0) for buffer in tensors) for tensors in (staged, committed)),
         layers, NUM_TENSORS=len(staged), NUM_LAYERS=layers_per_program, SIZES=sizes, BLOCKS=blocks,
-        num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
+        num_warps=min(max(min(blocks) * committed[0].element_size() // BYTES_PER_WARP, 1), 4),
         **pdl_arguments(chip(source)),
     )  # fmt: skip
 
@@ -115,7 +114,7 @@ def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[i
 
 
 @kernel
-def _with_field(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+def _replace_columns(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
     """Return the row `value` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
     inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
     field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
@@ -130,13 +129,13 @@ def _write_results_kernel(
     NUM_FIELDS: tl.constexpr, FIRST_COLUMNS: tl.constexpr, END_COLUMNS: tl.constexpr, EMPTY_VALUE: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the
-    row.  Other columns become EMPTY_VALUE."""
+    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1; other
+    columns become EMPTY_VALUE."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     value = tl.full([BLOCK], EMPTY_VALUE, tl.int64)
     for i in tl.static_range(NUM_FIELDS):
-        value = _with_field(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
+        value = _replace_columns(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
     row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
     tl.store(row_ptr + at, value, mask=at < width)

@@ -18,7 +18,7 @@ from espalier.kernels.runtime.launch import require
 
 @dataclass(frozen=True)
 class KVScales:
-    """The scales of a layer's FP8 rows.  k, v: [kv_heads] float32; dtype: the model's.
+    """The scales of a layer's FP8 rows.  k, v: [kv_heads] float32; dtype: the model's dtype.
 
     A stored value times the scale of its head is K or V.  Scales are constants of a layer.  With scales computed
     from a batch or a request, a row would depend on more than the tokens before it, and a prefix hit would change the
@@ -64,7 +64,7 @@ def _per_query_head(scale: Tensor, values: Tensor) -> Tensor:
 
 
 def round_to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """values [N, heads, size] divided by the scale [heads] of their head, in FP8, rounded to nearest, ties to even.
+    """Returns values [N, heads, size] / scale [heads] in FP8, rounded to nearest, ties to even.
 
     Quotients beyond ±448 become ±448; infinite quotients become NaN.
     """

@@ -26,12 +26,12 @@ def accept(
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
-    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", target_tokens)):
+    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("target_tokens", target_tokens)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
     require("accept: ancestors", ancestors, (batch, nodes, num_words), torch.int64, tokens)
-    require("accept: finite", is_finite, (batch, nodes), torch.bool, tokens)
+    require("accept: is_finite", is_finite, (batch, nodes), torch.bool, tokens)
     require("accept: max_accept_depth", max_accept_depth, (batch,), torch.int64, tokens)
-    require("accept: real", is_real, (batch,), torch.bool, tokens)
+    require("accept: is_real", is_real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
     path = AcceptedPath(*(tokens.new_empty(size) for size in sizes))
     if batch:

@@ -28,19 +28,19 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     DraftedArguments,
+    GatheredSlots,
     LogitsArguments,
     SlotArguments,
-    SlotRows,
     as_column,
     drafted_arguments,
-    keeps_logits,
+    leaves_logits_unchanged,
     load_row_arguments,
     logits_arguments,
     process_logits,
 )
-from espalier.kernels.sampling.noise import gumbel_at, noise_keys
+from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 
-SPLIT = 2048
+MAX_SPLIT_SIZE = 2048
 # Splits per warp in the merge.  With few warps, the merge's steps (one per child) need little synchronisation.
 SPLITS_PER_WARP = 512
 
@@ -48,7 +48,7 @@ SPLITS_PER_WARP = 512
 def draft_topk_triton(
     logits: Tensor,
     d2t: Tensor | None,
-    rows: SlotRows,
+    slots: GatheredSlots,
     first_positions: Tensor,
     position_offset: int,
     scores: Tensor,
@@ -60,29 +60,30 @@ def draft_topk_triton(
 ) -> tuple[Tensor, Tensor]:
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
-    logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
-    vocabularies are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
-    stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
-    [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
-    Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
+    logits: [B, Q, Vd], as for sample_triton.  d2t: [Vd] int64, the target id of each draft id; None: the vocabularies
+    are the same.  slots: the sampling parameters of each request.  first_positions [B] + position_offset +
+    row · position_stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its
+    path.  mask: [B, Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows
+    all.
 
     A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
-    the log_softmax of the processed logits at temperature 0, of processed logits / T + noise if coupled, and of
-    processed logits / T if not coupled.  NaN counts as -inf.
+    the log_softmax of the processed logits / T (without / T at temperature 0), plus noise if `adds_noise` and T > 0.
+    NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
-    given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first_positions)
+    given = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)
     require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
     # Without d2t, the kernel gets a placeholder pointer, which it does not read.
-    of_target = rows.ints if d2t is None else d2t.contiguous()
+    of_target = slots.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = drafted_arguments(drafted, 0, queries, rows, mask)
+    hanging = drafted_arguments(drafted, 0, queries, slots, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
         return ids, best
-    split = min(SPLIT, next_power_of_2(vocab))
+    split = min(MAX_SPLIT_SIZE, next_power_of_2(vocab))
     places, splits = batch * queries, -(-vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
@@ -92,8 +93,8 @@ def draft_topk_triton(
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, position_offset, position_stride, given, rows.arguments, hanging, queries),
-        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT=split, num_warps=4, **options,
+        *(*of_splits, vocab, of_target, position_offset, position_stride, given, slots.arguments, hanging, queries),
+        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
     )  # fmt: skip
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
@@ -106,7 +107,7 @@ def draft_topk_triton(
 @kernel
 def _block_topk_kernel(
     values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, drafted, queries, splits,
-    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT: tl.constexpr,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     HAS_D2T: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
@@ -117,16 +118,16 @@ def _block_topk_kernel(
     b, logits_ptr, position, row, row_above = load_row_arguments(
         out, queries, offset + out % queries * stride, logits, slots, drafted, COLUMNS
     )
-    index = split * SPLIT + tl.arange(0, SPLIT)
+    index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
     inside = index < draft_vocab
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
-        needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
+        needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
+    x = process_and_add_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -142,14 +143,14 @@ def _block_topk_kernel(
 
 
 @kernel
-def noisy_logits(
+def process_and_add_noise(
     x, ids, is_token, b, position, slots, row, drafted, COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """`process_logits` logits of row b of the batch.  If ADDS_NOISE and the request samples, its noise is added."""
+    """Returns the processed logits of row b of the batch.  If ADDS_NOISE and T > 0, the request's noise is added."""
     x = process_logits(x, ids, is_token, row, drafted)
     if ADDS_NOISE and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + as_column(gumbel_at(ids, k0, k1, x.dtype), x)
+        x = x + as_column(gumbel_noise(ids, k0, k1, x.dtype), x)
     return x
 
 
@@ -160,59 +161,41 @@ def _merge_topk_kernel(
     SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Find a row's best children among the best values of its splits.
+
+    TOPK times, the best first value of all splits is taken, and the next value of its split moves up.  Among equal
+    values the lower split wins, because its columns are lower.  A child that does not exist has score -inf.
+    """
     pdl_trigger_and_wait(USE_PDL)
-    out = tl.program_id(0).to(tl.int64)
-    row = out + tl.arange(0, 1)
-    columns, logp = merge_topk_splits(
-        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, BLOCK_CHILDREN, TOPK
-    )
-    child = tl.arange(0, BLOCK_CHILDREN)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, BLOCK_CHILDREN)
+    exists = split < splits
+    of_split = row * splits + split
+    heads = tl.load(values_ptr + of_split * TOPK, mask=exists, other=float("-inf"))
+    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
+    top = tl.max(heads, 0)
+    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)), 0)
+    num_taken = tl.zeros([SPLITS], tl.int32)
+    values = tl.full([BLOCK_CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([BLOCK_CHILDREN], tl.int32)
+    for k in range(TOPK):
+        best, best_split = tl.max(heads, 0, return_indices=True)
+        is_best = split == best_split
+        place = tl.sum(tl.where(is_best, split * TOPK + num_taken, 0), 0)
+        num_taken += is_best.to(tl.int32)
+        is_left = exists & is_best & (num_taken < TOPK)
+        following = tl.load(values_ptr + of_split * TOPK + num_taken, mask=is_left, other=float("-inf"))
+        heads = tl.where(is_best, following, heads)
+        values = tl.where(child == k, best, values)
+        places = tl.where(child == k, place, places)
+    logp = (values - top) - tl.log(total)
+    # False for NaN as well.
     valid = logp > float("-inf")
+    columns = tl.load(indices_ptr + row * splits * TOPK + places, mask=valid, other=0)
+    logp = tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
     ids = columns.to(tl.int64)
     if HAS_D2T:
         ids = tl.load(d2t_ptr + columns, mask=valid, other=0)
-    row_score = tl.load(scores_ptr + out // queries * scores_batch_stride + out % queries * scores_query_stride)
-    tl.store(ids_ptr + out * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
-    tl.store(best_ptr + out * TOPK + child, row_score + logp, mask=child < TOPK)
-
-
-@kernel
-def merge_topk_splits(
-    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept_per_split,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, TOPK: tl.constexpr,
-):  # fmt: skip
-    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN]
-    each.
-
-    Children that do not exist have -inf.  A row has `splits` splits.  A split has its `kept_per_split` best values,
-    best first, their columns, and the sum of exp(value - best value).  TOPK times, the best first value of all splits
-    is taken, and the next value of its split moves up.  Among equal values the lower split wins, because its columns
-    are lower.
-    """
-    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_CHILDREN)[None, :]
-    exists = row_exists[:, None] & (split < splits)
-    of_split = row[:, None] * splits + split
-    heads = tl.load(values_ptr + of_split * kept_per_split, mask=exists, other=float("-inf"))
-    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
-    top = tl.max(heads, 1)
-    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-    num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
-    values = tl.full([ROWS, BLOCK_CHILDREN], float("-inf"), heads.dtype)
-    places = tl.zeros([ROWS, BLOCK_CHILDREN], tl.int32)
-    for k in range(TOPK):
-        best, best_split = tl.max(heads, 1, return_indices=True)
-        is_best = split == best_split[:, None]
-        place = tl.sum(tl.where(is_best, split * kept_per_split + num_taken, 0), 1)
-        num_taken += is_best.to(tl.int32)
-        following = tl.load(
-            values_ptr + of_split * kept_per_split + num_taken, mask=exists & is_best & (num_taken < kept_per_split),
-            other=float("-inf"),
-        )  # fmt: skip
-        heads = tl.where(is_best, following, heads)
-        values = tl.where(child == k, best[:, None], values)
-        places = tl.where(child == k, place[:, None], places)
-    logp = (values - top[:, None]) - tl.log(total)[:, None]
-    # False for NaN as well.
-    valid = logp > float("-inf")
-    columns = tl.load(indices_ptr + row[:, None] * splits * kept_per_split + places, mask=valid, other=0)
-    return columns, tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
+    row_score = tl.load(scores_ptr + row // queries * scores_batch_stride + row % queries * scores_query_stride)
+    tl.store(ids_ptr + row * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
+    tl.store(best_ptr + row * TOPK + child, row_score + logp, mask=child < TOPK)

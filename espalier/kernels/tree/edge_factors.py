@@ -5,7 +5,7 @@ with its part of the projection, adds the hidden state's part, and writes its pa
 projection is a weight, so its first columns are read before the wait for the previous kernel.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
-is rounded once, to the dtype of `before`; the reference rounds every operation.
+is rounded once, to the dtype of token_factors; the reference rounds every operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
-# Numbers of the rank per program, and the smallest rank that tensor cores take.
+# Values of the rank dimension per program, and the smallest rank that tensor cores take.
 BLOCK_OUT, MIN_RANK = 16, 16
 # Larger ranks get 8 warps.
 MAX_4_WARP_RANK = 128
@@ -39,7 +39,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
     require("edge_factors: weight", projection.weight, (parts * rank, inputs * rank), before.dtype, before)
     require("edge_factors: tokens", rows.tokens, (batch, num_rows), torch.int64, before)
     if any(value.stride(-1) != 1 for value in (hidden_part, projection.weight, before)):
-        raise EspalierError("edge_factors: hidden_part, weight and before must be dense in their last dimension")
+        raise EspalierError("edge_factors: hidden_part, weight and token_factors must be dense in their last dimension")
     parents, states = rows.parents, rows.states
     if parents is not None and states is not None:
         require("edge_factors: states", states, (batch, -1, rank), before.dtype, before)
@@ -74,18 +74,18 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  Names in `e_` multiply the embedding, names in `s_` the state.
+    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  `e_` weights multiply the embedding, `s_` weights the state.
 
-    BLOCK_RANK: numbers of an embedding, or of a state, that one step multiplies.
+    BLOCK_RANK: values of an embedding, or of a state, that one step multiplies.
     """
     pdl_trigger(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    place = tl.arange(0, BLOCK_RANK)
-    exists, is_out, inside = row < num_rows, out < RANK, place < RANK
-    of_weight = weight_ptr + out.to(tl.int64)[None, :] * weight_stride + place[:, None]
-    is_weight = inside[:, None] & is_out[None, :]
+    column = tl.arange(0, BLOCK_RANK)
+    exists, out_exists, inside = row < num_rows, out < RANK, column < RANK
+    of_weight = weight_ptr + out.to(tl.int64)[None, :] * weight_stride + column[:, None]
+    is_weight = inside[:, None] & out_exists[None, :]
     part = RANK * weight_stride
     if IS_RECURRENT:
         s_gate = tl.load(of_weight, mask=is_weight, other=0.0)
@@ -98,33 +98,33 @@ def _edge_factors_kernel(
     pdl_wait(USE_PDL)
     tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
     of_row = token_factors_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * token_factors_stride
-    embedded = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
+    embedded = tl.load(of_row[:, None] + column[None, :], mask=inside[None, :], other=0.0)
     hidden_part = hidden_part_ptr + b * hidden_part_stride + out
-    gate = tl.load(hidden_part, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+    gate = tl.load(hidden_part, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
     gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
-    gate = _add_products(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
-    mask = exists[:, None] & is_out[None, :]
+    gate = _add_products(gate, of_row, of_weight, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+    mask = exists[:, None] & out_exists[None, :]
     written = (b * num_rows + row)[:, None] * RANK + out[None, :]
     if IS_RECURRENT:
-        candidate = tl.load(hidden_part + RANK, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+        candidate = tl.load(hidden_part + RANK, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
         candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
-        candidate = _add_products(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
-        output = tl.load(hidden_part + 2 * RANK, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+        candidate = _add_products(candidate, of_row, of_weight + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+        output = tl.load(hidden_part + 2 * RANK, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
         output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=ACC_DTYPE)
-        output = _add_products(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+        output = _add_products(output, of_row, of_weight + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
         own_state = tl.zeros([ROWS, BLOCK_OUT], ACC_DTYPE)
         if states_ptr is not None:
             parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
             of_state = states_ptr + (b * states_rows + tl.load(parents, mask=exists, other=0)) * RANK
-            state = tl.load(of_state[:, None] + place[None, :], mask=inside[None, :], other=0.0)
+            state = tl.load(of_state[:, None] + column[None, :], mask=inside[None, :], other=0.0)
             own_state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
             gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
             candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
             output += tl.dot(state, s_output, input_precision="ieee", out_dtype=ACC_DTYPE)
             of_weight -= RANK
-            gate = _add_products(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
-            candidate = _add_products(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
-            output = _add_products(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+            gate = _add_products(gate, of_state, of_weight, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+            candidate = _add_products(candidate, of_state, of_weight + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+            output = _add_products(output, of_state, of_weight + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
         kept = _sigmoid(gate)
         made = kept * own_state + (1 - kept) * _tanh(candidate)
         tl.store(new_states_ptr + written, made.to(new_states_ptr.dtype.element_ty), mask=mask)
@@ -137,13 +137,14 @@ def _edge_factors_kernel(
 
 @kernel
 def _add_products(
-    total, row_ptrs, weight_ptrs, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    total, row_ptrs, weight_ptrs, out_exists, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
+    """Add to total [ROWS, BLOCK_OUT] the products of the inputs' values from BLOCK_RANK on."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
-        inside = start + place < RANK
-        x = tl.load(row_ptrs[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
-        w = tl.load(weight_ptrs + start, mask=inside[:, None] & is_out[None, :], other=0.0)
+        column = start + tl.arange(0, BLOCK_RANK)
+        inside = column < RANK
+        x = tl.load(row_ptrs[:, None] + column[None, :], mask=inside[None, :], other=0.0)
+        w = tl.load(weight_ptrs + start, mask=inside[:, None] & out_exists[None, :], other=0.0)
         total += tl.dot(x, w, input_precision="ieee", out_dtype=ACC_DTYPE)
     return total
 

@@ -28,28 +28,28 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     DraftedArguments,
+    GatheredSlots,
     LogitsArguments,
     SlotArguments,
-    SlotRows,
     drafted_arguments,
-    keeps_logits,
+    leaves_logits_unchanged,
     load_row_arguments,
     logits_arguments,
 )
-from espalier.kernels.tree.draft_topk import noisy_logits
+from espalier.kernels.tree.draft_topk import process_and_add_noise
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and the numbers of the rank that it multiplies in a step.  Columns of this size take
-# 64 kB of bfloat16, so three programs fit in the shared memory of a multiprocessor.
-SPLIT, BLOCK_RANK = 128, 256
-WARPS = 8
+# Columns per program, and values of the rank dimension per step.  These columns take 64 kB in bfloat16, so three
+# programs fit in the shared memory of a multiprocessor.
+MAX_SPLIT_SIZE, BLOCK_RANK = 128, 256
+NUM_WARPS = 8
 # Requests per program, which share the columns that the program has read.
 REQUESTS_PER_PROGRAM = 8
 # Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
-MIN_SPLIT, MIN_RANK = 16, 16
+MIN_SPLIT_SIZE, MIN_RANK = 16, 16
 # Values per warp in the search for the best.  With few warps, a step needs little synchronisation.
 VALUES_PER_WARP = 1024
 
@@ -60,7 +60,7 @@ def edge_topk_triton(
     rows: DepthRows,
     factors_and_states: tuple[Tensor, Tensor | None] | None,
     d2t: Tensor | None,
-    slots: SlotRows,
+    slots: GatheredSlots,
     first_positions: Tensor,
     out: Candidates,
     adds_noise: bool = True,
@@ -72,7 +72,7 @@ def edge_topk_triton(
     factors_and_states: the rows' factors and states, from edge_factors; None: a row has the factor of its token.
     first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
     that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
-    coupled and scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
+    adds_noise: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
     and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
@@ -92,44 +92,44 @@ def edge_topk_triton(
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
     _check_arguments(edges, rows, factors, after, ids, out)
     logits = logits_arguments(edges.base_logits[:, depth : depth + 1], columns, slots, first_positions)
-    split = min(SPLIT, max(next_power_of_2(columns), MIN_SPLIT))
+    split = min(MAX_SPLIT_SIZE, max(next_power_of_2(columns), MIN_SPLIT_SIZE))
     splits = -(-columns // split)
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base_logits.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
-    requests = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
-    groups = -(-batch // requests) * -(-num_rows // tile)
+    requests_per_program = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
+    groups = -(-batch // requests_per_program) * -(-num_rows // tile)
     before = edges.token_factors if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
-        *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
+        *(drafted_arguments(None, 0, 1, slots, mask), batch, requests_per_program, num_rows, columns, splits),
         COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, RANK=rank,
         BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
-        SPLIT=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype), num_warps=WARPS, num_stages=1,
-        enable_fp_fusion=False, **pdl_arguments(chip(x)),
+        SPLIT_SIZE=split, COLUMNS_ARE_WEIGHTS=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype),
+        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False, **pdl_arguments(chip(x)),
     )  # fmt: skip
-    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
+    _launch_merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
 
-def _merge_and_rank(
+def _launch_merge_and_rank(
     out: Candidates,
     next_depth: DepthRows,
-    of_splits: tuple[Tensor, Tensor, Tensor],
+    split_results: tuple[Tensor, Tensor, Tensor],
     id_arguments: tuple[Tensor | None, int],
     row_scores: Tensor,
     forced_tokens: Tensor | None,
 ) -> None:
-    (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
+    (batch, num_rows, topk), (splits, split) = out.tokens.shape, split_results[0].shape[2:]
     on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
-        *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
+        *(*out[:2], out.tokens.stride(0), *split_results, *id_arguments),
         *(forced_tokens, 0 if forced_tokens is None else forced_tokens.stride(0), num_rows, splits, topk),
-        SPLITS=of_splits_block, SPLIT=split, BLOCK_CHILDREN=children,
+        SPLITS=of_splits_block, SPLIT_SIZE=split, BLOCK_CHILDREN=children,
         num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
         **pdl_arguments(on),
     )  # fmt: skip
@@ -153,8 +153,8 @@ def _check_arguments(
         require("edge_topk: factors", factors, (batch, num_rows, rank), column_factors.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
-    require("edge_topk: before", edges.token_factors, (-1, rank), column_factors.dtype, base)
-    require("edge_topk: after", column_factors, (batch, columns, rank), base.dtype, base)
+    require("edge_topk: token_factors", edges.token_factors, (-1, rank), column_factors.dtype, base)
+    require("edge_topk: column_factors", column_factors, (batch, columns, rank), base.dtype, base)
     if ids is not None:
         require("edge_topk: ids", ids, (batch, columns), torch.int64, base)
     for value, dtype in zip(out, (torch.int64, torch.float32, torch.int32), strict=True):
@@ -170,37 +170,37 @@ def _check_arguments(
 def _edge_topk_kernel(
     x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
     token_factors_stride, column_factors_ptr, column_factors_batch_stride, column_factors_stride, ids_ptr, ids_stride,
-    depth, logits, slots, drafted, batch, requests, num_rows, num_columns, splits,
+    depth, logits, slots, drafted, batch, requests_per_program, num_rows, num_columns, splits,
     COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT_SIZE: tl.constexpr, COLUMNS_ARE_WEIGHTS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits x [SPLIT, ROWS] of one split.  Column j is row j of the depth.
+    """Write the logits x [SPLIT_SIZE, ROWS] of one split.  Column j is row j of the depth.
 
     The split's columns are weights, so they are read before the wait.  Every second depth takes the splits in reverse,
     because the columns that the previous depth read last may still be in the L2.
     """
     pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * requests
+    first = (tl.program_id(0) // tiles).to(tl.int64) * requests_per_program
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    place, rank = tl.arange(0, SPLIT), tl.arange(0, BLOCK_RANK)
+    place, rank = tl.arange(0, SPLIT_SIZE), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
     if depth % 2 != 0:
         split = splits - 1 - split
-    index = split * SPLIT + place
+    index = split * SPLIT_SIZE + place
     inside = index < num_columns
     # Columns past the end read the last column; their logits become -inf.
     of_column = column_factors_ptr + first * column_factors_batch_stride
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
-    if not IS_WEIGHT:
+    if not COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
-    if IS_WEIGHT:
+    if COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
     exists = row_index < num_rows
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    for b in range(first, tl.minimum(first + requests, batch)):
+    for b in range(first, tl.minimum(first + requests_per_program, batch)):
         if tokens_ptr is None:
             factor = b * num_rows + tl.where(exists, row_index, 0)
         else:
@@ -212,7 +212,7 @@ def _edge_topk_kernel(
         ids = index
         if ids_ptr is not None:
             # A row whose logits do not change needs no token ids.
-            needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
+            needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
         x = tl.dot(after, before, input_precision="ieee", out_dtype=ACC_DTYPE)
@@ -222,17 +222,17 @@ def _edge_topk_kernel(
             before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
             x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=ACC_DTYPE)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
-        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
+        x = process_and_add_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
         out = (b * num_rows + row_index) * splits + split
-        tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
-        top, total = _sum_of_exp(x.to(tl.float32))
+        tl.store(x_ptr + out[None, :] * SPLIT_SIZE + place[:, None], x, mask=exists[None, :])
+        top, total = _max_and_sum_of_exp(x.to(tl.float32))
         tl.store(tops_ptr + out, top, mask=exists)
         tl.store(sums_ptr + out, total, mask=exists)
 
 
 @kernel
-def _sum_of_exp(x):
-    """(the best x, the sum of exp(x - best x)) over the first dimension.  The sum is NaN if an x is NaN or infinite."""
+def _max_and_sum_of_exp(x):
+    """Returns (max x, sum of exp(x - max x)) over the first dimension.  The sum is NaN if an x is NaN or infinite."""
     top = tl.max(tl.where(x == x, x, float("-inf")), 0)
     return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
 
@@ -241,7 +241,7 @@ def _sum_of_exp(x):
 def _merge_rows_kernel(
     tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
     forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
-    SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
     pdl_trigger_and_wait(USE_PDL)
@@ -253,10 +253,10 @@ def _merge_rows_kernel(
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
     split_tops, chosen = _topk_values(tops, split, BLOCK_CHILDREN, topk)
-    column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
+    column = chosen[:, None] * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
-    x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
-    SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT
+    x = tl.load(x_ptr + row * splits * SPLIT_SIZE + column, mask=is_chosen, other=float("-inf"))
+    SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT_SIZE
     values, columns = _topk_values(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
@@ -277,10 +277,10 @@ def _merge_rows_kernel(
 
 @kernel
 def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index
-    first.
+    """Returns the topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.
 
-    NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
+    Of equal values, the one with the lower index comes first.  NaN counts as -inf.  If fewer than topk values are above
+    -inf, the rest are -inf, with any index.
     """
     child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
@@ -302,8 +302,11 @@ def _rank_rows_kernel(
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
-    takes all candidates with this token together."""
+    """Write the row of the next depth to which each candidate belongs.
+
+    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with the same token belong
+    to this row.
+    """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)

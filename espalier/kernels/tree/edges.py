@@ -1,7 +1,7 @@
 """Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
 A depth is scored row by row.  Depth 1 has the roots as rows.  Each depth's candidates become the next depth's rows
-(`rank_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
+(`rank_next_rows`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DepthRows(NamedTuple):
 class FactorProjection:
     """Factors that depend on more than one token: DSpark's gated head, and its recurrent head (`rnn`).
 
-    Let e be the row of `before` of a token, and p a projection of the block's hidden state at the depth, of the state
+    Let e be a token's row of token_factors, and p a projection of the block's hidden state at the depth, of the state
     and of e.  A gated factor is sigmoid(p) * e.  For a recurrent head p has three parts: gate, candidate and output.
     The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is tanh(output).  The
     state before depth 1 is 0.
@@ -70,11 +70,11 @@ def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: boo
 class LowRankEdges:
     """Logits of a block that depend on earlier drafted tokens.
 
-    At one depth, the logit of column c after a row is base[c] + factor of the row · after[c].
-    base_logits: [B, S, C], by depth; before: [V, rank].  A row's factor is token_factors[token], or with `projection`
-    as FactorProjection says.  column_factors: either [C, rank], with ids None: the columns are the draft vocabulary.
-    Or [B, S, C, rank], with ids [B, S, C] int64, ascending: the columns are these tokens, and no other token is a
-    candidate.
+    At one depth, the logit of column c after a row is base_logits[c] + factor of the row · column_factors[c].
+    base_logits: [B, S, C], by depth.  token_factors: [V, rank].  A row's factor is token_factors[token]; with
+    `projection`, see FactorProjection.  column_factors: [C, rank] without ids, where the columns are the draft
+    vocabulary; or [B, S, C, rank] with ids [B, S, C] int64 in ascending order, where the columns are these tokens, and
+    no other token is a candidate.
     """
 
     base_logits: Tensor
@@ -114,7 +114,7 @@ class LowRankEdges:
         return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
 
 
-def rank_depth(
+def rank_next_rows(
     tokens: Tensor, scores: Tensor, rows: DepthRows, out: Candidates, rows_are_paths: bool = False
 ) -> DepthRows:
     """Write the candidates of a depth to `out`, and rank the rows of the next depth.

@@ -1,8 +1,8 @@
 """The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
-Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history,
-so one CUDA graph serves all lengths.  Programs beyond a request's length exit at once.  The
-second kernel merges the matches of all blocks, one program per request.
+Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history, so one
+CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel merges the matches of
+all blocks, one program per request.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _merge_matches_kernel(
     root_ptr, keys_ptr, next_tokens_ptr, length_ptr, ends_ptr, root_stride, width, candidates,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the matches of a request's blocks into its TOPK best.  Blocks beyond its length wrote nothing."""
+    """Merge the matches of a request's blocks into its TOPK best.  Blocks past the request's length wrote nothing."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)

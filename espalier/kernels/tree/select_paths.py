@@ -46,14 +46,14 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
 
 
 @kernel
-def _pack_tie_break(depth, parent, place, row):
-    """uint32 that breaks ties of scores: lower depth first, then lower parent, then lower place."""
-    return ((depth << 26) | (parent << 16) | (place << 8) | row).to(tl.uint32, bitcast=True)
+def _pack_tie_break(depth, parent, sibling, row):
+    """Returns a uint32 that breaks ties of scores: lower depth first, then lower parent, then lower sibling."""
+    return ((depth << 26) | (parent << 16) | (sibling << 8) | row).to(tl.uint32, bitcast=True)
 
 
 @kernel
 def _unpack_tie_break(tie_break):
-    """Returns (depth, parent, place, row): the inverse of _pack_tie_break."""
+    """Returns (depth, parent, sibling, row): the inverse of _pack_tie_break."""
     depth, parent = (tie_break >> 26).to(tl.int32), ((tie_break >> 16) & 1023).to(tl.int32)
     return depth, parent, ((tie_break >> 8) & 255).to(tl.int32), (tie_break & 255).to(tl.int32)
 
@@ -76,9 +76,9 @@ def _select_paths_kernel(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select node i in step i.  Its next sibling takes its place in the frontier, and its first child takes place i.
+    """Select node i in step i.  Its next sibling replaces it in the frontier, and its first child becomes entry i.
 
-    above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
+    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction.
     """
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -100,17 +100,17 @@ def _select_paths_kernel(
         rest = tl.min(tl.where(orders == best, rests, 0xFFFFFFFF), 0)
         is_best = (orders == best) & (rests == rest)
         score = key_to_float(best)
-        depth, parent, place, row = _unpack_tie_break(rest)
+        depth, parent, sibling, row = _unpack_tie_break(rest)
         parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
         selected = tl.where(i == node, best, selected)
         selected_rests = tl.where(i == node, rest, selected_rests)
-        at = ((depth - 1) * ROWS + row) * TOPK + place
-        beside = tl.load(scores_ptr + at + 1, mask=found & (place + 1 < TOPK), other=float("-inf"))
+        at = ((depth - 1) * ROWS + row) * TOPK + sibling
+        beside = tl.load(scores_ptr + at + 1, mask=found & (sibling + 1 < TOPK), other=float("-inf"))
         next_row = tl.load(next_rows_ptr + at, mask=found & (depth < deepest), other=-1)
         child_at = (depth * ROWS + next_row) * TOPK
         child = tl.load(scores_ptr + child_at, mask=next_row >= 0, other=float("-inf"))
         orders = tl.where(is_best, _path_key(parent_score, beside), orders)
-        rests = tl.where(is_best, _pack_tie_break(depth, parent, place + 1, row), rests)
+        rests = tl.where(is_best, _pack_tie_break(depth, parent, sibling + 1, row), rests)
         orders = tl.where(i == node, _path_key(score, child), orders)
         rests = tl.where(i == node, _pack_tie_break(depth + 1, zero + node, zero, next_row), rests)
         above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
@@ -143,13 +143,13 @@ def _write_tree(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
+    """Write the tree.  Node 0 is the root.  Node i is the path of selected_keys[i] and tie_breaks[i], or void."""
     score = key_to_float(selected_keys)
-    depth, parent, place, row = _unpack_tie_break(tie_breaks)
+    depth, parent, sibling, row = _unpack_tie_break(tie_breaks)
     is_root = node == 0
     void = (selected_keys == -2147483648) & (node > 0)
     drafted = (selected_keys != -2147483648) & (node < NODES)
-    at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + place
+    at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + sibling
     token = tl.load(tokens_ptr + at, mask=drafted, other=-1)
     token = tl.where(is_root, tl.load(root_ptr + request), token)
     parent = tl.where(drafted, parent, 0)

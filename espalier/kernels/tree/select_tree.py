@@ -105,11 +105,11 @@ def _select_beams_kernel(
 
 
 # The most parts of a pool.  The kernel reads each part from its own tensor.
-MAX_PARTS = 16
+MAX_POOL_PARTS = 16
 
 
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
-    if len(tokens) > MAX_PARTS:
+    if len(tokens) > MAX_POOL_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     tree = Tree.empty(root, num_nodes)
@@ -133,7 +133,7 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load values i of a request's pool: first FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
+    """Load the values `index` of a request's pool: FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(

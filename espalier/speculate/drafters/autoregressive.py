@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
-from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits
 from espalier.kernels.ops.state import TokenChain, load_carried_field, read_chain, store_carried_field
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
@@ -66,7 +66,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.row_depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.row_bits = self_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
+        self.row_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.num_modules)
         self.deeper_row_bits = torch.stack(

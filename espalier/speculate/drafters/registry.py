@@ -8,14 +8,8 @@ import torch
 from espalier.attention import ModelCache
 from espalier.errors import EspalierError, shown
 from espalier.layout import RoundLayout
-from espalier.model_files import is_gguf, naming_config, read_json
-from espalier.models import (
-    block,
-    dflash2,
-    eagle3,
-    gemma4_assistant,
-    mtp,
-)
+from espalier.model_files import add_path_to_errors, is_gguf, read_json
+from espalier.models import block, dflash2, eagle3, gemma4_assistant, mtp
 from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
@@ -234,7 +228,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     """
     path = Path(path)
     raw = read_raw_config(path)
-    with naming_config(path):
+    with add_path_to_errors(path):
         return format_of(raw, path).read(path, raw, target)
 
 

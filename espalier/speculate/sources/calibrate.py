@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import self_bits, unpack_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
 from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, BatchState
 
@@ -46,7 +46,8 @@ def probability_at_level_middle(level: int) -> float:
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in
+    SlotTable.
     """
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
@@ -106,7 +107,7 @@ def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tr
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = self_bits(0, num_nodes, num_ancestor_words, root.device)
+    itself = self_only_bits(0, num_nodes, num_ancestor_words, root.device)
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 

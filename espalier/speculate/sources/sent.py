@@ -7,14 +7,14 @@ guess is a path; otherwise the guess gives no path.  The same rule applies to gu
 
 import torch
 
-from espalier.slots import GUESS_HEAD_COLUMNS, NO_TOKEN, BatchState
+from espalier.slots import GUESS_HEADER_COLUMNS, NO_TOKEN, BatchState
 from espalier.speculate.sources.base import Paths
 
 
 def paths_of_guesses(slots: BatchState, steps: int) -> Paths:
     """Returns the paths of the guesses that the slot table holds for a batch.  steps: the greatest depth."""
     rows = slots.table.guesses.index_select(0, slots.index)
-    start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEAD_COLUMNS:]
+    start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEADER_COLUMNS:]
     width = tokens.shape[2]
     decided = slots.prefix_len[:, None, None] - start[..., None]
     place = torch.arange(width, device=tokens.device)

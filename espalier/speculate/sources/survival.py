@@ -41,10 +41,10 @@ REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 class SurvivalCounts:
     """The counts of right guesses.
 
-    num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
-    at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the sources, by whether
-    the request samples. path_counts include tokens that a draft proposed too.  counts_of_request: by request, how many
-    nodes of its draft were expected to be right, and how many were.
+    num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were
+    right at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the
+    sources, by whether the request samples. path_counts include tokens that a draft proposed too.  counts_of_request:
+    by request, how many nodes of its draft were expected to be right, and how many were.
     """
 
     def __init__(self, steps: int) -> None:
@@ -163,8 +163,8 @@ class SurvivalCounts:
         return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
     def table_to_send(self) -> np.ndarray | None:
-        """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since they
-        were sent."""
+        """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since
+        they were sent."""
         if self._sent_table is not None and self._num_counted < MIN_COUNTS_TO_SEND:
             return None
         now, self._num_counted = self.probabilities, 0

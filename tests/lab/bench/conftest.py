@@ -34,5 +34,5 @@ def skills_are_searched_once():
         for module in (checkpoint, choose):
             patch.setattr(module, "predicted_accept_length", partial(predicted_accept_length, samples=SAMPLES))
         patch.setattr(Recipe, "with_accept_length", _with_accept_length)
-        patch.setattr(prefill, "BEFORE", 6)
+        patch.setattr(prefill, "ROUNDS_BEFORE_PROMPT", 6)
         yield

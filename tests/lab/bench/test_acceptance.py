@@ -6,7 +6,7 @@ import pytest
 
 from espalier.layout import TreeShape
 from lab.__main__ import main as lab
-from lab.bench.acceptance import measure
+from lab.bench.acceptance import measure_acceptance
 from tests.mtp import mtp_directories
 
 TREES = [TreeShape(3, 1, 4), TreeShape(3, 6, 40)]
@@ -16,7 +16,7 @@ PROMPTS, NUM_TOKENS = 3, 20
 def measured(form, trees=TREES[1:], modules=3):
     target, draft = mtp_directories("llama", modules, form)
     settings = {"model": target, "draft": draft, "dtype": "float64", "max_context": 192, "page_size": 16}
-    return measure(settings, PROMPTS, NUM_TOKENS, lambda: None, trees)
+    return measure_acceptance(settings, PROMPTS, NUM_TOKENS, lambda: None, trees)
 
 
 @pytest.mark.full

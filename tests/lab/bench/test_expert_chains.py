@@ -22,16 +22,17 @@ from espalier.models.quantisers import QUANTISERS
 from lab.__main__ import main as lab
 from lab.bench import experts as lab_experts
 from lab.bench import floor as floor_module
-from lab.bench.ceilings import Ceilings
-from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
-from lab.bench.floor import Floors, LinearTimes, RoundSize, round_runs
+from lab.bench.ceilings import GpuCeilings
+from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_expert_copies, product_steps
+from lab.bench.floor import FloorMeter, LinearTimes, RoundSize, round_products
 from lab.bench.passes import prefill_pass
-from lab.bench.recipe_sizes import recipe_sizes, shape_named
-from lab.synthetic.checkpoint import Recipe, build
+from lab.bench.recipe_sizes import recipe_sizes
+from lab.synthetic.checkpoint import Recipe, build_models
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
 
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(4e12, 8e14)
+CEILINGS = GpuCeilings(4e12, 8e14)
 QWEN = shape_named("qwen3-30b-a3b")
 MIXTURES = [
     name
@@ -60,9 +61,9 @@ def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, t
     ("rows", "measured", "drawn"), [(64, 57.4, 57), (64, 3.0, 8), (2, 20.0, 16), (64, 200.0, 128), (64, None, None)]
 )
 def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measured, drawn):
-    target, _ = round_runs(QWEN, RoundSize(1, TreeShape(1, rows, rows), touched=measured))
+    target, _ = round_products(QWEN, RoundSize(1, TreeShape(1, rows, rows), touched=measured))
     [router] = [run for run in target if run.experts is not None]
-    assert lab_experts.touched_to_draw(router.experts, rows) == drawn
+    assert lab_experts.num_touched_experts(router.experts, rows) == drawn
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
     assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
     # 48 calls of 64 independent rows touch 125.9 each.
@@ -71,7 +72,7 @@ def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measu
 
 
 def names(runs, experts=True):
-    return [f"{step.layer} {step.run.name}{' experts' * step.is_experts}" for step in steps_of(runs, experts)]
+    return [f"{step.layer} {step.run.name}{' experts' * step.is_experts}" for step in product_steps(runs, experts)]
 
 
 def test_experts_follow_the_router_of_their_layer():
@@ -97,7 +98,7 @@ def test_few_rows_take_the_shared_expert_with_the_routed_ones(rows, joins):
 def test_no_weight_is_multiplied_twice_in_a_pass_with_dense_layers():
     shape, weights = recipe_sizes(Recipe(mixture("v2"))), ExpertWeights(torch.float32, CPU)
     runs = shape.target_pass(3)
-    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in steps_of(runs, experts=False)]
+    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in product_steps(runs, with_experts=False)]
     assert len(pointers) == len(set(pointers)) == sum(run.count for run in runs)
 
 
@@ -105,8 +106,8 @@ def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
     target = recipe_sizes(Recipe(mixture("qwen3-moe"), mtp_layers=2))
     layer_sizes = replace(target.mtp.layer, experts=replace(target.experts, layers=1))
     shape = replace(target, mtp=replace(target.mtp, layer=layer_sizes))
-    _, draft = round_runs(shape, RoundSize(2, TreeShape(3, 2, 6)))
-    found = [step.run for step in steps_of(draft, experts=True) if step.is_experts]
+    _, draft = round_products(shape, RoundSize(2, TreeShape(3, 2, 6)))
+    found = [step.run for step in product_steps(draft, with_experts=True) if step.is_experts]
     assert [(run.name, run.rows) for run in found] == [
         *(("draft 2 router", 4), ("draft 2 router", 4)),
         *(("draft 1 router", 8), ("draft 2 router", 8)),
@@ -123,7 +124,7 @@ STORED = [(name, "dense") for name in MIXTURES] + [
 @pytest.mark.parametrize(("name", "weights"), STORED)
 def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
     [router] = [run for run in shape_named(name, weights=weights).target_pass(1) if run.experts is not None]
-    copies, experts = num_copies(router.experts), router.experts
+    copies, experts = num_expert_copies(router.experts), router.experts
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
     assert (copies - 1) * of_call + of_call / 3 >= 60e6 or copies == router.count
     if not name.startswith("deepseek-v3"):
@@ -180,7 +181,7 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     recipe = Recipe(wide(name), weights=weights)
     # Float32 on a CPU has no shared expert in the product.
     dtype = torch.bfloat16
-    [*_, block] = build(recipe, dtype, CPU, 64)[0].layers
+    [*_, block] = build_models(recipe, dtype, CPU, 64)[0].layers
     engine, chain = Recorder(), Recorder()
     monkeypatch.setattr(layer, "grouped_experts", engine)
     monkeypatch.setattr(lab_experts, "grouped_experts", chain)
@@ -204,7 +205,7 @@ def test_layers_take_the_copies_in_turn(monkeypatch):
     shape = recipe_sizes(Recipe(mixture("qwen3-moe")))
     shape = replace(shape, specs=shape.specs[:1] * 5, experts=replace(shape.experts, layers=5))
     [router] = [run for run in shape.target_pass(3) if run.experts is not None]
-    assert num_copies(router.experts) == 2
+    assert num_expert_copies(router.experts) == 2
     ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), multiply_by_library, experts=True)()
     pointers = [(call["gate_up"].data_ptr(), call["down"].data_ptr()) for call in recorder.calls]
     assert len(set(pointers)) == 2 and pointers[::2] == [pointers[0]] * 3 and pointers[1::2] == [pointers[1]] * 2
@@ -233,7 +234,7 @@ def told(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda what: CPU)
     monkeypatch.setattr(floor_module, "multiply_like_engine", multiply_by_library)
     monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
-    found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
+    found = FloorMeter(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
     found.timer = Counting(recorder)
     return found
 
@@ -242,9 +243,9 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
     layers, sizes = told.shape.experts.layers, told.shape.experts.shape
     floor = told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=9.2), CEILINGS)
     assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
-    attention = floor_module.round_attention(told.shape, RoundSize(2, TreeShape(3, 2, 6), 100.0)).ms(CEILINGS)
+    attention = floor_module.round_attention_cost(told.shape, RoundSize(2, TreeShape(3, 2, 6), 100.0)).ms(CEILINGS)
     assert floor.ms == 1 + 0.25 * layers + attention
-    runs = [run for of_model in round_runs(told.shape, RoundSize(2, TreeShape(3, 2, 6))) for run in of_model]
+    runs = [run for of_model in round_products(told.shape, RoundSize(2, TreeShape(3, 2, 6))) for run in of_model]
     num_bytes = sum(run.weight_bytes for run in runs) + layers * 9.2 * sizes.expert_bytes
     assert floor.weight_bytes_ms == pytest.approx(1e3 * num_bytes / CEILINGS.bandwidth)
     calls = told.timer.recorder.calls
@@ -261,13 +262,13 @@ def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     assert told.timer.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
     before = len(told.timer.recorder.calls)
-    told.linears(prefill_pass(told.shape, 8, 2), 8)
+    told.time_linears(prefill_pass(told.shape, 8, 2), 8)
     assert len(told.timer.recorder.calls) == before
 
 
 def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(floor_module, "shape_named", lambda name: told.shape)
-    monkeypatch.setattr(floor_module, "Floors", lambda shape: told)
+    monkeypatch.setattr(floor_module, "FloorMeter", lambda shape: told)
     monkeypatch.setattr(told, "ceilings", lambda: CEILINGS, raising=False)
     file = tmp_path / "floor.json"
     assert lab(["floor", "--shape", "any", "--rows", "1,4", "--json", str(file)]) == 0
@@ -282,7 +283,7 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(("name", "weights"), [*DENSE, *QUANTISED, ("gpt-oss", "mxfp4")])
 def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
-    floor = Floors(recipe_sizes(recipe)).round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=7.0), CEILINGS)
+    floor = FloorMeter(recipe_sizes(recipe)).round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=7.0), CEILINGS)
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
 
 
@@ -290,14 +291,14 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
     monkeypatch.setattr(floor_module, "GraphTimer", object)
 
-    def products(self, runs, rows):
+    def time_products(self, runs, rows):
         return LinearTimes(rows, 0.0, sum(run.count * run.rows for run in runs), 0.0), None
 
-    monkeypatch.setattr(Floors, "products", products)
+    monkeypatch.setattr(FloorMeter, "time_products", time_products)
     sizes = recipe_sizes(Recipe(mixture("qwen3-moe")))
     size = RoundSize(2, TreeShape(3, 2, 6))
-    one, two = (Floors(sizes, ranks=ranks).round(size, CEILINGS).ms for ranks in (1, 2))
-    target = Floors(sizes).round(replace(size, has_draft=False), CEILINGS).ms
+    one, two = (FloorMeter(sizes, ranks=ranks).round(size, CEILINGS).ms for ranks in (1, 2))
+    target = FloorMeter(sizes).round(replace(size, has_draft=False), CEILINGS).ms
     assert one > target > 0 and two == pytest.approx(one - target / 2)
 
 

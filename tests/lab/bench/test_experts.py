@@ -14,10 +14,10 @@ from espalier.kernels.layers.experts_plan import TILE_ROWS_BY_PAIRS, ExpertsShap
 from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.mlp import MixtureMLP
-from lab.bench.cells import Cell
-from lab.bench.engine_sizes import OwnSize
+from lab.bench.cells import RoundCell
+from lab.bench.engine_sizes import CellEngineSizes
 from lab.bench.experts_touched import CountingExperts
-from lab.bench.full_rounds import full_rounds
+from lab.bench.full_rounds import measure_full_rounds
 from lab.bench.synthetic_models import SyntheticModels
 from lab.synthetic.checkpoint import Recipe
 from tests.bench.test_tune import Told
@@ -94,9 +94,9 @@ def test_the_experts_of_a_pass_are_counted(correlation):
     """Four requests, each in a topic of its own: at 1 a pass touches the experts of four tokens, at 0 of many more."""
     shape = mixture("qwen3-moe", hot=1024)
     models = SyntheticModels(Recipe(shape, skill=0.9, routing_correlation=correlation), torch.float32, CPU, 512)
-    cell = Cell(4, 24, (4, 4, 16), 16)
-    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 4) as (engine, _):
-        rounds = full_rounds(engine, models, cell, 4)
+    cell = RoundCell(4, 24, (4, 4, 16), 16)
+    with CellEngineSizes(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 4) as (engine, _):
+        rounds = measure_full_rounds(engine, models, cell, 4)
     assert rounds.follows == 4
     if correlation:
         assert 4 <= rounds.experts_touched <= 16 * (1 - 0.75**4) + 2
@@ -107,9 +107,9 @@ def test_the_experts_of_a_pass_are_counted(correlation):
 
 def test_a_dense_target_touches_no_experts():
     models = SyntheticModels(Recipe(mixture("v3-dense"), skill=0.9), torch.float32, CPU, 512)
-    cell = Cell(1, 24, (2, 2, 4), 16)
-    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 2) as (engine, _):
-        assert full_rounds(engine, models, cell, 2).experts_touched is None
+    cell = RoundCell(1, 24, (2, 2, 4), 16)
+    with CellEngineSizes(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 2) as (engine, _):
+        assert measure_full_rounds(engine, models, cell, 2).experts_touched is None
 
 
 def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():

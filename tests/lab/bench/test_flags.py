@@ -32,7 +32,7 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     with pytest.raises(SystemExit):
         make_parser().parse(["round", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"page of the cache ({DEFAULT_PAGE_SIZE})" in text and f"rounds to time ({shaped.ROUNDS})" in text
+    assert f"page of the cache ({DEFAULT_PAGE_SIZE})" in text and f"rounds to time ({shaped.TIMED_ROUNDS})" in text
     with pytest.raises(SystemExit):
         make_parser().parse(["foundry", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -51,13 +51,13 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     ],
 )
 def test_foundry_refuses_what_it_would_ignore(flags, says, monkeypatch, capsys):
-    monkeypatch.setattr("lab.bench.checkpoint.write", pytest.fail)
+    monkeypatch.setattr("lab.bench.checkpoint.write_checkpoint", pytest.fail)
     assert main([*FOUNDRY, *flags]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_a_batch_that_the_requests_cannot_fill_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("lab.bench.sharing.record", pytest.fail)
+    monkeypatch.setattr("lab.bench.sharing.record_pools", pytest.fail)
     assert main(["sharing", "--requests", "63"]) == 2
     assert "--requests=63 is not supported; use 64 or more" in capsys.readouterr().err
 
@@ -65,8 +65,8 @@ def test_a_batch_that_the_requests_cannot_fill_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "of_shape", "of_model"),
     [
-        ("generate", generate.PROMPTS_OF_SHAPE, generate.PROMPTS_OF_MODEL),
-        ("prefill", prefill.PROMPTS[True], prefill.PROMPTS[False]),
+        ("generate", generate.SHAPE_PROMPTS, generate.MODEL_PROMPTS),
+        ("prefill", prefill.DEFAULT_PROMPTS[True], prefill.DEFAULT_PROMPTS[False]),
     ],
 )
 def test_the_help_names_the_prompts_that_are_the_default(command, of_shape, of_model, capsys):

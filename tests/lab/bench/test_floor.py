@@ -22,23 +22,24 @@ from espalier.models.layer_loading import layer_specs_of
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.registry import read_draft
 from lab.__main__ import main as lab
-from lab.bench.ceilings import Ceilings
+from lab.bench.ceilings import GpuCeilings
 from lab.bench.floor import (
-    Cost,
     ExpertTimes,
     LinearTimes,
+    PassCost,
     RoundSize,
     draft_passes,
+    floor_table,
     kv_value_bytes,
-    round_attention,
-    round_runs,
-    table,
+    round_attention_cost,
+    round_products,
 )
-from lab.bench.passes import attention_flops, prefill_pass, rows_read
-from lab.bench.recipe_sizes import recipe_sizes, shape_named
+from lab.bench.passes import attended_rows, attention_flops, prefill_pass
+from lab.bench.recipe_sizes import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.block import RANK, block_directories
 from tests.harness import prompts
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.mixtures import SUPPORTED, is_supported, mixture
 from tests.mtp import mtp_directories
 from tests.properties.mtp_setup import MTPSetup
@@ -87,7 +88,7 @@ def test_a_prefill_pass_reads_the_output_of_a_row_of_each_request():
     assert rows[4:9] == [("qkv", 1, 2048), *((name, 1, 2) for name in of_layer[1:]), ("lm_head", 1, 2)]
     assert rows[9:11] == [("draft fc", 1, 2048), ("draft qkv", 1, 2048)]
     assert rows[11:] == [(f"draft {name}", 1, 2) for name in of_layer[1:]]
-    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, drafts=False)][-2:] == [(1, 2), (1, 2)]
+    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, has_draft=False)][-2:] == [(1, 2), (1, 2)]
 
 
 def test_mtp_modules_read_all_rows_of_a_prefill_pass():
@@ -97,7 +98,7 @@ def test_mtp_modules_read_all_rows_of_a_prefill_pass():
 
 
 def test_latent_values_are_computed_behind_attention():
-    last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, drafts=False)[-9:]
+    last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, has_draft=False)[-9:]
     rows = [(run.name, run.rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
     assert rows == [("q and kv", 64), ("k up", 64), ("v up", 2), ("o", 2)]
 
@@ -118,7 +119,7 @@ def test_the_weights_of_llama_are_those_of_its_checkpoint():
 
 @pytest.mark.parametrize(("steps", "levels"), [(0, 0), (1, 0), (2, 1), (5, 4)])
 def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
-    target, draft = round_runs(LLAMA, RoundSize(3, TreeShape(steps, 8, 1)))
+    target, draft = round_products(LLAMA, RoundSize(3, TreeShape(steps, 8, 1)))
     heads = [run.rows for run in draft if run.name == "draft lm_head"]
     # At steps=0 nothing is proposed: the draft only extends.
     assert heads == [24] * levels + [3] * (steps > 0)
@@ -127,13 +128,13 @@ def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
 
 
 def test_a_cost_is_the_larger_of_reading_and_computing():
-    ceilings = Ceilings(bandwidth=4e12, peak=8e14)
-    assert Cost(4e9, 0).ms(ceilings) == pytest.approx(1.0)
-    assert Cost(4e9, 1.6e12).ms(ceilings) == pytest.approx(2.0)
+    ceilings = GpuCeilings(bandwidth=4e12, peak=8e14)
+    assert PassCost(4e9, 0).ms(ceilings) == pytest.approx(1.0)
+    assert PassCost(4e9, 1.6e12).ms(ceilings) == pytest.approx(2.0)
 
 
 def test_attention_of_a_round_reads_each_prefix_once_a_pass():
-    cost = round_attention(LLAMA, RoundSize(2, TreeShape(5, 8, 64), 1000))
+    cost = round_attention_cost(LLAMA, RoundSize(2, TreeShape(5, 8, 64), 1000))
     token = 2 * 8 * 128 * 2  # K and V of a layer
     assert cost.num_bytes == 2 * 1000 * token * (32 + 4 + 1)
     # A product of q and k, and one of weights and v, 2 operations each.
@@ -209,14 +210,14 @@ def test_layers_of_several_sizes_run_and_read_what_each_has():
     }
     assert [run.shape for run in shape.target_pass(2)[:2]] == [(64 * 256, 5376), (5376, 32 * 256)]
     for context, read in ((4096, 1024), (100, 100)):
-        cost = round_attention(shape, RoundSize(3, PLAIN_TREE, context, has_draft=False))
+        cost = round_attention_cost(shape, RoundSize(3, PLAIN_TREE, context, has_draft=False))
         assert cost.num_bytes == 3 * 2 * 2 * (50 * read * 16 * 256 + 10 * context * 4 * 512)
         assert cost.flops == 3 * 4 * 32 * (50 * read * 256 + 10 * context * 512)
 
 
 def test_a_state_is_read_and_written_once_in_a_round():
     """Three of four layers keep 48 heads of 128 x 128 in float32; the others read K and V of the context."""
-    cost = round_attention(shape_named("qwen3.6-27b"), RoundSize(3, TreeShape(3, 4, 16), 1000, has_draft=False))
+    cost = round_attention_cost(shape_named("qwen3.6-27b"), RoundSize(3, TreeShape(3, 4, 16), 1000, has_draft=False))
     assert cost.num_bytes == 3 * (48 * 2 * 4 * 48 * 128 * 128 + 16 * 1000 * 2 * 2 * 4 * 256)
 
 
@@ -224,7 +225,7 @@ def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone()
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
     shape = replace(LLAMA, specs=(own, replace(own, shares_with=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
-    assert round_attention(shape, RoundSize(1, PLAIN_TREE, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
+    assert round_attention_cost(shape, RoundSize(1, PLAIN_TREE, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
 
 def count_weights(*shapes):
@@ -267,17 +268,19 @@ def expert_bytes(runs):
 
 def test_experts_count_the_bytes_of_those_touched():
     size = 2 * 3 * 2048 * 768
-    uniform, measured = (round_runs(QWEN, RoundSize(1, TreeShape(5, 8, 64), touched=each))[0] for each in (None, 20.0))
+    uniform, measured = (
+        round_products(QWEN, RoundSize(1, TreeShape(5, 8, 64), touched=each))[0] for each in (None, 20.0)
+    )
     assert expert_bytes(uniform) == [pytest.approx(48 * 125.94 * size, rel=1e-4)]
     assert expert_bytes(measured) == [48 * 20 * size]
-    assert not expert_bytes(round_runs(LLAMA, RoundSize(1, TreeShape(5, 8, 64), touched=20.0))[0])
+    assert not expert_bytes(round_products(LLAMA, RoundSize(1, TreeShape(5, 8, 64), touched=20.0))[0])
     # An EAGLE head's layer is dense.
-    assert not expert_bytes(round_runs(QWEN, SIZE)[1])
+    assert not expert_bytes(round_products(QWEN, SIZE)[1])
 
 
 def test_latent_attention_reads_one_row_for_all_heads():
     shape = recipe_sizes(Recipe(mixture("v3-dense")))
-    plain_cost = round_attention(shape, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
+    plain_cost = round_attention_cost(shape, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
     batched = {run.name: (run.shape, run.heads) for run in shape.target_pass(3) if run.heads > 1}
@@ -286,17 +289,24 @@ def test_latent_attention_reads_one_row_for_all_heads():
 
 def test_chosen_rows_are_read_once_and_every_index_key():
     shape = recipe_sizes(Recipe(mixture("v3.2")))
-    cost = round_attention(shape, RoundSize(2, TreeShape(1, 4, 5), 1000, has_draft=False))
+    cost = round_attention_cost(shape, RoundSize(2, TreeShape(1, 4, 5), 1000, has_draft=False))
     of_keys, of_rows = 1000 * 48, 24 * (64 + 32)
     assert cost.num_bytes == 4 * 2 * (of_keys + of_rows) * 2  # layers, batch, values, bytes
     assert cost.flops == 5 * 4 * 2 * (1000 * 2 * 24 * 48 + 24 * 8 * 2 * (96 + 64))  # nodes, layers, batch
     # No more rows than are chosen: no key is scored.
-    assert round_attention(shape, RoundSize(2, PLAIN_TREE, 20, has_draft=False)).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
+    assert (
+        round_attention_cost(shape, RoundSize(2, PLAIN_TREE, 20, has_draft=False)).num_bytes
+        == 4 * 2 * 20 * (64 + 32) * 2
+    )
 
 
 def test_a_window_limits_what_a_layer_reads():
     narrow = replace(LLAMA.specs[0], window=128)
-    assert (rows_read(narrow, 1000), rows_read(narrow, 100), rows_read(LLAMA.specs[0], 1000)) == (128, 100, 1000)
+    assert (attended_rows(narrow, 1000), attended_rows(narrow, 100), attended_rows(LLAMA.specs[0], 1000)) == (
+        128,
+        100,
+        1000,
+    )
 
 
 def test_a_batched_product_has_rows_for_every_head():
@@ -325,9 +335,9 @@ def test_rows_are_numbers(rows, capsys):
 
 
 def test_plain_decoding_without_a_draft_has_no_extend():
-    target, draft = round_runs(LLAMA, RoundSize(2, PLAIN_TREE, has_draft=False))
+    target, draft = round_products(LLAMA, RoundSize(2, PLAIN_TREE, has_draft=False))
     assert (target, draft) == (LLAMA.target_pass(2), ())
-    cost = round_attention(LLAMA, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
+    cost = round_attention_cost(LLAMA, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
     assert cost.num_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
@@ -338,9 +348,9 @@ def test_the_dtype_of_a_drafts_cache_follows_the_targets():
 
 def test_the_table_of_linear_layers_has_a_row_a_pass():
     dense = [(LinearTimes(64, 4.452, 4.1, 15 * 10**9), None), (LinearTimes(8, 4, 3.9, 1), None)]
-    rows = table(dense, Ceilings(4e12, 8e14))
+    rows = floor_table(dense, GpuCeilings(4e12, 8e14))
     assert rows[1:] == [["64", "4.45", "4.10", "3.75"], ["8", "4.00", "3.90", "0.00"]]
-    mixed = table([(LinearTimes(64, 4, 3, 1), ExpertTimes(12.34, 10**9, 0.5))], Ceilings(4e12, 8e14))
+    mixed = floor_table([(LinearTimes(64, 4, 3, 1), ExpertTimes(12.34, 10**9, 0.5))], GpuCeilings(4e12, 8e14))
     assert mixed[0][-3:] == ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]
     assert mixed[1][-3:] == ["12.3", "0.50", "0.25"]
 
@@ -350,7 +360,7 @@ BLOCK = shape_named("llama-3.1-8b", block_size=16)
 
 @pytest.mark.parametrize("steps", [7, 15])
 def test_a_block_draft_runs_one_pass_its_edges_and_its_context(steps):
-    target, draft = round_runs(BLOCK, RoundSize(3, TreeShape(steps, 8, 64)))
+    target, draft = round_products(BLOCK, RoundSize(3, TreeShape(steps, 8, 64)))
     assert target == LLAMA.target_pass(3 * 64)
     edges = [run for run in draft if run.name == "draft edges"]
     assert [run.rows for run in edges] == [3] + [24] * (steps - 1) and {run.shape for run in edges} == {(128256, 256)}
@@ -386,9 +396,9 @@ def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inpu
 
 
 def test_without_a_tree_a_block_draft_only_projects_context():
-    _, draft = round_runs(BLOCK, RoundSize(3, PLAIN_TREE))
+    _, draft = round_products(BLOCK, RoundSize(3, PLAIN_TREE))
     assert [run.name for run in draft] == ["draft fc", "draft context"] == [r.name for r in BLOCK.extend_passes(3)]
-    assert round_runs(BLOCK, RoundSize(3, PLAIN_TREE, has_draft=False))[1] == ()
+    assert round_products(BLOCK, RoundSize(3, PLAIN_TREE, has_draft=False))[1] == ()
 
 
 def test_the_weights_of_a_block_draft_are_read_once():
@@ -396,13 +406,13 @@ def test_the_weights_of_a_block_draft_are_read_once():
     tensors = Recipe(find_shape("llama-3.1-8b"), block_size=16).tensors(torch.bfloat16, "meta")[1]
     stored = sum(torch.Size(size).numel() for size in tensors.shapes.values() if len(size) == 2)
     before = 128256 * 256  # a table of rows
-    draft = round_runs(BLOCK, RoundSize(1, TreeShape(7, 8, 64)))[1]
+    draft = round_products(BLOCK, RoundSize(1, TreeShape(7, 8, 64)))[1]
     once = {run.name: run.weight_bytes // 2 for run in draft if run.name != "draft context"}
     assert sum(once.values()) == stored - before
 
 
 def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
-    cost = round_attention(BLOCK, RoundSize(3, TreeShape(7, 8, 64), 100))
+    cost = round_attention_cost(BLOCK, RoundSize(3, TreeShape(7, 8, 64), 100))
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
     assert cost.flops == 3 * 100 * attention_flops(BLOCK.specs[0]) * (64 * 32 + 16 * 5)
 
@@ -491,7 +501,7 @@ def test_heads_of_modules_are_the_targets_or_their_own():
     shared = shape_named("llama-3.1-8b", mtp_layers=3)
     apart = replace(shared, mtp=replace(shared.mtp, own_heads=True))
     for sizes, names in ((shared, ["lm_head"] * 3), (apart, [f"draft {m} lm_head" for m in (2, 3, 1)])):
-        _, draft = round_runs(sizes, RoundSize(2, TreeShape(3, 4, 16)))
+        _, draft = round_products(sizes, RoundSize(2, TreeShape(3, 4, 16)))
         heads = [run for run in draft if run.name.endswith("lm_head")]
         assert [run.name for run in heads] == names and [run.rows for run in heads] == [8, 8, 2]
         assert {run.shape for run in heads} == {(128256, 4096)}
@@ -507,23 +517,23 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     target = read_config(target_path)
     sizes = with_draft(model_sizes(target), read_draft(draft_path, target))
     layer, size = sizes.mtp.layer, 2 * 3 * 100
-    cost = round_attention(sizes, RoundSize(3, TreeShape(3, 2, 6), 100))
+    cost = round_attention_cost(sizes, RoundSize(3, TreeShape(3, 2, 6), 100))
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.cache_row_size * (target.num_layers + 2 + 2)
     assert cost.flops == 3 * 100 * attention_flops(sizes.specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
-        for runs in round_runs(sizes, RoundSize(3, TreeShape(3, 2, 6), touched=5.0))
+        for runs in round_products(sizes, RoundSize(3, TreeShape(3, 2, 6), touched=5.0))
     )
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
     assert verify == [(18, target.num_layers - 1, 5.0)]
     assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.layers == 1
-    assert not round_runs(sizes, RoundSize(3, PLAIN_TREE, has_draft=False))[1]
+    assert not round_products(sizes, RoundSize(3, PLAIN_TREE, has_draft=False))[1]
 
 
 def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
     sizes = recipe_sizes(Recipe(mixture("v2", hot=512), mtp_layers=3))
-    target, draft = round_runs(sizes, RoundSize(2, TreeShape(4, 2, 6)))
+    target, draft = round_products(sizes, RoundSize(2, TreeShape(4, 2, 6)))
     seen, weights = [], Weights(torch.float32, torch.device("cpu"))
 
     def multiply(x, weight):
@@ -544,10 +554,10 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
 def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
     """The head, and all of a dense draft, have two bytes a number."""
     quantised, count = shape_named("llama-3.1-8b", weights=weights), 32 * (6144 + 4096 + 28672 + 3.5 * 4096) * 4096
-    target, draft = round_runs(quantised, SIZE)
+    target, draft = round_products(quantised, SIZE)
     assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096
-    assert draft == round_runs(LLAMA, SIZE)[1]
-    assert all(run.weights == "dense" for run in round_runs(replace(quantised, draft=None), SIZE)[1])
+    assert draft == round_products(LLAMA, SIZE)[1]
+    assert all(run.weights == "dense" for run in round_products(replace(quantised, draft=None), SIZE)[1])
     assert {run.name for run in target if run.weights == weights} == {"qkv", "o", "gate_up", "down"}
 
 

@@ -15,7 +15,7 @@ from espalier.layout import TreeShape
 from espalier.request import SamplingParams
 from lab.__main__ import main as lab
 from lab.bench import generate
-from lab.bench.engines import OfShape, way_with
+from lab.bench.engines import ShapeEngines, variant_with_tree
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.test_checkpoint import tiny
 
@@ -30,8 +30,8 @@ CHANGED = ["--by-batch", '{"2": {"steps": 0}}']
 
 
 @pytest.fixture(scope="module")
-def engines() -> OfShape:
-    return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
+def engines() -> ShapeEngines:
+    return ShapeEngines(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def clock(monkeypatch):
 )
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, way):
     with engines.open(way) as bench:
-        found = generate.measure(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
+        found = generate.measure_prompts(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
         assert bench.engine.prefix_tree is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
@@ -85,16 +85,19 @@ def test_only_rounds_of_the_whole_batch_count():
 
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
     with engines.open() as bench, pytest.raises(EspalierError, match="and 9 are needed; raise --tokens"):
-        generate.measure(bench.llm, bench.prompts([20]), 10, 1)
+        generate.measure_prompts(bench.llm, bench.prompts([20]), 10, 1)
     with engines.open() as bench, pytest.raises(EspalierError, match=r"too few rounds .*: 0 after .* raise --tokens"):
-        generate.measure(bench.llm, bench.prompts([20]), 1, 1)
-    few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
+        generate.measure_prompts(bench.llm, bench.prompts([20]), 1, 1)
+    few = ShapeEngines(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
     with few.open() as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
-        generate.measure(bench.llm, bench.prompts([150] * 2), 40, 1)
+        generate.measure_prompts(bench.llm, bench.prompts([150] * 2), 40, 1)
 
 
 def test_a_tree_that_the_models_were_not_made_for_is_refused(engines):
-    with pytest.raises(ValueError, match=r"steps=6.* name it in ways"), engines.open(way_with(TreeShape(6, 2, 8))):
+    with (
+        pytest.raises(ValueError, match=r"steps=6.* name it in variants"),
+        engines.open(variant_with_tree(TreeShape(6, 2, 8))),
+    ):
         pass
 
 
@@ -160,7 +163,7 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
 
 
 def test_the_floor_and_the_bytes_of_the_weights_stand_beside_a_round():
-    one = generate.Generated(8, 1024, 20.0, 5.0, 1.0, 1600.0, TreeShape(0, 1, 1))
+    one = generate.PromptFigures(8, 1024, 20.0, 5.0, 1.0, 1600.0, TreeShape(0, 1, 1))
     timed = replace(one, floor_ms=4.0, weight_bytes_ms=3.125)
     heads, row, other = generate._table([[timed, one]])
     assert (row[heads.index("of floor")], row[heads.index("bytes ms")]) == ("1.25", "3.12")
@@ -187,9 +190,9 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_users_engine_is_measured():
-    made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
+    made = ShapeEngines(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
     for way in (AS_CONFIGURED, PLAIN_DECODING):
         with made.open(way) as bench:
-            found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
+            found = generate.measure_prompts(bench.llm, bench.prompts([24] * 2), 160, 3)
             assert bench.config.layout.max_batch == 64 and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is (way is AS_CONFIGURED) and found.first_token_ms > 0

@@ -9,7 +9,7 @@ import pytest
 from espalier.bench.drive import drive, rebuilt_engine
 from espalier.engine.launch_input import dummy_launch
 from espalier.request import SamplingParams
-from lab.bench.forward_timer import timed_engine
+from lab.bench.forward_timer import engine_with_timers
 from lab.bench.instrument import record_launches
 from tests.harness import Setup, prompts
 
@@ -53,7 +53,7 @@ def test_a_pass_is_recorded_with_its_padding():
 def test_models_that_are_timed_give_the_same_tokens(algorithm):
     setup = replace(SETUP, algorithm=algorithm)
     expected = drive(setup.engine(), PROMPTS, GREEDY)
-    engine, timers = timed_engine(setup.engine())
+    engine, timers = engine_with_timers(setup.engine())
     driven = drive(engine, PROMPTS, GREEDY, timers)
     assert driven.tokens == expected.tokens
     # Target, draft, and the draft's only module.

@@ -6,15 +6,15 @@ import torch
 import espalier.attention.triton as backend
 from espalier.kernels.ops.attention import latent_attention, tree_attention
 from lab.bench import kernels
-from lab.bench.kernels import Shape, prepared
+from lab.bench.kernels import PassShape, prepare_pass
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_pages_are_in_order_where_that_is_asked(page_size):
-    shape = Shape(2, 4, 130)
+    shape = PassShape(2, 4, 130)
     width = -(-130 // page_size)
     for in_order in (False, True):
-        attention, _ = prepared(shape, page_size, 1, torch.device("cpu"), in_order)
+        attention, _ = prepare_pass(shape, page_size, 1, torch.device("cpu"), in_order)
         held = attention.prefix.page_table[:, :width]
         assert held.flatten().sort().values.tolist() == list(range(1, 2 * width + 1))
         assert held.flatten().tolist() == list(range(1, 2 * width + 1)) or not in_order
@@ -24,8 +24,8 @@ def test_pages_are_in_order_where_that_is_asked(page_size):
 def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
     given = []
     monkeypatch.setattr(latent_attention, "triton", lambda inputs, _: given.append(inputs) or (inputs.q, None))
-    shape = Shape(2, 4, 130, spec=kernels.FEW_HEADS)
-    _, run = prepared(shape, 16, 2, torch.device("cpu"))
+    shape = PassShape(2, 4, 130, spec=kernels.MLA_SPEC_16_HEADS)
+    _, run = prepare_pass(shape, 16, 2, torch.device("cpu"))
     run()
     inputs = given[0]
     assert len(given) == 2 and inputs.q.shape == (2, 4, 16, 576)
@@ -43,11 +43,11 @@ def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monke
 
     for module in (backend, kernels):
         monkeypatch.setattr(module, "count_contiguous_blocks", counted)
-    monkeypatch.setattr(backend, "counted_block_rows", lambda *_: 64 if asks else None)
+    monkeypatch.setattr(backend, "block_rows_to_count", lambda *_: 64 if asks else None)
     monkeypatch.setattr(tree_attention, "triton", lambda inputs, *_, **__: (inputs.q, None))
-    shape = Shape(2, 4, 130)
-    attention, run = prepared(shape, 16, 2, kernel_device)
+    shape = PassShape(2, 4, 130)
+    attention, run = prepare_pass(shape, 16, 2, kernel_device)
     run()
     assert len(counts) == asks
-    kernels._plan(attention, shape)()
+    kernels._planner(attention, shape)()
     assert len(counts) == 2 * asks

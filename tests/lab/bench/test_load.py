@@ -10,11 +10,11 @@ from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING
 from espalier.bench.load import Arrivals, Load, Timeline, percentiles, random_load, serve_random
 from espalier.config import SpeculationConfig
 from lab.__main__ import main as lab
-from lab.bench.engines import OfShape
+from lab.bench.engines import ShapeEngines
 from lab.bench.instrument import record_launches
-from lab.bench.prefill import ATTENTION_PEAK, bound_ms, pause, prefill, waits
-from lab.bench.recipe_sizes import shape_named
+from lab.bench.prefill import ATTENTION_PEAK, bound_ms, measure_pause, measure_prefill, token_gaps
 from lab.synthetic.checkpoint import Recipe
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ LOAD = Load((20, 9, 33, 16, 12), (10, 24, 5, 1, 8))
 
 
 @pytest.fixture(scope="module")
-def engines() -> OfShape:
-    return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
+def engines() -> ShapeEngines:
+    return ShapeEngines(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
 
 
 @pytest.mark.parametrize("way", [AS_CONFIGURED, PLAIN_DECODING], ids=["tree", "plain"])
@@ -55,7 +55,7 @@ def test_every_request_is_served_to_its_length(engines, way, arrivals):
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 def test_the_time_of_a_launch_and_its_rows_are_counted_by_kind(engines, overlap):
     load_of_two = Load((20, 9), (6, 1))
-    plain = OfShape(engines.models.recipe, {**SETTINGS, "overlap": overlap, "speculation": None}, CPU)
+    plain = ShapeEngines(engines.models.recipe, {**SETTINGS, "overlap": overlap, "speculation": None}, CPU)
     with plain.open() as bench:
         launches = record_launches(bench.engine)
         served = serve_random(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
@@ -76,7 +76,7 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
         prompts = bench.prompts(talk.lengths)
         served = serve_random(bench.engine, prompts, talk, Arrivals(concurrency=1))
     assert talk.max_tokens == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
-    first, second = ([each for each in served.requests if each.arrival // 2 == i] for i in range(2))
+    first, second = ([each for each in served.requests if each.arrival_index // 2 == i] for i in range(2))
     for begin, (one, two), text in zip((5, 4), (first, second), prompts[1:], strict=True):
         assert one.prompt == prompts[0] + text[:begin]
         assert two.prompt == one.prompt + one.output + text[begin:]
@@ -144,9 +144,9 @@ def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row
 
 def test_prefill_counts_its_passes_and_who_waits(engines):
     with engines.open() as bench:
-        one = prefill(bench, 1, 100, None)
-        many = prefill(bench, 4, 8, None)
-        waited = pause(bench, 2, 12, 120)
+        one = measure_prefill(bench, 1, 100, None)
+        many = measure_prefill(bench, 4, 8, None)
+        waited = measure_pause(bench, 2, 12, 120)
     assert (one.passes, one.rounds, one.linear_ms) == (7, 0, None)
     assert one.tokens_per_second == pytest.approx(100 / one.ms * 1e3)
     assert many.passes == 4  # a pass of 16 rows holds one chunk of the narrowest width
@@ -155,7 +155,7 @@ def test_prefill_counts_its_passes_and_who_waits(engines):
 
 
 def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
-    assert waits([[1, 2], [1, 3]], [[5], []], [[9, 20], [4, 20]]) == [3, 4, 1]
+    assert token_gaps([[1, 2], [1, 3]], [[5], []], [[9, 20], [4, 20]]) == [3, 4, 1]
 
 
 def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
@@ -171,7 +171,7 @@ def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.engines.require_gpu", lambda what: CPU)
-    monkeypatch.setattr("lab.bench.prefill.Floors", lambda shape: None)
+    monkeypatch.setattr("lab.bench.prefill.FloorMeter", lambda shape: None)
     file = tmp_path / "figures.json"
     sizes = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
     more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else sizes

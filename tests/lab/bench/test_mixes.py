@@ -50,27 +50,28 @@ def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alon
 
 def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
     monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
-    begun = []
-    plain = mixes.timed
+    begun, reached = [], []
+    run, find = mixes.enter_and_step, mixes.find_trees
 
-    def noted(engine, models, chooser, prompts, sizes):
-        timed = plain(engine, models, chooser, prompts, sizes)
-        begun.append((list(map(len, prompts)), timed.lengths))
-        return timed
+    def noted(engine, chooser, prompts, sizes, rounds):
+        begun.append((list(map(len, prompts)), rounds))
+        return run(engine, chooser, prompts, sizes, rounds)
 
-    monkeypatch.setattr(mixes, "timed", noted)
+    monkeypatch.setattr(mixes, "enter_and_step", noted)
+    monkeypatch.setattr(mixes, "find_trees", lambda *args: reached.append(find(*args)) or reached[-1])
     [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
     assert cell["accept length"][tree_label(mixes.SHARING[0])] > 1.2
     assert set(cell["tokens/s"]) > {tree_label(PLAIN_TREE), ADAPTIVE, SHARED}
-    # Fixed trees begin where the chosen trees were timed, so that all ways run the same text.
-    assert begun[0][0] == [SIZES.context] * 4 and all(prompts == begun[0][1] for prompts, _ in begun[2:])
+    # All ways are timed over the same text, after as many rounds.
+    assert begun[:2] == [([SIZES.context] * 4, SIZES.finding)] * 2
+    assert begun[2:] == [(reached[0], mixes.WARM_UP)] * len(cell["tokens/s"])
 
 
 def test_the_best_fixed_tree_shares_no_rows():
     shared = TreeShape(5, 4, 16, shared_rows=4)
     rates = {tree_label(PLAIN_TREE): 10.0, "3,1,4": 20.0, tree_label(shared): 30.0, ADAPTIVE: 25.0}
-    found = {name: Timed(rate, 2.0, 4, [16], Counter({PLAIN_TREE: 1})) for name, rate in rates.items()}
+    found = {name: Timed(rate, 2.0, 4, Counter({PLAIN_TREE: 1})) for name, rate in rates.items()}
     cell = figures(found, list(rates)[:-1], [ADAPTIVE])
     assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
     assert cell["over best"] == {tree_label(shared): 1.5, ADAPTIVE: 1.25}

@@ -12,8 +12,8 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.models.quantisers import quantise
 from espalier.startup.checkpoints import BUNDLED_DRAFTS
-from lab.bench.floor import RoundSize, round_runs
-from lab.bench.recipe_sizes import shape_named
+from lab.bench.floor import RoundSize, round_products
+from tests.lab.shapes import shape_named
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_a_quantised_draft_counts_as_it_is_stored(draft, dense):
     """With its own head, whatever the target is; not the target's head, which an MTP head shares, nor edges."""
     shape = shape_named("llama-3.1-8b", weights="fp8", draft_weights="int4", **draft)
     size = RoundSize(1, TreeShape(5, 8, 64))
-    target, of_draft = round_runs(shape, size)
-    before_target, before = round_runs(shape_named("llama-3.1-8b", weights="fp8", **draft), size)
+    target, of_draft = round_products(shape, size)
+    before_target, before = round_products(shape_named("llama-3.1-8b", weights="fp8", **draft), size)
     assert target == before_target
     assert [replace(run, weights="dense") for run in of_draft] == list(before)
     assert {run.name for run in of_draft if run.weights == "dense"} == dense

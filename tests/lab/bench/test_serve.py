@@ -35,9 +35,9 @@ def tiny(monkeypatch):
 def test_the_engine_process_makes_the_model(tiny):
     sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": plain_settings(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
-        assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
-        recipe = synthetic_models.recipe_of("tiny", 0, 4.0)
-        models = engines.OfShape(recipe, SIZES, torch.device("cpu")).models
+        assert llm.tokenizer is None and llm.inputs.model_info.vocab_size == SHAPE.target.vocab_size
+        recipe = synthetic_models.recipe_with_accept_length("tiny", 0, 4.0)
+        models = engines.ShapeEngines(recipe, SIZES, torch.device("cpu")).models
         [prompt] = models.prompts([8])
         [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16))
         assert models.follows(prompt, output.token_ids) and output.speculation.drafted
@@ -106,7 +106,7 @@ def test_bench_serve_of_a_shape(tiny, echoing, monkeypatch, tmp_path):
         started.append((settings, flags, start))
         yield echoing
 
-    monkeypatch.setattr(serve, "serving", serving)
+    monkeypatch.setattr(serve, "running_server", serving)
     out = tmp_path / "out.json"
     flags = ["--shape", "tiny", "--accept-length", "4", *TREE, "--page-size", "4"]
     sizes = ["--concurrency", "1,2", "--context", "8", "--tokens", "12", "--repeats", "1"]
@@ -130,7 +130,7 @@ def test_a_failed_request_is_no_figure():
     engine = SimpleNamespace(scheduler=SimpleNamespace(num_rounds=SimpleNamespace(total=lambda: 0)))
     llm = SimpleNamespace(engine=engine, tokenizer=None, generate=lambda prompts, params: [failed])
     with pytest.raises(EspalierError, match="a request failed: no page is free"):
-        serve.ServeBench(SimpleNamespace(llm=llm), None)._offline([[1]], 2)
+        serve.ServeBench(SimpleNamespace(llm=llm), None)._run_offline([[1]], 2)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from lab.__main__ import main as lab
 from lab.bench import shaped
-from lab.bench.cells import Cell, parse_cells, with_plain
-from lab.bench.engine_sizes import OwnSize, UserSizes
-from lab.bench.floor import Floors
+from lab.bench.cells import RoundCell, parse_cells, with_plain_cells
+from lab.bench.engine_sizes import CellEngineSizes, UserEngineSizes
+from lab.bench.floor import FloorMeter
 from lab.bench.instrument import LaunchRecord
-from lab.bench.plot import Bars, plot
+from lab.bench.plot import Bars, plot_bars
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
-from lab.bench.shaped import Measured, measure, plain_beside
+from lab.bench.shaped import MeasuredCell, measure_cells, plain_cell_beside
 from lab.bench.synthetic_models import SyntheticModels
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe
@@ -31,23 +31,23 @@ SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Measured]:
-    cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
+def found() -> list[MeasuredCell]:
+    cells = with_plain_cells(parse_cells(["2x24:4,4,16"], [1, 16]))
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
-    return list(measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None))
+    return list(measure_cells(models, cells, CellEngineSizes(models.recipe.draft_config.spec, chunk_size=16), 6, None))
 
 
 def test_cells_are_read_each_once_with_plain_beside_them():
     cells = parse_cells(["1x1024:5,8,64", "8x512:plain", "8x512:3,2,8@1,16", "1x1024:5,8,64@64"], [64, 256])
     assert cells == (
-        Cell(1, 1024, (5, 8, 64), 64),
-        Cell(1, 1024, (5, 8, 64), 256),
-        Cell(8, 512, (0, 1, 1), 64),
-        Cell(8, 512, (0, 1, 1), 256),
-        Cell(8, 512, (3, 2, 8), 1),
-        Cell(8, 512, (3, 2, 8), 16),
+        RoundCell(1, 1024, (5, 8, 64), 64),
+        RoundCell(1, 1024, (5, 8, 64), 256),
+        RoundCell(8, 512, (0, 1, 1), 64),
+        RoundCell(8, 512, (0, 1, 1), 256),
+        RoundCell(8, 512, (3, 2, 8), 1),
+        RoundCell(8, 512, (3, 2, 8), 16),
     )
-    assert with_plain(cells) == (*cells, Cell(1, 1024, (0, 1, 1), 64))
+    assert with_plain_cells(cells) == (*cells, RoundCell(1, 1024, (0, 1, 1), 64))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_rounds_are_of_the_full_batch_and_follow_the_chain(found):
 def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
     tree, _, plain = found
     others = [replace(plain, cell=replace(plain.cell, **other)) for other in ({"batch": 1}, {"context": 25})]
-    assert plain_beside([*others, *found], tree) is plain
+    assert plain_cell_beside([*others, *found], tree) is plain
     elsewhere = replace(plain, cell=replace(plain.cell, page_size=16))
-    assert plain_beside([elsewhere, *found], tree) is plain and plain_beside([elsewhere], tree) is elsewhere
-    assert plain_beside(others, tree) is None
+    assert plain_cell_beside([elsewhere, *found], tree) is plain and plain_cell_beside([elsewhere], tree) is elsewhere
+    assert plain_cell_beside(others, tree) is None
     figures = tree.as_dict(plain)
     assert figures["tree_over_plain"] == tree.rounds.tokens_per_second / plain.rounds.tokens_per_second
     assert plain.as_dict(plain)["tree_over_plain"] is None
@@ -102,8 +102,8 @@ SETTINGS = {"max_batch": 4, "max_context": 256, "chunk_size": 16}
 @pytest.mark.full
 def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     recipe = Recipe(SHAPE, skill=0.9)
-    sizes = UserSizes(recipe, SETTINGS, CPU)
-    cells = with_plain(parse_cells(["2x24:4,4,16", "1x24:3,2,8", "3x40:4,4,16"], [16]))
+    sizes = UserEngineSizes(recipe, SETTINGS, CPU)
+    cells = with_plain_cells(parse_cells(["2x24:4,4,16", "1x24:3,2,8", "3x40:4,4,16"], [16]))
     models = SyntheticModels(recipe, torch.float32, CPU, 512)
     started = []
     make_engine = SyntheticModels.make_engine
@@ -114,7 +114,7 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
         return make_engine(self, config, num_pages)
 
     monkeypatch.setattr(SyntheticModels, "make_engine", noting)
-    measured = list(measure(models, cells, sizes, 6, None))
+    measured = list(measure_cells(models, cells, sizes, 6, None))
     # The cells of a tree come together: an engine starts once.
     assert started == [(steps, 4, 256, (), True) for steps in (4, 3, 0)]
     names = [each.cell.name for each in measured]
@@ -126,7 +126,7 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     ]
     # full_rounds has checked that every timed round ran the cell's batch and no other.
     assert all(each.rounds.follows == each.cell.batch and each.engine.max_batch == 4 for each in measured)
-    assert [engine.name for engine in shaped.engines_of(measured)] == ["4,4,16@16", "3,2,8@16", "plain@16"]
+    assert [engine.name for engine in shaped.engines_of_cells(measured)] == ["4,4,16@16", "3,2,8@16", "plain@16"]
     figures = shaped.as_dicts(measured)
     assert [each["max_batch"] for each in figures] == [4] * 6 and figures[0]["engine"] == "4,4,16@16"
     assert len(shaped.engine_table(measured)) == 1 + 3
@@ -143,7 +143,7 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
 def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(settings, text, says):
     [cell] = parse_cells([text], [16])
     with pytest.raises(EspalierError, match=says):
-        UserSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
+        UserEngineSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
 
 
 class NotingFloors:
@@ -163,7 +163,7 @@ class NotingFloors:
 
 @pytest.fixture
 def floors(monkeypatch):
-    engines, full_rounds = [], shaped.full_rounds
+    engines, full_rounds = [], shaped.measure_full_rounds
 
     def noting(engine, models, cell, num_rounds):
         engines.append(weakref.ref(engine))
@@ -171,7 +171,7 @@ def floors(monkeypatch):
             raise EspalierError("the third cell fails")
         return full_rounds(engine, models, cell, num_rounds)
 
-    monkeypatch.setattr(shaped, "full_rounds", noting)
+    monkeypatch.setattr(shaped, "measure_full_rounds", noting)
     return NotingFloors(engines)
 
 
@@ -179,7 +179,7 @@ def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it
     recipe = Recipe(mixture("qwen3-moe", hot=1024), skill=0.9)
     models = SyntheticModels(recipe, torch.float32, CPU, 512)
     cells = parse_cells(["1x20:2,2,4", "2x20:2,2,4"], [16])
-    one, two = measure(models, cells, UserSizes(recipe, SETTINGS, CPU), 2, floors)
+    one, two = measure_cells(models, cells, UserEngineSizes(recipe, SETTINGS, CPU), 2, floors)
     assert (one.floor, two.floor) == ("floor of 1", "floor of 2") and one.engine is two.engine
     touched = [each.rounds.experts_touched for each in (one, two)]
     tree = TreeShape(2, 2, 4)
@@ -190,8 +190,8 @@ def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it
 def test_cells_before_one_that_fails_are_kept_without_a_floor(floors):
     recipe = Recipe(SHAPE, skill=0.9)
     cells = parse_cells(["1x20:2,2,4", "3x20:2,2,4"], [16])
-    measuring = measure(
-        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
+    measuring = measure_cells(
+        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserEngineSizes(recipe, SETTINGS, CPU), 2, floors
     )
     one = next(measuring)
     assert one.cell.batch == 1 and one.rounds.follows == 1 and one.floor is None
@@ -208,8 +208,8 @@ def test_cells_are_kept_without_a_floor_where_one_cannot_be_timed(floors, monkey
     monkeypatch.setattr(floors, "round", fails)
     recipe = Recipe(SHAPE, skill=0.9)
     cells = parse_cells(["1x20:2,2,4", "2x20:2,2,4"], [16])
-    measuring = measure(
-        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
+    measuring = measure_cells(
+        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserEngineSizes(recipe, SETTINGS, CPU), 2, floors
     )
     kept = [next(measuring), next(measuring)]
     assert [(one.cell.batch, one.floor) for one in kept] == [(1, None), (2, None)]
@@ -219,12 +219,12 @@ def test_cells_are_kept_without_a_floor_where_one_cannot_be_timed(floors, monkey
 
 def test_a_cell_that_the_pages_do_not_hold_is_refused():
     recipe = Recipe(SHAPE)
-    sizes = UserSizes(recipe, SETTINGS | {"num_pages": 20}, CPU)
+    sizes = UserEngineSizes(recipe, SETTINGS | {"num_pages": 20}, CPU)
     models = SyntheticModels(recipe, torch.float32, CPU, 512)
     one, four = parse_cells(["1x80:4,4,16", "4x80:4,4,16"], [16])
-    assert len(list(measure(models, [one], sizes, 6, None))) == 1
+    assert len(list(measure_cells(models, [one], sizes, 6, None))) == 1
     with pytest.raises(EspalierError, match="and the engine has 19"):
-        list(measure(models, [four], sizes, 6, None))
+        list(measure_cells(models, [four], sizes, 6, None))
 
 
 def test_weights_are_counted(found):
@@ -248,7 +248,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert [engine["name"] for engine in figures["engines"]] == ["4,4,16@16", "plain@16"]
     # And what was written can be drawn elsewhere.
     drawn = []
-    monkeypatch.setattr("lab.bench.shaped.plot", lambda bars, title, path: drawn.extend(bars))
+    monkeypatch.setattr("lab.bench.shaped.plot_bars", lambda bars, title, path: drawn.extend(bars))
     monkeypatch.setattr("lab.bench.round.require_plot", lambda path: None)
     assert lab(["round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
@@ -327,14 +327,14 @@ def test_flags_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
 
 
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
-    full_rounds = shaped.full_rounds
+    full_rounds = shaped.measure_full_rounds
 
     def failing(engine, models, cell, num_rounds):
-        if not cell.drafts:
+        if not cell.has_draft:
             raise EspalierError("the second cell fails")
         return full_rounds(engine, models, cell, num_rounds)
 
-    monkeypatch.setattr(shaped, "full_rounds", failing)
+    monkeypatch.setattr(shaped, "measure_full_rounds", failing)
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
@@ -372,11 +372,11 @@ def test_without_a_gpu_it_says_so(capsys):
 def test_a_picture_is_drawn_where_matplotlib_is(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "cells.svg"
-    plot([Bars("1x1024:plain@64", 4.7, 3.7, 213.0, 213.0), Bars("1x8", 6.8, None, 624.0, None)], "llama", file)
+    plot_bars([Bars("1x1024:plain@64", 4.7, 3.7, 213.0, 213.0), Bars("1x8", 6.8, None, 624.0, None)], "llama", file)
     drawn = file.read_text()
     assert "1x1024:plain@64" in drawn or "<svg" in drawn
     with pytest.raises(EspalierError, match="cannot be written"):
-        plot([Bars("1x8", 6.8, None, 624.0, None)], "llama", tmp_path / "none" / "cells.svg")
+        plot_bars([Bars("1x8", 6.8, None, 624.0, None)], "llama", tmp_path / "none" / "cells.svg")
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
@@ -408,8 +408,8 @@ def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatc
 @pytest.mark.gpu
 def test_on_a_gpu_graphs_are_timed_and_counted():
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
-    cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    tree, plain = measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None)
+    cells = with_plain_cells(parse_cells(["2x24:4,4,16"], [16]))
+    tree, plain = measure_cells(models, cells, CellEngineSizes(models.recipe.draft_config.spec, chunk_size=16), 6, None)
     require_graphs(tree, plain)
 
 
@@ -417,11 +417,11 @@ def test_on_a_gpu_graphs_are_timed_and_counted():
 def test_on_a_gpu_cells_of_a_tree_share_an_engine_with_a_users_pages_and_graphs():
     device = torch.device("cuda")
     recipe = Recipe(SHAPE, skill=0.9)
-    sizes = UserSizes(recipe, {}, device)
-    cells = with_plain(parse_cells(["2x24:4,4,16", "5x40:4,4,16"], [16]))
+    sizes = UserEngineSizes(recipe, {}, device)
+    cells = with_plain_cells(parse_cells(["2x24:4,4,16", "5x40:4,4,16"], [16]))
     rows = max(sizes.layout(cell, 6).position_rows for cell in cells)
     models = SyntheticModels(recipe, torch.bfloat16, device, rows)
-    small, large, plain, _ = measure(models, cells, sizes, 6, None)
+    small, large, plain, _ = measure_cells(models, cells, sizes, 6, None)
     require_graphs(small, plain)
     assert small.engine is large.engine and small.engine.max_batch == 64 and small.engine.prefix_cache
     assert small.engine.num_pages > 1
@@ -432,9 +432,9 @@ def test_on_a_gpu_cells_of_a_tree_share_an_engine_with_a_users_pages_and_graphs(
 def test_on_a_gpu_a_mixture_stands_beside_its_floor(name, weights):
     recipe = Recipe(mixture(name, hot=1024), skill=0.9, weights=weights)
     models = SyntheticModels(recipe, torch.bfloat16, torch.device("cuda"), 512)
-    cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    sizes = OwnSize(recipe.draft_config.spec, chunk_size=16)
-    for each in measure(models, cells, sizes, 6, Floors(recipe_sizes(recipe))):
+    cells = with_plain_cells(parse_cells(["2x24:4,4,16"], [16]))
+    sizes = CellEngineSizes(recipe.draft_config.spec, chunk_size=16)
+    for each in measure_cells(models, cells, sizes, 6, FloorMeter(recipe_sizes(recipe))):
         assert each.rounds.experts_touched >= 4 and each.floor.expert_ms > 0
         assert each.floor.weight_bytes_ms < each.floor.ms
 
@@ -453,5 +453,5 @@ def test_cells_are_measured_on_several_ranks():
     settings = {**SETTINGS, "tensor_parallel": 2}
     recipe, cells = Recipe(SHAPE, skill=0.9), parse_cells(["1x20:2,2,4", "2x20:plain"], [16])
     models = synthetic_models(recipe, settings, torch.float32, CPU, 512)
-    found = list(measure(models, cells, UserSizes(recipe, settings, CPU), 2, None))
+    found = list(measure_cells(models, cells, UserEngineSizes(recipe, settings, CPU), 2, None))
     assert [each.rounds.follows for each in found] == [1, 2]

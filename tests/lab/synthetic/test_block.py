@@ -14,9 +14,10 @@ from espalier.errors import EspalierError
 from lab.__main__ import main as lab
 from lab.shape_flags import acceptance_by_depth
 from lab.synthetic.chain import predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, build, write
-from lab.synthetic.fading import MOST_FAVOUR
+from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
+from lab.synthetic.fading import MAX_FAVOUR_NATS
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import SUPPORTED, mixture
 from tests.lab.synthetic.test_checkpoint import LONG, a_recipe, an_engine, generate, prompts, tiny
 
@@ -42,7 +43,7 @@ def test_a_block_draft_gives_what_its_tables_say(size: int, fade: float, tree: t
     recipe = block(size, fade)
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 80) == [recipe.chain().follow(start, 80) for start in starts]
+    assert generate(engine, starts, 80) == [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     # About 160 rounds of deviation 2.
     predicted = predicted_accept_length(recipe.chain(), *tree, samples=1024)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.3)
@@ -60,7 +61,7 @@ def test_a_chain_is_accepted_depth_by_depth_as_chosen(rates: tuple[float, ...]) 
     recipe = block(len(rates), 1.0, shape=tiny(hot=2048)).with_acceptance(rates)
     engine = an_engine(recipe, (len(rates), 1, len(rates) + 1), torch.float32, batch=16)
     starts = prompts(recipe, 16)
-    assert generate(engine, starts, 200) == [recipe.chain().follow(start, 200) for start in starts]
+    assert generate(engine, starts, 200) == [greedy_continuation(recipe.chain(), start, 200) for start in starts]
     for rate, (tried, accepted) in zip(rates, engine.totals.acceptance_by_depth, strict=True):
         assert tried > 90 and accepted / tried == pytest.approx(rate, abs=4 * (0.25 / tried) ** 0.5)
 
@@ -121,26 +122,26 @@ def test_depths_fade_as_asked() -> None:
     assert chain.fading is not None
     by_depth = [float((logp.argmax(1) == 0).double().mean()) for logp in chain.fading.logp(chain.draft_logp, 8)]
     assert by_depth == pytest.approx([chain.skill * 0.95**depth for depth in range(8)], abs=0.01)
-    assert 0 < chain.fading.favours[-1] < MOST_FAVOUR and chain.fading.favours.diff().min() >= 0
+    assert 0 < chain.fading.favours[-1] < MAX_FAVOUR_NATS and chain.fading.favours.diff().min() >= 0
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_any_shape_takes_a_block_draft(name: str) -> None:
     recipe = Recipe(mixture(name), block_size=4, skill=0.9, block_fade=0.9)
     _, tensors = recipe.tensors(torch.float32, CPU)
-    _, draft = build(recipe, torch.float32, CPU, 64)
+    _, draft = build_models(recipe, torch.float32, CPU, 64)
     assert draft.spec.max_steps == 4 and all(tuple(tensors.tensor(n).shape) == s for n, s in tensors.shapes.items())
 
 
 def test_from_files_through_the_public_door(tmp_path: Path) -> None:
     recipe = block(6, 1.0, shape=tiny())
-    target, draft = write(recipe, tmp_path, torch.float32)
+    target, draft = write_checkpoint(recipe, tmp_path, torch.float32)
     [start] = prompts(recipe, 1)
     tree = SpeculationConfig(steps=6, topk=4, num_draft_tokens=16)
     with LLM(str(target), draft=str(draft), max_context=256, max_batch=2, speculation=tree) as llm:
         [out] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=40))
         assert llm.config.algorithm == "block" and llm.engine.totals.accept_length > 2
-    assert list(out.token_ids) == recipe.chain().follow(start, 40)
+    assert list(out.token_ids) == greedy_continuation(recipe.chain(), start, 40)
 
 
 @pytest.mark.full
@@ -151,7 +152,7 @@ def test_layers_that_are_one_off_raise_the_alarm(
     """The wrong pairing that is easiest to make: two publishers count layers differently."""
     monkeypatch.setattr("espalier.llm.ROUNDS_BEFORE_WARNING", 64)
     recipe = block(6, 1.0, shape=tiny())
-    target, draft = write(recipe, tmp_path, torch.float32)
+    target, draft = write_checkpoint(recipe, tmp_path, torch.float32)
     starts = prompts(recipe, 4)
     params = SamplingParams(temperature=0.0, max_tokens=25)
     tree = SpeculationConfig(steps=6, topk=4, num_draft_tokens=16)
@@ -164,7 +165,7 @@ def test_layers_that_are_one_off_raise_the_alarm(
             outputs = [list(out.token_ids) for out in llm.generate(starts, params)]
             accept_length = llm.engine.totals.accept_length
         # The text is right in any case.
-        assert outputs == [recipe.chain().follow(start, 25) for start in starts]
+        assert outputs == [greedy_continuation(recipe.chain(), start, 25) for start in starts]
         warned = [record.getMessage() for record in caplog.records if "accept length is" in record.getMessage()]
         assert bool(warned) is wrong and (accept_length < 1.05 if wrong else accept_length > 2)
     assert "check the target layers that it reads (target_layer_ids name their outputs" in warned[0]
@@ -175,7 +176,7 @@ def test_models_in_bfloat16_are_accepted_alike() -> None:
     recipe, tree = block(8, 0.95), (8, 4, 32)
     engine = an_engine(recipe, tree, torch.bfloat16, batch=4)
     starts = prompts(recipe, 4)
-    assert generate(engine, starts, 50) == [recipe.chain().follow(start, 50) for start in starts]
+    assert generate(engine, starts, 50) == [greedy_continuation(recipe.chain(), start, 50) for start in starts]
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.5)
 
 

@@ -22,9 +22,10 @@ from espalier.startup.build import LoadedModels, assemble_engine, config_without
 from lab.__main__ import main as lab
 from lab.synthetic import checkpoint as foundry
 from lab.synthetic.chain import PROBABILITIES, predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, build, write
-from lab.synthetic.rope import CLEARANCE, lag_code
+from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
+from lab.synthetic.rope import MIN_SCORE_DROP, make_lag_code
 from tests.harness import CPU, request
+from tests.lab.shapes import greedy_continuation
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 
@@ -57,7 +58,7 @@ def tiny(family: dict[str, Any] = LLAMA_FIELDS, hot: int = 256, **sizes: int) ->
 
 @lru_cache
 def models(recipe: Recipe, dtype: torch.dtype = torch.float64):
-    return build(recipe, dtype, CPU, POSITIONS)
+    return build_models(recipe, dtype, CPU, POSITIONS)
 
 
 def a_recipe(**changes: Any) -> Recipe:
@@ -124,10 +125,10 @@ def generate(engine: Engine, starts: list[list[int]], count: int) -> list[list[i
 def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
     """From files: the same logits in both, the greedy token that the rule names, and its probabilities."""
     recipe = a_recipe(shape=tiny(family), mode=mode)
-    path, _ = write(recipe, tmp_path, torch.float64)
+    path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
     chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    text = start + chain.follow(start, 60)
+    text = start + greedy_continuation(chain, start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
@@ -147,7 +148,7 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     """Sharded or not, from disk or without files: the same weights, so the same logits to the bit."""
     recipe = a_recipe(mode="copy")
     monkeypatch.setattr(foundry, "SHARD_BYTES", 2_000_000)
-    path, draft_path = write(recipe, tmp_path, torch.float32)
+    path, draft_path = write_checkpoint(recipe, tmp_path, torch.float32)
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) > 3 and all(shard.stat().st_size < 2_100_000 for shard in shards)
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -172,14 +173,14 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     ]
     assert torch.equal(*heads) and torch.equal(draft.d2t, made_draft.d2t)
     with pytest.raises(EspalierError, match="already holds"):
-        write(recipe, tmp_path, torch.float32)
+        write_checkpoint(recipe, tmp_path, torch.float32)
 
 
 def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
     """From the same tensors, with the same captured inputs."""
     recipe = a_recipe()
     native, _ = models(recipe, torch.float32)
-    hosted, _ = build(replace(recipe, model_impl="transformers"), torch.float32, CPU, POSITIONS)
+    hosted, _ = build_models(replace(recipe, model_impl="transformers"), torch.float32, CPU, POSITIONS)
     assert isinstance(hosted, TransformersTarget)
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
@@ -204,7 +205,7 @@ def test_a_draft_that_stands_is_noticed_before_a_target_is_made(tmp_path):
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "model.safetensors").touch()
     with pytest.raises(EspalierError, match="draft already holds"):
-        write(Recipe(tiny()), tmp_path, torch.float32)
+        write_checkpoint(Recipe(tiny()), tmp_path, torch.float32)
     assert not list((tmp_path / "target").iterdir())
 
 
@@ -212,9 +213,9 @@ def test_a_draft_that_stands_is_noticed_before_a_target_is_made(tmp_path):
 def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
     for mode in ("chain", "copy"):
         recipe = a_recipe(mode=mode)
-        target, _ = build(recipe, torch.bfloat16, device, POSITIONS)
+        target, _ = build_models(recipe, torch.bfloat16, device, POSITIONS)
         [start] = prompts(recipe, 1)
-        text = start + recipe.chain().follow(start, 60)
+        text = start + greedy_continuation(recipe.chain(), start, 60)
         tokens = torch.tensor([text], device=device)
         positions = torch.arange(len(text), device=device)[None]
         logits = target.logits(target(DensePass(tokens, target.layer_specs, positions)).hidden)
@@ -240,7 +241,7 @@ def test_the_draft_gives_what_its_tables_say_at_every_depth(tree: tuple[int, int
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
     texts = generate(engine, starts, 80)
-    assert texts == [recipe.chain().follow(start, 80) for start in starts]
+    assert texts == [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     # About 170 rounds of deviation 1.7.
     predicted = predicted_accept_length(recipe.chain(), *tree)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.15)
@@ -259,7 +260,7 @@ def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tup
     recipe = a_recipe(shape=LONG, skill=0.75, mtp_layers=layers, mtp_form=form)
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 70) == [recipe.chain().follow(start, 70) for start in starts]
+    assert generate(engine, starts, 70) == [greedy_continuation(recipe.chain(), start, 70) for start in starts]
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.15)
 
 
@@ -267,7 +268,7 @@ def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tup
 def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     recipe = a_recipe(mode="copy", shape=LONG)
     starts = prompts(recipe, 4)
-    rule = [recipe.chain().follow(start, 80) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     engine = an_engine(recipe, (4, 4, 16), torch.float32)
     assert generate(engine, starts, 80) == rule
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 4, 4, 16), abs=0.15)
@@ -282,7 +283,7 @@ def test_a_wrong_committed_row_of_any_layer_changes_the_text(layer: int) -> None
     recipe = a_recipe(mode="copy")
     chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    rule = chain.follow(start, 200)
+    rule = greedy_continuation(chain, start, 200)
     engine = an_engine(recipe, (3, 4, 8), torch.float64, batch=1)
     asked = request(0, start, SamplingParams(temperature=0.0, max_tokens=200))
     engine.add(asked)
@@ -327,12 +328,12 @@ def test_accept_length_is_chosen_by_the_knob() -> None:
 
 
 def test_acceptance_from_files_through_the_public_door(tmp_path: Path) -> None:
-    target, draft = write(a_recipe(), tmp_path, torch.float32)
+    target, draft = write_checkpoint(a_recipe(), tmp_path, torch.float32)
     start = prompts(a_recipe(), 1)
     tree = SpeculationConfig(steps=4, topk=2, num_draft_tokens=8)
     with LLM(str(target), draft=str(draft), max_context=256, max_batch=2, speculation=tree) as llm:
         [out] = llm.generate(start, SamplingParams(temperature=0.0, max_tokens=40))
-    assert list(out.token_ids) == a_recipe().chain().follow(start[0], 40)
+    assert list(out.token_ids) == greedy_continuation(a_recipe().chain(), start[0], 40)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -347,14 +348,14 @@ def test_named_shapes_parse_and_their_lags_stand_alone(name: str) -> None:
     assert sum(torch.Size(size).numel() for size in sizes) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.01)
     if config.rope.type == "none":
         return
-    code = lag_code(config.rope, 40000)
+    code = make_lag_code(config.rope, 40000)
     tables = RopeTables(config.rope, 3000, torch.float64, CPU)
     k = turned(code.key().double().expand(3000, -1), tables, torch.arange(3000))
     q = turned(code.query(700).double()[None], tables, torch.tensor([2900]))[0]
     scores = (k @ q) * code.amplitude**2 * code.dim**-0.5
     top = scores.topk(2)
     assert int(top.indices[0]) == 2900 - 700
-    assert float(top.values[0] - top.values[1]) > CLEARANCE - 0.01
+    assert float(top.values[0] - top.values[1]) > MIN_SCORE_DROP - 0.01
 
 
 def turned(x: torch.Tensor, tables: RopeTables, positions: torch.Tensor) -> torch.Tensor:

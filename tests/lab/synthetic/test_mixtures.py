@@ -15,9 +15,10 @@ from espalier.models.families.gemma4 import ParallelMLP
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, build, write
+from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.quantised import QuantisedTensors
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import HYBRIDS, SUPPORTED, WITH_EXPERTS, mixture
 from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
 from tests.models.reference import load_reference, reference_logits
@@ -32,9 +33,9 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     """From files: the same logits in both, and the greedy token that the rule names."""
     correlation = 0.5 if name in WITH_EXPERTS else 0.0
     recipe = Recipe(mixture(name), routing_correlation=correlation)
-    path, _ = write(recipe, tmp_path, torch.float64)
+    path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
     [start] = prompts(recipe, 1)
-    text = start + recipe.chain().follow(start, 60)
+    text = start + greedy_continuation(recipe.chain(), start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
@@ -51,7 +52,7 @@ def test_layers_hold_each_weight_once_and_as_it_is_stored(name: str, weights: st
     tensors, _ = recipe.tensors(torch.bfloat16, CPU)
     layers = [each for each in tensors.shapes if ".layers." in each]
     stored = sum(torch.Size(tensors.shapes[each]).numel() * itemsize(tensors, each) for each in layers)
-    target, _ = build(recipe, torch.bfloat16, CPU, POSITIONS)
+    target, _ = build_models(recipe, torch.bfloat16, CPU, POSITIONS)
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors_in(target.layers)}
     # FP8's share is that of matrices: embeddings of position and small vectors stay as they are.
     assert stored * 0.9 < sum(held.values()) < stored * 1.15
@@ -78,7 +79,7 @@ def test_states_and_an_mtp_head_follow_the_rule(name: str) -> None:
     recipe = Recipe(mixture(name, hot=1024), skill=0.75, mtp_layers=1)
     engine = an_engine(recipe, (3, 4, 16), torch.float32, batch=4)
     starts = prompts(recipe, 4)
-    assert generate(engine, starts, 40) == [recipe.chain().follow(start, 40) for start in starts]
+    assert generate(engine, starts, 40) == [greedy_continuation(recipe.chain(), start, 40) for start in starts]
     assert engine.totals.accept_length > 1.8
 
 
@@ -93,7 +94,7 @@ def test_text_and_acceptance_are_as_planted(name: str) -> None:
     recipe = Recipe(mixture(name, hot=1024), skill=0.75, routing_correlation=correlation)
     engine = an_engine(recipe, TREE, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 100) == [recipe.chain().follow(start, 100) for start in starts]
+    assert generate(engine, starts, 100) == [greedy_continuation(recipe.chain(), start, 100) for start in starts]
     # About 210 rounds of deviation 1.7: within 0.12 of the mean, mostly.
     predicted = predicted_accept_length(recipe.chain(), *TREE)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
@@ -111,12 +112,14 @@ def test_text_and_acceptance_are_as_planted(name: str) -> None:
 def test_copied_text_passes_through_experts(name: str) -> None:
     recipe = Recipe(mixture(name), mode="copy", reach=REACH, routing_correlation=0.5)
     [start] = prompts(recipe, 1)
-    assert generate(an_engine(recipe, TREE, torch.float64, batch=1), [start], 60) == [recipe.chain().follow(start, 60)]
+    assert generate(an_engine(recipe, TREE, torch.float64, batch=1), [start], 60) == [
+        greedy_continuation(recipe.chain(), start, 60)
+    ]
 
 
 def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     """The experts [tokens, K] of a text in each layer with experts."""
-    target, _ = build(recipe, torch.float32, CPU, POSITIONS)
+    target, _ = build_models(recipe, torch.float32, CPU, POSITIONS)
     seen: list[torch.Tensor] = []
 
     class Noting:

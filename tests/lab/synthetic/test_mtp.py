@@ -17,9 +17,10 @@ from espalier.train.mtp_checkpoint import load_mtp
 from espalier.train.mtp_head import MtpHead
 from espalier.train.target import FrozenTarget
 from lab.synthetic.chain import PROBABILITIES, Chain, predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, write
+from lab.synthetic.checkpoint import Recipe, write_checkpoint
 from lab.synthetic.draft_json import mtp_json
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import SUPPORTED, mixture
 from tests.lab.synthetic.test_checkpoint import a_recipe, prompts, tiny
 
@@ -27,13 +28,13 @@ LONG = tiny(hot=512)
 
 
 def planted(recipe: Recipe, path: Path) -> tuple[FrozenTarget, MtpHead, Chain]:
-    target, draft = write(recipe, path, torch.float32)
+    target, draft = write_checkpoint(recipe, path, torch.float32)
     return FrozenTarget(target, CPU), load_mtp(draft), recipe.chain()
 
 
 def greedy_text(recipe: Recipe, count: int) -> np.ndarray:
     [start] = prompts(recipe, 1)
-    return np.array(start + recipe.chain().follow(start, count))
+    return np.array(start + greedy_continuation(recipe.chain(), start, count))
 
 
 @pytest.mark.parametrize(

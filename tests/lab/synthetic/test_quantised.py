@@ -16,8 +16,9 @@ from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import load_draft
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from lab.synthetic.chain import predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, build, total_bytes, write
+from lab.synthetic.checkpoint import Recipe, build_models, total_bytes, write_checkpoint
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import mixture
 from tests.lab.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
 from tests.oracles.dense import DensePass
@@ -47,14 +48,14 @@ COPYING = [
 @pytest.mark.parametrize(("name", "weights"), [*STORED, ("gpt-oss", "mxfp4")])
 def test_text_is_the_chains_and_files_are_what_build_gives(name, weights, tmp_path):
     recipe = a_recipe(shape=SHAPES[name], weights=weights)
-    target, _ = build(recipe, torch.float32, CPU, POSITIONS)
+    target, _ = build_models(recipe, torch.float32, CPU, POSITIONS)
     [start] = prompts(recipe, 1)
-    text = start + recipe.chain().follow(start, 40)
+    text = start + greedy_continuation(recipe.chain(), start, 40)
     logits = logits_of(target, text)
     assert logits[len(start) - 1 : -1].argmax(-1).tolist() == text[len(start) :]
-    dense, _ = build(replace(recipe, weights="dense"), torch.float32, CPU, POSITIONS)
+    dense, _ = build_models(replace(recipe, weights="dense"), torch.float32, CPU, POSITIONS)
     assert not torch.equal(logits, logits_of(dense, text))
-    path, _ = write(recipe, tmp_path, torch.float32)
+    path, _ = write_checkpoint(recipe, tmp_path, torch.float32)
     files = load_target(path, dtype=torch.float32, device="cpu", position_rows=POSITIONS)
     assert torch.equal(logits_of(files, text), logits)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -69,7 +70,9 @@ def logits_of(target, text):
 
 def test_experts_in_mxfp4_are_the_dense_ones_rounded():
     recipe = a_recipe(shape=SHAPES["gpt-oss"])
-    dense, quantised = (build(replace(recipe, weights=w), torch.float32, CPU, POSITIONS)[0] for w in ("dense", "mxfp4"))
+    dense, quantised = (
+        build_models(replace(recipe, weights=w), torch.float32, CPU, POSITIONS)[0] for w in ("dense", "mxfp4")
+    )
     for one, other in zip(dense.layers, quantised.layers, strict=True):
         for exact, matrix in ((one.mlp.gate_up, other.mlp.gate_up), (one.mlp.down, other.mlp.down)):
             rounded = torch.stack([dequantise(matrix[i], torch.float32) for i in range(len(matrix))])
@@ -77,7 +80,7 @@ def test_experts_in_mxfp4_are_the_dense_ones_rounded():
 
 
 def test_heads_routers_and_columns_that_no_group_divides_stay_dense():
-    target, _ = build(a_recipe(shape=tiny(hidden_size=336), weights="int4"), torch.float32, CPU, POSITIONS)
+    target, _ = build_models(a_recipe(shape=tiny(hidden_size=336), weights="int4"), torch.float32, CPU, POSITIONS)
     layer = target.layers[0]
     kinds = [layer.attention.qkv, layer.attention.out, layer.mlp.down, target.head]
     assert [isinstance(linear.weight, QuantisedWeight) for linear in kinds] == [False, True, True, False]
@@ -115,7 +118,7 @@ def test_a_quantised_draft_changes_no_token_and_is_accepted_as_a_dense_one(devic
     """Of a dense target, whose text it is."""
     recipe = a_recipe(shape=WIDE, draft_weights=weights, **DRAFTS[name])
     starts, lengths, count = prompts(recipe, 4), [], TOKENS[device]
-    rule = [recipe.chain().follow(start, count) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, count) for start in starts]
     for each in (recipe, replace(recipe, draft_weights="dense")):
         engine = an_engine(each, (5, 4, 16), torch.device(device))
         assert generate(engine, starts, count) == rule
@@ -127,8 +130,8 @@ def test_a_quantised_draft_changes_no_token_and_is_accepted_as_a_dense_one(devic
 @pytest.mark.parametrize(("weights", "name"), in_turn_params(["fp8", "fp8-block", "int4"], list(DRAFTS)))
 def test_files_of_a_quantised_draft_are_what_build_gives(name, weights, tmp_path):
     recipe = a_recipe(shape=WIDE, draft_weights=weights, **DRAFTS[name])
-    target, made = build(recipe, torch.float32, CPU, POSITIONS)
-    path = write(recipe, tmp_path, torch.float32)[1]
+    target, made = build_models(recipe, torch.float32, CPU, POSITIONS)
+    path = write_checkpoint(recipe, tmp_path, torch.float32)[1]
     assert "quantization_config" in json.loads((path / "config.json").read_text())
     assert "quantization_config" not in json.loads((tmp_path / "target" / "config.json").read_text())
     files = load_draft(path, target, dtype=torch.float32, device="cpu", position_rows=POSITIONS)
@@ -143,13 +146,13 @@ def test_files_of_a_quantised_draft_are_what_build_gives(name, weights, tmp_path
 
 def test_a_draft_has_no_stacked_experts_to_store():
     with pytest.raises(EspalierError, match="draft weights 'mxfp4' are for stacked experts"):
-        build(a_recipe(draft_weights="mxfp4"), torch.float32, CPU, POSITIONS)
+        build_models(a_recipe(draft_weights="mxfp4"), torch.float32, CPU, POSITIONS)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("llama", "mxfp4"), ("gpt-oss", "fp8"), ("llama", "int2")])
 def test_weights_that_a_shape_is_not_stored_in_are_refused(name, weights):
     with pytest.raises(EspalierError, match=weights):
-        build(Recipe(SHAPES[name], weights=weights), torch.float32, CPU, POSITIONS)
+        build_models(Recipe(SHAPES[name], weights=weights), torch.float32, CPU, POSITIONS)
 
 
 # Greedy text with wide margins, where each token depends on a far K/V row of a layer: no near-tie excuses a difference.
@@ -159,7 +162,7 @@ def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype
     """And accept lengths are as the tables foretell.  On a GPU: its kernels, in bfloat16, with CUDA graphs."""
     recipe = a_recipe(shape=SHAPES[name], mode="copy", weights=weights)
     starts = prompts(recipe, 4)
-    rule = [recipe.chain().follow(start, TOKENS[device]) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, TOKENS[device]) for start in starts]
     on, off = (an_engine(recipe, tree, torch.device(device), kv_dtype) for tree in ((5, 4, 16), PLAIN))
     few = PLAIN_TOKENS[device]
     assert generate(off, starts, few) == [text[:few] for text in rule]
@@ -169,7 +172,7 @@ def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype
 
 def an_engine(recipe, tree, device, kv_dtype=None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target, draft = build(recipe, dtype, device, POSITIONS)
+    target, draft = build_models(recipe, dtype, device, POSITIONS)
     spec = recipe.draft_config.spec
     layout = RoundLayout(4, *tree, 16, 256, spec.num_recomputed_tokens, 256, block_rows=spec.block_rows)
     algorithm = spec.algorithm if tree != PLAIN else "none"

@@ -39,8 +39,7 @@ class Choice:
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
     keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
     before and after the text in an event.  Three fields serve the text offsets of log-probabilities.  text_length:
-    characters of the tokens so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether
-    a token had text.
+    characters so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether any token has.
     """
 
     index: int
@@ -93,15 +92,15 @@ class Choice:
         """Returns the text that a chunk adds, without the text of the stop token unless keep_stop is set."""
         if self.text_stream is None:
             return output.text
-        ends_by_token = output.finish_reason == "stop" and not self.keep_stop
-        self.text_stream.push_all(output.token_ids[:-1] if ends_by_token else output.token_ids)
-        return self.text_stream.take(final=output.finish_reason is not None)
+        ends_with_stop_token = output.finish_reason == "stop" and not self.keep_stop
+        self.text_stream.push_tokens(output.token_ids[:-1] if ends_with_stop_token else output.token_ids)
+        return self.text_stream.take_text(final=output.finish_reason is not None)
 
 
-class Answer:
+class ResponseBuilder:
     """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None if the model has no tokenizer; all texts are then empty.  echo: the text of each prompt, or empty.
+    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, or ().
     """
 
     response_object = ""
@@ -115,27 +114,27 @@ class Answer:
         params: ResolvedParams,
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
-        echo: Sequence[str] = (),
+        echoed_prompts: Sequence[str] = (),
     ):
         self.body = body
         self.params = params
         self.tokenizer = tokenizer
-        self.echo = echo
+        self.echoed_prompts = echoed_prompts
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self.reports_usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
         # True if all events but the last one of a choice, and those with log-probabilities, differ only in their text.
-        self.events_differ_only_in_text = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
+        self.events_differ_only_in_text = not (self.reports_usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            self._new_choice(number * params.n + i, prompt)
+            self._make_choice(number * params.n + i, prompt)
             for number, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
         self.usages: list[Usage] = []
         self.stats = SpeculationStats()
 
-    def _new_choice(self, index: int, prompt: list[int]) -> Choice:
+    def _make_choice(self, index: int, prompt: list[int]) -> Choice:
         return Choice(index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output)
 
     def _make_text_stream(self, prompt: list[int]) -> TextStream | None:
@@ -143,7 +142,7 @@ class Answer:
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+    def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
@@ -154,7 +153,7 @@ class Answer:
             self.stats.merge(part.speculation)
         return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
-    def event(self, prompt_index: int, part: OutputPart) -> bytes:
+    def add_output_as_event(self, prompt_index: int, part: OutputPart) -> bytes:
         """Add a part of a prompt's output.  Returns the part's stream event; b"" for an empty part."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
@@ -162,13 +161,13 @@ class Answer:
             choice = self.choices[prompt_index * self.params.n + output.index]
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
-        chunk = self.chunk(*self.add_part(prompt_index, part))
+        chunk = self.make_chunk(*self.add_output(prompt_index, part))
         return b"" if chunk is None else sse_event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
         """Returns the event of a chunk that has only text.  The bytes around the text are built only once."""
         if choice.event_affixes is None:
-            chunk = self.chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
+            chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
             # Values that the client chose come before the text, so the last placeholder is the text's.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
@@ -176,32 +175,32 @@ class Answer:
         before, after = choice.event_affixes
         return before + to_json(text) + after
 
-    def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk of an output chunk from `add_part`; None if the stream chunk would be empty."""
+    def make_chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
+        """Returns the stream chunk of an output chunk from `add_output`; None if the stream chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk_object([self._chunk_choice(choice, output) | self._extra_fields(output)])
+        return self._wrap_choices([self._chunk_choice(choice, output) | self._own_api_fields(output)])
 
-    def encode(self, chunk: dict[str, Any]) -> bytes:
-        """Returns the event of a chunk that `opening_chunks` or `closing_chunks` returned."""
+    def encode_event(self, chunk: dict[str, Any]) -> bytes:
+        """Returns the event of a chunk that `first_chunks` or `last_chunks` returned."""
         return sse_event(chunk)
 
     def error_event(self, error: dict[str, Any]) -> bytes:
         """Returns the event of an error in a stream that has begun.  error: the body of an error response."""
         return sse_event(error)
 
-    def opening_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come before the first token."""
         return []
 
-    def closing_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come after the last token."""
-        return [{**self._chunk_object([]), "usage": self.usage()}] if self.include_usage else []
+        return [{**self._wrap_choices([]), "usage": self.usage()}] if self.include_usage else []
 
-    def whole_response(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
-        choices = [self._whole_choice(choice) | self._extra_fields(choice.output) for choice in self.choices]
+        choices = [self._full_choice(choice) | self._own_api_fields(choice.output) for choice in self.choices]
         return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
     def _first_choice_of_same_prompt(self, choice: Choice) -> Choice:
@@ -247,16 +246,16 @@ class Answer:
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
-    def _chunk_object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _wrap_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
-        if not self.usage_in_chunks:
+        if not self.reports_usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
         # Only the last usage has cached tokens and speculation.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**chunk, "usage": usage}
 
-    def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
+    def _own_api_fields(self, source: OutputChunk) -> dict[str, Any]:
         """Returns Espalier's own fields of a choice, which OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
@@ -268,7 +267,7 @@ class Answer:
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _full_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
@@ -285,7 +284,7 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part)
 
 
-class TextAnswer(Answer):
+class CompletionResponseBuilder(ResponseBuilder):
     """Builds the answers of /v1/completions."""
 
     response_object = chunk_object = "text_completion"
@@ -295,16 +294,17 @@ class TextAnswer(Answer):
         """Whether the echoed prompt has log-probabilities.  A stream sends the text together with them."""
         return bool(self.body.echoes_logprobs)
 
-    def opening_chunks(self) -> list[dict[str, Any]]:
-        if not self.echo or self.echoes_logprobs:
+    def first_chunks(self) -> list[dict[str, Any]]:
+        if not self.echoed_prompts or self.echoes_logprobs:
             return []
         echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
         return [
-            self._chunk_object([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes
+            self._wrap_choices([self._chunk_choice(choice, echoed_prompts) | self._own_api_fields(echoed_prompts)])
+            for choice, echoed_prompts in echoes
         ]
 
     def _echoed_prompt(self, choice: Choice) -> str:
-        return self.echo[choice.index // self.params.n] if self.echo else ""
+        return self.echoed_prompts[choice.index // self.params.n] if self.echoed_prompts else ""
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         return {
@@ -315,7 +315,7 @@ class TextAnswer(Answer):
             "finish_reason": output.finish_reason,
         }
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _full_choice(self, choice: Choice) -> dict[str, Any]:
         output = replace(
             choice.output, prompt_logprobs=self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         )
@@ -360,8 +360,8 @@ class TextAnswer(Answer):
             if not choice.has_text:
                 # Some tokenizers strip the leading space of a text that begins with the output.
                 before = () if self.echoes_logprobs else choice.prompt
-                alone = self.tokenizer.sink(before, skip_special_tokens=skip)
-                alone.push(token)
-                length = min(length, len(alone.take(final=True)))
+                alone = self.tokenizer.text_stream(before, skip_special_tokens=skip)
+                alone.push_token(token)
+                length = min(length, len(alone.take_text(final=True)))
             choice.text_length, choice.has_text = offset + length, True
         return offset

@@ -1,7 +1,6 @@
 """OpenAI's objects of files and batches, and the directory that stores them (--batch-dir).
 
-`files/ID.json` describes a file and `files/ID` is its content.  `batches/ID.json` describes a batch and
-`batches/ID.jsonl` holds its answers so far.
+`files/ID.json` describes a file with the content `files/ID`; `batches/ID.json`, a batch with answers `ID.jsonl`.
 """
 
 import fcntl
@@ -20,7 +19,7 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, Body, RefusedField, entry_limit
+from espalier.server.openai import MAX_METADATA, RefusedField, RequestBody, max_entries
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -31,7 +30,7 @@ ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], entry_limit(MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
 ]
 
 
@@ -95,7 +94,7 @@ class Batch(msgspec.Struct):
     request_counts: LineCounts = msgspec.field(default_factory=LineCounts)
 
 
-class BatchRequest(Body):
+class BatchRequest(RequestBody):
     """POST /v1/batches"""
 
     input_file_id: str = Field(description="a file from /v1/files with purpose batch")
@@ -112,14 +111,13 @@ class BatchRequest(Body):
 T = TypeVar("T", StoredFile, Batch)
 
 
-def new_id(kind: str) -> str:
+def new_id(record_type: str) -> str:
     """Returns a new id.  Ids sort by time."""
-    return f"{kind}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
+    return f"{record_type}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
-class Store:
-    """The files and batches of a directory.  files, batches: by id, oldest first.  Raises EspalierError if the
-    directory cannot be used."""
+class BatchStore:
+    """The files and batches of a directory, by id, oldest first.  Raises EspalierError if the directory is unusable."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -136,13 +134,13 @@ class Store:
         except OSError as error:
             why = f"--batch-dir {folder} cannot be used ({error.strerror}); name another directory"
             raise EspalierError(why) from None
-        self.files = self._read(folder / "files", StoredFile)
-        self.batches = self._read(folder / "batches", Batch)
+        self.files = self._read_records(folder / "files", StoredFile)
+        self.batches = self._read_records(folder / "batches", Batch)
         self._remove_orphans()
 
-    def _read(self, folder: Path, kind: type[T]) -> dict[str, T]:
+    def _read_records(self, folder: Path, record_type: type[T]) -> dict[str, T]:
         try:
-            found = [msgspec.json.decode(path.read_bytes(), type=kind) for path in folder.glob("*.json")]
+            found = [msgspec.json.decode(path.read_bytes(), type=record_type) for path in folder.glob("*.json")]
         except (OSError, msgspec.DecodeError) as error:
             raise EspalierError(f"--batch-dir {folder} has a file that cannot be read: {error}; remove it") from None
         return {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
@@ -166,7 +164,7 @@ class Store:
     def answers_path(self, id: str) -> Path:
         return self.folder / "batches" / f"{id}.jsonl"
 
-    def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
+    def add_file(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
         """Copy a file into the store, completely or not at all.  May run in a thread.
 
         id: None for a new id; with the id of a stored file, that file is replaced.  Raises OSError.
@@ -185,13 +183,13 @@ class Store:
         self.files[id] = file
         return file
 
-    def remove(self, id: str) -> None:
+    def remove_file(self, id: str) -> None:
         """Delete a file: first its description, because `_remove_orphans` removes contents without a description."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
         self.content_path(id).unlink()
 
-    def save(self, batch: Batch) -> None:
+    def save_batch(self, batch: Batch) -> None:
         _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(batch))
         self.batches[batch.id] = batch
 
@@ -206,8 +204,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which becomes `path` and is synced to the disk at the end of the block.  If the block
-    fails, `path` stays as it was."""
+    """Opens a temporary file, which becomes `path`, synced to the disk, at the end of a block without an error."""
     unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:
@@ -221,9 +218,9 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def split_answers(answers: Path, folder: Path) -> list[tuple[Path, int]]:
+def split_by_status(answers: Path, folder: Path) -> list[tuple[Path, int]]:
     """Copy a batch's answers into two files: with status 200, and with errors.  Returns (file, line count) of each."""
-    names = [folder / f"{answers.stem}.{kind}" for kind in ("ok", "failed")]
+    names = [folder / f"{answers.stem}.{record_type}" for record_type in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, names[0].open("wb") as ok, names[1].open("wb") as failed:
         for line in lines:

@@ -1,7 +1,6 @@
-"""Tokenizes prompts in two threads, the lanes: one for short prompts, so that they never wait for a long prompt.
+"""Tokenizes prompts in two threads: one for short prompts, so that they never wait for a long prompt.
 
-Each lane has its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases the GIL.  So
-a long prompt does not block the event loop.
+Each thread has its own tokenizer.  encode_batch of the tokenizers library releases the GIL, so the event loop goes on.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from espalier.chat import Rendering, RenderLoop
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.server.errors import bad_request, queue_full
+from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
 # The most characters or tokens for the short lane.  They take a few milliseconds.
@@ -24,9 +23,8 @@ MAX_INLINE_SIZE = 2048
 
 
 @dataclass
-class Lane:
-    """One thread with its tokenizer.  num_open: the number of calls that wait or run.  Cancelled calls count, because a
-    thread cannot be stopped."""
+class TokenizerThread:
+    """One thread with its tokenizer.  num_open: the number of calls that wait or run, even if they are cancelled."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -42,12 +40,12 @@ class Lane:
         self.num_open -= 1
 
 
-class Lanes:
+class TokenizerThreads:
     """Runs tokenization in the short or the long lane.  inputs: for the short lane; the long lane gets a copy."""
 
     def __init__(self, inputs: InputProcessor):
-        self._short = Lane(inputs, ThreadPoolExecutor(1, "convert_tokenizer_panics-short"))
-        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "convert_tokenizer_panics-long"))
+        self._short = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
+        self._long = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
@@ -62,10 +60,10 @@ class Lanes:
             if size <= MAX_SHORT_SIZE:
                 return await self._short.run(work, *values)
             if self._long.num_open > MAX_WAITING_PROMPTS:
-                raise queue_full(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
+                raise queue_full_error(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
             return await self._long.run(work, *values)
         except EspalierError as error:
-            raise bad_request(error, field) from None
+            raise bad_request_error(error, field) from None
 
     async def run_steps(
         self,
@@ -75,8 +73,7 @@ class Lanes:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Returns the token ids of the generator work(InputProcessor, *values) (chat.Steps).  Its steps run in a lane,
-        with `render` between them.
+        """Returns the token ids of the RenderLoop work(InputProcessor, *values), run in a thread except for `render`.
 
         size, field, errors: see `run`.
         """
@@ -98,8 +95,8 @@ class Lanes:
             try:
                 text = await render(rendering)
             except EspalierError as error:
-                raise bad_request(error, field) from None
+                raise bad_request_error(error, field) from None
 
     def close(self) -> None:
-        for lane in (self._short, self._long):
-            lane.thread.shutdown(wait=False)
+        for thread in (self._short, self._long):
+            thread.thread.shutdown(wait=False)

@@ -2,7 +2,7 @@
 
 A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
 exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
-are JSON, not pickles: a malicious template could send a pickle that runs code in the front.
+are JSON, not pickles: a malicious template could send a pickle that runs code in the API server.
 """
 
 import json
@@ -17,35 +17,34 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
-from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, run_helper_loop
 
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 2**30
 MAX_RENDERED_CHARS = 2**24
-LIMIT_REACHED = (
+LIMIT_ERROR = (
     "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 )
-# The wall-time limit of one rendering.  The helper process limits its own CPU time (MAX_CPU_S), but cannot interrupt
-# some work.
+# The wall-time limit of one rendering, for work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
 
 
-class Templates:
+class TemplateProcess:
     """Renders chat templates in a helper process.  hf: a Hugging Face tokenizer with a chat template."""
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
         waiting = "conversations are already waiting for the chat template"
-        self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.templates")
+        self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.template_process")
 
     async def render(self, rendering: Rendering) -> str:
         """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError for too many."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
-            answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))
+            answer = json.loads(await self.helper.call(data, MAX_WALL_S))
         except HelperProcessFailed:
-            raise EspalierError(LIMIT_REACHED.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
+            raise EspalierError(LIMIT_ERROR.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
         if "error" in answer:
             raise EspalierError(answer["error"])
         return str(answer["text"])
@@ -73,11 +72,11 @@ def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
         with _cpu_time_limit():
             text = template.render(rendering)
     except CpuTimeExceeded:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_CPU_S:g} s of CPU time")) from None
+        raise EspalierError(LIMIT_ERROR.format(f"{MAX_CPU_S:g} s of CPU time")) from None
     except MemoryError:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY_BYTES >> 20} MB of memory")) from None
+        raise EspalierError(LIMIT_ERROR.format(f"{MAX_MEMORY_BYTES >> 20} MB of memory")) from None
     if len(text) > MAX_RENDERED_CHARS:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_RENDERED_CHARS} characters"))
+        raise EspalierError(LIMIT_ERROR.format(f"{MAX_RENDERED_CHARS} characters"))
     return text
 
 
@@ -94,14 +93,14 @@ def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
     raise CpuTimeExceeded
 
 
-class Renderer:
+class TemplateWorker:
     """Answers frames in the helper process.  The compiled template is kept until another template's source arrives."""
 
     def __init__(self) -> None:
         self._source: Any = None
         self._template: ChatTemplate | None = None
 
-    def answer(self, frame: bytes) -> bytes:
+    def render_frame(self, frame: bytes) -> bytes:
         sent = json.loads(frame)
         if self._template is None or sent["source"] != self._source:
             self._source = sent["source"]
@@ -116,4 +115,4 @@ class Renderer:
 if __name__ == "__main__":
     signal.signal(signal.SIGPROF, _raise_cpu_time_exceeded)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    serve_frames(Renderer().answer)
+    run_helper_loop(TemplateWorker().render_frame)

@@ -12,10 +12,10 @@ from espalier.errors import EspalierError
 from espalier.inputs import message_stream
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import Answer, Choice, to_json
-from espalier.server.errors import bad_request
+from espalier.server.errors import bad_request_error
 from espalier.server.openai import ChatRequest
 from espalier.server.protocol import OutputPart
+from espalier.server.response_builders import Choice, ResponseBuilder, to_json
 from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
 from espalier.tool_calls import base
@@ -30,11 +30,11 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are parsed into a chat message.
 
-    new_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
+    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
     last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
     """
 
-    new_stream: Callable[[], MessageStream] | None = None
+    make_message_stream: Callable[[], MessageStream] | None = None
     keeps_deltas: bool = True
     new_deltas: list[base.Delta] = field(default_factory=list)
     deltas: list[base.Delta] = field(default_factory=list)
@@ -43,17 +43,17 @@ class ChatChoice(Choice):
     @cached_property
     def stream(self) -> MessageStream:
         """The stream that parses the tokens.  It is created with the first chunk, so that the request starts sooner."""
-        assert self.new_stream is not None
-        return self.new_stream()
+        assert self.make_message_stream is not None
+        return self.make_message_stream()
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens."""
-        return 0 if self.new_stream is None else self.stream.num_reasoning_tokens
+        return 0 if self.make_message_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
         """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
-        if self.new_stream is None:
+        if self.make_message_stream is None:
             return super().new_text(output)
         self.new_deltas = self.stream.read(output)
         for part in self.new_deltas:
@@ -66,14 +66,16 @@ class ChatChoice(Choice):
         return ""
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        return super().finish_reasons(output) if self.new_stream is None else self.stream.finish_reasons(output)
+        return (
+            super().finish_reasons(output) if self.make_message_stream is None else self.stream.finish_reasons(output)
+        )
 
     def finish_reason_with_calls(self, reason: str | None) -> str | None:
         """Returns "tool_calls" for an output with tool calls and finish_reason "stop"; else `reason`."""
         return "tool_calls" if reason == "stop" and self.valid_calls else reason
 
 
-class ChatAnswer(Answer):
+class ChatResponseBuilder(ResponseBuilder):
     """Builds the answer of /v1/chat/completions."""
 
     response_object = "chat.completion"
@@ -85,49 +87,50 @@ class ChatAnswer(Answer):
         self.shows_reasoning = body.include_reasoning is not False
         self.events_differ_only_in_text = self.events_differ_only_in_text and not plan.has_parser
 
-    def _new_choice(self, index: int, prompt: list[int]) -> Choice:
+    def _make_choice(self, index: int, prompt: list[int]) -> Choice:
         choice = ChatChoice(
             index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
         )
         if self.plan.has_parser and self.tokenizer is not None:
-            choice.new_stream = partial(self._new_message_stream, self.tokenizer, prompt)
+            choice.make_message_stream = partial(self._make_message_stream, self.tokenizer, prompt)
         choice.keeps_deltas = not self.body.stream
         return choice
 
-    def _new_message_stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
+    def _make_message_stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
         parser = self.plan.parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
-    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
-        choice, output = super().add_part(prompt_index, part)
-        if isinstance(choice, ChatChoice) and choice.new_stream is not None:
-            text = "".join(part.text for part in choice.new_deltas if self._is_shown(part))
+    def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_output(prompt_index, part)
+        if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
+            hidden = ("called",) if self.shows_reasoning else ("called", "reasoning")
+            text = "".join(part.text for part in choice.new_deltas if part.kind not in hidden)
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
 
-    def _is_shown(self, part: base.Delta) -> bool:
-        """Whether the stream sends this delta to the client."""
-        return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
-
-    def opening_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        first_delta |= self._extra_fields(OutputChunk(""))
-        return [self._chunk_object([{"index": choice.index, **first_delta}]) for choice in self.choices]
+        first_delta |= self._own_api_fields(OutputChunk(""))
+        return [self._wrap_choices([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
-        has_parser = choice.new_stream is not None
+        has_parser = choice.make_message_stream is not None
         chunk = {
             "index": choice.index,
-            "delta": self._delta(choice.new_deltas) if has_parser else {"content": output.text} if output.text else {},
+            "delta": self._delta_field(choice.new_deltas)
+            if has_parser
+            else {"content": output.text}
+            if output.text
+            else {},
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
         }
         errors = [{"index": part.index, "message": part.text} for part in choice.new_deltas if part.kind == "broken"]
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
-    def _delta(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
+    def _delta_field(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
         """Returns the `delta` field of a chunk."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -144,7 +147,7 @@ class ChatAnswer(Answer):
                 call["function"]["arguments"] += part.text
         return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _full_choice(self, choice: Choice) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
         whole = {
             "index": choice.index,
@@ -152,7 +155,7 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(choice.output.logprobs),
             "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
-        if choice.new_stream is None:
+        if choice.make_message_stream is None:
             return whole
         message = message_of(choice.deltas)
         whole["message"]["content"] = message.content or (None if message.tool_calls else "")
@@ -164,8 +167,8 @@ class ChatAnswer(Answer):
             whole["tool_call_errors"] = [{"message": error} for error in message.errors]
         return whole
 
-    def whole_response(self) -> dict[str, Any]:
-        return {**super().whole_response(), **self._prompt_logprobs_field(self.choices[0])}
+    def full_response(self) -> dict[str, Any]:
+        return {**super().full_response(), **self._prompt_logprobs_field(self.choices[0])}
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -208,7 +211,7 @@ class OutputItems:
         events, self.events = self.events, []
         return events
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def add_event(self, kind: str, **fields: Any) -> None:
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 
@@ -248,7 +251,7 @@ class OutputItems:
             logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             self._item_event(f"{name}.done", content_index=0, text=part["text"], **logprobs)
             self._item_event("content_part.done", content_index=0, part=dict(part))
-        self.event("output_item.done", output_index=len(self.items) - 1, item=_copy_of_item(item))
+        self.add_event("output_item.done", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_item(self, kind: str, fields: dict[str, Any]) -> None:
         self.close("completed")
@@ -256,7 +259,7 @@ class OutputItems:
         item = {"id": f"{prefix}_{self.id}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
         self.is_open = True
-        self.event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
+        self.add_event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
         """Open an item of this type, unless such an item is open.  new_part: returns the item's empty content part."""
@@ -275,7 +278,7 @@ class OutputItems:
         self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _item_event(self, kind: str, **fields: Any) -> None:
-        self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+        self.add_event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
 
 def _empty_output_text() -> dict[str, Any]:
@@ -291,8 +294,8 @@ def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
-class ResponsesAnswer(ChatAnswer):
-    """Builds the answer of /v1/responses.  request: the client's body.  chat, chat_arguments: see ChatAnswer."""
+class ResponsesApiBuilder(ChatResponseBuilder):
+    """Builds the response of /v1/responses.  request: the client's body.  chat, chat_arguments: of the base class."""
 
     end_event = b""
 
@@ -300,7 +303,7 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(f"resp_{id}", chat, *chat_arguments)
         if chat.logprobs and self.plan.has_parser:
             reason = "include message.output_text.logprobs is not supported where reasoning or tool calls are read"
-            raise bad_request(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
+            raise bad_request_error(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
         self.request = request
         self.events_differ_only_in_text = False
         self.items = OutputItems(id)
@@ -308,11 +311,11 @@ class ResponsesAnswer(ChatAnswer):
         # The reasons why tool calls could not be parsed.
         self.call_errors: list[str] = []
 
-    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
-        choice, output = super().add_part(prompt_index, part)
+    def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_output(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
-        if choice.new_stream is not None:
+        if choice.make_message_stream is not None:
             for each in choice.new_deltas:
                 self.items.add_delta(each, [])
             self.call_errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
@@ -323,29 +326,29 @@ class ResponsesAnswer(ChatAnswer):
             self.items.close("incomplete" if self.finish_reason == "length" else "completed")
         return choice, output
 
-    def event(self, prompt_index: int, part: OutputPart) -> bytes:
-        self.add_part(prompt_index, part)
-        return b"".join(map(self.encode, self.items.pop_events()))
+    def add_output_as_event(self, prompt_index: int, part: OutputPart) -> bytes:
+        self.add_output(prompt_index, part)
+        return b"".join(map(self.encode_event, self.items.pop_events()))
 
-    def encode(self, chunk: dict[str, Any]) -> bytes:
+    def encode_event(self, chunk: dict[str, Any]) -> bytes:
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
         """Returns OpenAI's error event with a field `error`, which OpenAI's clients look for in every stream."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
-        return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
+        return self.encode_event({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 
-    def opening_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         for kind in ("created", "in_progress"):
-            self.items.event(kind, response=self._response_object("in_progress"))
+            self.items.add_event(kind, response=self._response_object("in_progress"))
         return self.items.pop_events()
 
-    def closing_chunks(self) -> list[dict[str, Any]]:
-        response = self.whole_response()
-        self.items.event(response["status"], response=response)
+    def last_chunks(self) -> list[dict[str, Any]]:
+        response = self.full_response()
+        self.items.add_event(response["status"], response=response)
         return self.items.pop_events()
 
-    def whole_response(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
         whole = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
         if self.call_errors:

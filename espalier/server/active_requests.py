@@ -15,67 +15,73 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
-from espalier.server.answers import Answer
-from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request, json_response
+from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request_error, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
 from espalier.server.protocol import EngineBusy, EngineGone, Generation, OutputPart
+from espalier.server.response_builders import ResponseBuilder
 
 if TYPE_CHECKING:
-    from espalier.server.front import Front
+    from espalier.server.frontend import ModelFrontend
 
 log = logging.getLogger("espalier.server")
 # After the deadline, a stream whose client does not read is ended after this time.
 SEND_GRACE_S = 10.0
 
 
-class RequestRun:
+class ActiveRequest:
     """One request in progress.  deadline: the request's time limit, on the event loop's clock; None for no limit."""
 
     def __init__(
-        self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
+        self,
+        frontend: "ModelFrontend",
+        make_builder: Callable[[], ResponseBuilder],
+        generation: Generation,
+        deadline: float | None,
     ):
-        self.metrics = front.metrics
-        self.timeout_s = front.options.request_timeout_s
-        self.make_answer = make_answer
+        self.metrics = frontend.metrics
+        self.timeout_s = frontend.options.request_timeout_s
+        self.make_builder = make_builder
         self.generation = generation
-        self.client_shares, self.client = front.shares, client_name.get()
-        self.client_shares.add(self.client, generation)
+        self.client_shares, self.client = frontend.client_shares, client_name.get()
+        self.client_shares.add_generation(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.started_at = asyncio.get_running_loop().time()
         self.last_token_at: dict[tuple[str, int], float] = {}
-        self.disconnect_watch: asyncio.Task[None] | None = None
-        self._unsent_opening = b""
+        self.disconnect_task: asyncio.Task[None] | None = None
+        self._unsent_first_events = b""
 
     @cached_property
-    def answer(self) -> Answer:
-        return self.make_answer()
+    def response_builder(self) -> ResponseBuilder:
+        return self.make_builder()
 
-    def watch(self, http: Request) -> None:
+    def watch_for_disconnect(self, http: Request) -> None:
         """From now on, a disconnect of the client ends the request with ClientDisconnect."""
-        self.disconnect_watch = asyncio.create_task(_wait_for_disconnect(http))
-        self.disconnect_watch.add_done_callback(self._fail_if_client_left)
+        self.disconnect_task = asyncio.create_task(_wait_for_disconnect(http))
+        self.disconnect_task.add_done_callback(self._fail_on_disconnect)
 
-    def _fail_if_client_left(self, disconnect_watch: asyncio.Task[None]) -> None:
-        if not disconnect_watch.cancelled():
+    def _fail_on_disconnect(self, disconnect_task: asyncio.Task[None]) -> None:
+        if not disconnect_task.cancelled():
             self.generation.fail(ClientDisconnect())
 
-    async def whole_response(self) -> Response:
+    async def full_response(self) -> Response:
         """Returns the whole response.  Raises ApiError or ClientDisconnect."""
         with self._as_api_errors():
-            async for parts in self.generation.parts(self.deadline):
+            async for parts in self.generation.iter_parts(self.deadline):
                 self._record_metrics(parts)
                 for part in parts:
-                    self.answer.add_part(self.prompt_index[part.name], part)
+                    self.response_builder.add_output(self.prompt_index[part.name], part)
         self.close()
-        return json_response(self.answer.whole_response())
+        return json_response(self.response_builder.full_response())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events.  Raises ApiError or ClientDisconnect."""
-        self._unsent_opening = b"".join(map(self.answer.encode, self.answer.opening_chunks()))
+        self._unsent_first_events = b"".join(
+            map(self.response_builder.encode_event, self.response_builder.first_chunks())
+        )
         with self._as_api_errors():
-            async for parts in self.generation.parts(self.deadline):
+            async for parts in self.generation.iter_parts(self.deadline):
                 if events := self._events_of(parts):
                     yield events
 
@@ -87,20 +93,25 @@ class RequestRun:
     def _events_of(self, parts: list[OutputPart]) -> bytes:
         """Returns the stream events of new parts.  Raises ApiError."""
         self._record_metrics(parts)
-        events = self._unsent_opening + b"".join(
-            [self.answer.event(self.prompt_index[part.name], part) for part in parts]
+        events = self._unsent_first_events + b"".join(
+            [self.response_builder.add_output_as_event(self.prompt_index[part.name], part) for part in parts]
         )
-        self._unsent_opening = b""
+        self._unsent_first_events = b""
         if self.has_ended:
             # The closing events are sent with the last tokens, because each write to the client is expensive.
-            events += b"".join([*map(self.answer.encode, self.answer.closing_chunks()), self.answer.end_event])
+            events += b"".join(
+                [
+                    *map(self.response_builder.encode_event, self.response_builder.last_chunks()),
+                    self.response_builder.end_event,
+                ]
+            )
         return events
 
-    def write_directly_to(self, exchange: HttpExchange) -> None:
+    def write_events_to(self, exchange: HttpExchange) -> None:
         """From now on, write each event to the connection at once, as long as the client reads."""
 
         def write(parts: list[OutputPart]) -> bool:
-            if not exchange.client_keeps_up:
+            if not exchange.is_client_reading:
                 return False
             if events := self._events_of(parts):
                 exchange.write(events)
@@ -123,7 +134,7 @@ class RequestRun:
             code = "rate_limit_exceeded"
             raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
         except EspalierError as error:
-            raise bad_request(error) from None
+            raise bad_request_error(error) from None
 
     def _record_metrics(self, parts: list[OutputPart]) -> None:
         """Count the parts in the metrics.  Raises ApiError if a part has an error."""
@@ -148,10 +159,10 @@ class RequestRun:
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""
-        if self.disconnect_watch is not None:
-            self.disconnect_watch.cancel()
+        if self.disconnect_task is not None:
+            self.disconnect_task.cancel()
         self.generation.close()
-        self.client_shares.remove(self.client, self.generation)
+        self.client_shares.remove_generation(self.client, self.generation)
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.started_at)
 
 
@@ -167,9 +178,9 @@ class EventStream(StreamingResponse):
     directly, if the HTTP server supports this (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
-    def __init__(self, run: RequestRun, first: bytes, rest: AsyncIterator[bytes]):
+    def __init__(self, active_request: ActiveRequest, first: bytes, rest: AsyncIterator[bytes]):
         super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self.run = run
+        self.active_request = active_request
         self.first_event = first
         self.later_events = rest
         self.has_ended = False
@@ -179,12 +190,12 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body_message(self.first_event))
         if exchange is not None:
-            self.run.write_directly_to(exchange)
+            self.active_request.write_events_to(exchange)
         is_last = False
         try:
             async for events in self.later_events:
                 # The last events and the end of the response are sent as one message.
-                is_last = self.run.has_ended
+                is_last = self.active_request.has_ended
                 await send(_body_message(events, not is_last))
         except ClientDisconnect:
             return
@@ -203,11 +214,11 @@ class EventStream(StreamingResponse):
 
     def _failure_event(self, error: ApiError) -> bytes:
         body = error.body()
-        self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
-        return self.run.answer.error_event(body)
+        self.active_request.metrics.stream_errors.labels(body["error"]["type"]).inc()
+        return self.active_request.response_builder.error_event(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
+        limit = None if self.active_request.deadline is None else self.active_request.deadline + SEND_GRACE_S
         try:
             async with asyncio.timeout_at(limit):
                 await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE_EXTENSION))
@@ -215,8 +226,8 @@ class EventStream(StreamingResponse):
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
             if not self.has_ended:
-                self.run.metrics.disconnects.inc()
-            self.run.close()
+                self.active_request.metrics.disconnects.inc()
+            self.active_request.close()
 
 
 def _body_message(events: bytes, more: bool = True) -> Message:

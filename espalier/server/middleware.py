@@ -16,18 +16,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError
-from espalier.server.front import BATCH_CLIENT, NO_TIMEOUT
+from espalier.server.frontend import BATCH_CLIENT, NO_TIMEOUT
 from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
 CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # nginx's status for a client that disconnected.  Only the log has this status.
-STATUS_CLIENT_LEFT = 499
+STATUS_CLIENT_DISCONNECTED = 499
 # The number of digits of 2**63, the largest content-length.
 MAX_LENGTH_DIGITS = 19
 # The most bytes of a too large body that are read and dropped, as a multiple of max_body_bytes.
-MAX_DROPPED_BODIES = 4
+MAX_DROPPED_BODY_MULTIPLE = 4
 # Uploads to this path have a size limit of their own.
 FILES_PATH = "/v1/files"
 # Paths that need no API key: load balancers, Prometheus and browsers (routes.py) read them.
@@ -35,13 +35,12 @@ PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
 
 
 @dataclass(eq=False)
-class Gate:
+class RequestMiddleware:
     """The ASGI middleware that checks and logs every request.
 
     on_response_end(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None
     for no limit.  max_file_bytes: limit for one uploaded file, None for a server without files.  additional_keys: keys
-    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: the number of
-    requests in progress.
+    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: open requests.
     """
 
     app: ASGIApp
@@ -76,34 +75,36 @@ class Gate:
         # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
-        refused: ApiError | None = None
-        began, answer, upload = (
+        api_error: ApiError | None = None
+        began, response_sender, limited_receive = (
             time.perf_counter(),
-            SendWithRequestId(send),
+            ResponseSender(send),
             LimitedReceive(self, receive, scope["path"]),
         )
-        scope["state"]["upload"] = upload
+        scope["state"]["upload"] = limited_receive
         self.num_open += 1
         try:
             try:
                 self._check_key(scope["path"], headers)
-                await upload.check_length(headers)
-                await self.app(scope, upload, answer)
+                await limited_receive.check_length(headers)
+                await self.app(scope, limited_receive, response_sender)
             except ApiError as error:
-                refused = error
+                api_error = error
             except Exception:
                 log.exception("%s %s failed", method, _quoted_path(scope))
-                refused = ApiError(500, INTERNAL_ERROR)
-            if refused is not None and not answer.status:
-                await refused.response()(scope, receive, answer)
+                api_error = ApiError(500, INTERNAL_ERROR)
+            if api_error is not None and not response_sender.status:
+                await api_error.response()(scope, receive, response_sender)
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
             # No status was sent if the client disconnected, or if the batch was stopped.
-            status = answer.status or STATUS_CLIENT_LEFT
+            status = response_sender.status or STATUS_CLIENT_DISCONNECTED
             # Health probes are logged at DEBUG, because they would fill the log.
-            level = logging.DEBUG if scope["path"] in PATHS_WITHOUT_KEY and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _log_reason(refused))
+            level = (
+                logging.DEBUG if scope["path"] in PATHS_WITHOUT_KEY and response_sender.status == 200 else logging.INFO
+            )
+            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _log_reason(api_error))
             self.on_response_end(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
@@ -123,27 +124,26 @@ def _quoted_path(scope: Scope) -> str:
     return quote(scope["path"])
 
 
-def _log_reason(refused: ApiError | None) -> str:
+def _log_reason(api_error: ApiError | None) -> str:
     """Returns the end of a failed request's log line.  Line breaks from the client are escaped."""
-    if refused is None:
+    if api_error is None:
         return ""
-    message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(refused.detail))
-    return f": {message}" if refused.param is None else f": {message} [field {refused.param!r}]"
+    message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(api_error.detail))
+    return f": {message}" if api_error.param is None else f": {message} [field {api_error.param!r}]"
 
 
 class LimitedReceive:
-    """An ASGI `receive` that limits the size and the time of one request's body.  Raises ApiError if the body is too
-    large or too slow."""
+    """An ASGI `receive` that limits the size and time of a request's body.  Raises ApiError above a limit."""
 
-    def __init__(self, gate: Gate, receive: Receive, path: str):
-        self.gate = gate
+    def __init__(self, middleware: RequestMiddleware, receive: Receive, path: str):
+        self.middleware = middleware
         self.receive = receive
-        self.max_bytes, self.limit_flag = gate.max_body_bytes, "--max-body-bytes"
-        if path == FILES_PATH and gate.max_file_bytes is not None:
-            self.max_bytes, self.limit_flag = gate.max_file_bytes, "--max-file-bytes"
+        self.max_bytes, self.limit_flag = middleware.max_body_bytes, "--max-body-bytes"
+        if path == FILES_PATH and middleware.max_file_bytes is not None:
+            self.max_bytes, self.limit_flag = middleware.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
         self.has_arrived = False
-        limit = gate.body_timeout_s
+        limit = middleware.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
     async def __call__(self) -> Message:
@@ -167,22 +167,22 @@ class LimitedReceive:
     async def _refuse_too_large(self, length: int = 0) -> None:
         """Raises ApiError, after dropping a moderately large body, because a client does not read while it sends."""
         limit = self.max_bytes
-        while not self.has_arrived and max(self.num_received, length) <= MAX_DROPPED_BODIES * limit:
+        while not self.has_arrived and max(self.num_received, length) <= MAX_DROPPED_BODY_MULTIPLE * limit:
             await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
     async def _next_message(self) -> Message:
         if self.has_arrived:  # the next message reports the client's disconnect, and may come at any time
             return await self.receive()
-        deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
+        deadline = asyncio.get_running_loop().time() if self.middleware.draining else self.deadline
         try:
             # After the deadline, a message that has already arrived is still returned.
             async with asyncio.timeout_at(deadline) as timeout:
-                self.gate.body_timeouts.add(timeout)
+                self.middleware.body_timeouts.add(timeout)
                 try:
                     message = await self.receive()
                 finally:
-                    self.gate.body_timeouts.discard(timeout)
+                    self.middleware.body_timeouts.discard(timeout)
         except TimeoutError:
             raise self._body_too_slow_error() from None
         self.num_received += len(message.get("body", b""))
@@ -192,17 +192,16 @@ class LimitedReceive:
     def _body_too_slow_error(self) -> ApiError:
         # No further request can be read from this connection, because the rest of the body may still arrive.
         headers = {"connection": "close"}
-        if self.gate.draining:
+        if self.middleware.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
             return ApiError(503, message, retry_after_s=RETRY_AFTER_S, headers=headers)
-        message = (
-            f"the body did not arrive within {self.gate.body_timeout_s:g} s; send it faster, or raise --body-timeout"
-        )
+        limit = self.middleware.body_timeout_s
+        message = f"the body did not arrive within {limit:g} s; send it faster, or raise --body-timeout"
         return ApiError(408, message, retry=False, headers=headers)
 
 
 @dataclass
-class SendWithRequestId:
+class ResponseSender:
     """An ASGI `send` that adds the request id to the headers, and keeps the status.  status: 0 before the response."""
 
     send: Send

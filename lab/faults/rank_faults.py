@@ -5,39 +5,39 @@ from dataclasses import replace
 from lab.faults.base import Fault
 
 
-def _own_product(right):
+def _unsummed_product(original):
     return lambda shards, own: own
 
 
-def _other_prompts(right):
+def _reversed_prompts(original):
     """The same number of tokens, in another order."""
 
     def launch(follower, message):
         given = message.launch_input
         inits = tuple(replace(each, tokens=each.tokens[::-1]) for each in given.slot_inits)
-        right(follower, replace(message, launch_input=replace(given, slot_inits=inits)))
+        original(follower, replace(message, launch_input=replace(given, slot_inits=inits)))
 
     return launch
 
 
-def _next_part(right):
+def _experts_of_next_rank(original):
     """The last rank has its own."""
 
     def own_size(weights, experts):
-        part = right(weights, experts)
+        part = original(weights, experts)
         begin = min(part.end, part.size - len(part))
         return replace(part, begin=begin, end=begin + len(part))
 
     return own_size
 
 
-def _scales_across(right):
+def _scales_cut_along_rows(original):
     """Of the matrices whose columns are divided, as many scales of other rows."""
 
     def stack(weights, names, stored, cuts=()):
         if not cuts or "scale" not in stored[0].suffix or len(names) > 1:
-            return right(weights, names, stored, cuts)
-        whole = right(weights, names, stored)
+            return original(weights, names, stored, cuts)
+        whole = original(weights, names, stored)
         own = [each.stop - each.start for each in cuts[0]]
         if own[0] < whole.shape[0] or own[-1] == whole.shape[-1]:
             return whole[cuts[0]]
@@ -47,32 +47,32 @@ def _scales_across(right):
     return stack
 
 
-FAULTS_OF_RANKS = {
+RANK_FAULTS = {
     fault.name: fault
     for fault in (
         Fault(
             "product-not-summed",
             "each rank goes on with its own part of a product that the ranks should sum",
             "espalier.shards.base:Shards.all_reduce",
-            _own_product,
+            _unsummed_product,
         ),
         Fault(
             "prompt-of-another-launch",
             "a rank runs a launch with other prompts than rank 0",
             "espalier.engine.follow:FollowerRank._launch",
-            _other_prompts,
+            _reversed_prompts,
         ),
         Fault(
             "experts-one-part-off",
             "each rank but the last holds the next rank's part of the experts",
             "espalier.models.layer_loading:_rank_part_of_size",
-            _next_part,
+            _experts_of_next_rank,
         ),
         Fault(
             "scales-across",
             "the scales of a matrix whose columns are divided are cut along its rows",
             "espalier.models.weights:Weights._cat_tensors",
-            _scales_across,
+            _scales_cut_along_rows,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Several models behind one server: each request goes to the front of its model."""
+"""Several models behind one server: each request goes to the API server of its model."""
 
 import pytest
 from starlette.testclient import TestClient
@@ -6,26 +6,26 @@ from starlette.testclient import TestClient
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
-from espalier.server.front import Front, FrontOptions, Fronts
+from espalier.server.frontend import FrontendOptions, ModelFrontend, MultiModelFrontend
 from espalier.server.metrics import Metrics
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES
 
 
 @pytest.fixture(scope="module")
-def fronts(tmp_path_factory):
+def frontends(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("model"), FAMILIES["hermes"].tokenizer()
     tokenizer.hf.save_pretrained(folder)
     engines = [ScriptedClient(folder, tokenizer, lambda *_, text=text: text, 3) for text in ("one", "two")]
     metrics = Metrics(engines)
     return [
-        Front(each, FrontOptions(names), metrics)
+        ModelFrontend(each, FrontendOptions(names), metrics)
         for each, names in zip(engines, (("first", "alias"), ("second",)), strict=True)
     ]
 
 
-def test_each_model_has_its_front(fronts):
-    server = Fronts(fronts, fronts[0].metrics)
+def test_each_model_has_its_front(frontends):
+    server = MultiModelFrontend(frontends, frontends[0].metrics)
     client = TestClient(make_app(server, ApiOptions())[0])
     assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["first", "alias", "second"]
     assert client.get("/v1/models/second").status_code == 200 and client.get("/v1/models/third").status_code == 404
@@ -40,28 +40,28 @@ def test_each_model_has_its_front(fronts):
     unnamed = client.post("/tokenize", json={"prompt": "x"})
     assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "model"
     assert client.get("/health").json() == {"status": "ok", "why": ""}
-    fronts[1].engines.state, fronts[1].engines.unavailable_reason = "gone", "it is dead"
+    frontends[1].engines.state, frontends[1].engines.unavailable_reason = "gone", "it is dead"
     try:
         health = client.get("/health")
     finally:
-        fronts[1].engines.state, fronts[1].engines.unavailable_reason = "ready", ""
+        frontends[1].engines.state, frontends[1].engines.unavailable_reason = "ready", ""
     assert (health.status_code, health.json()) == (503, {"status": "gone", "why": "it is dead"})
 
 
-def test_a_body_is_held_to_the_longest_context_and_its_model_has_those_positions(fronts, monkeypatch):
-    monkeypatch.setattr(fronts[0].bodies, "limits", BodyLimits(9, 64, 1, 1, 64))
-    monkeypatch.setattr(fronts[1].bodies, "limits", BodyLimits(8, 32, 2, 2, 128))
-    assert Fronts(fronts, fronts[0].metrics).bodies.limits == BodyLimits(9, 64, 2, 2, 64)
+def test_a_body_is_held_to_the_longest_context_and_its_model_has_those_positions(frontends, monkeypatch):
+    monkeypatch.setattr(frontends[0].body_reader, "limits", BodyLimits(9, 64, 1, 1, 64))
+    monkeypatch.setattr(frontends[1].body_reader, "limits", BodyLimits(8, 32, 2, 2, 128))
+    assert MultiModelFrontend(frontends, frontends[0].metrics).body_reader.limits == BodyLimits(9, 64, 2, 2, 64)
 
 
-def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(fronts, monkeypatch, caplog):
-    monkeypatch.setattr(fronts[0].metrics, "text", lambda: 1 / 0)
-    answer = TestClient(make_app(fronts[0], ApiOptions())[0]).get("/metrics")
+def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(frontends, monkeypatch, caplog):
+    monkeypatch.setattr(frontends[0].metrics, "exposition_text", lambda: 1 / 0)
+    answer = TestClient(make_app(frontends[0], ApiOptions())[0]).get("/metrics")
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
     assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
     assert any(record.exc_info and record.getMessage() == "GET /metrics failed" for record in caplog.records)
 
 
-def test_a_name_stands_for_one_model(fronts):
+def test_a_name_stands_for_one_model(frontends):
     with pytest.raises(EspalierError, match="two models are served as 'first'"):
-        Fronts([fronts[0], fronts[0]], fronts[0].metrics)
+        MultiModelFrontend([frontends[0], frontends[0]], frontends[0].metrics)

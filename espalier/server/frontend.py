@@ -21,16 +21,16 @@ from espalier.chat import RenderLoop, run_steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import Answer, engine_detokenizes
+from espalier.server.active_requests import ActiveRequest, EventStream
 from espalier.server.bodies import BodyLimits, BodyReader
-from espalier.server.errors import RETRY_AFTER_S, ApiError, queue_full
-from espalier.server.lanes import Lanes
+from espalier.server.errors import RETRY_AFTER_S, ApiError, queue_full_error
 from espalier.server.logs import client_name, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import GenerationRequest
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, SubmittedPrompt
-from espalier.server.request_runs import EventStream, RequestRun
-from espalier.server.templates import Templates
+from espalier.server.response_builders import ResponseBuilder, engine_detokenizes
+from espalier.server.template_process import TemplateProcess
+from espalier.server.tokenizer_threads import TokenizerThreads
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
 
@@ -45,8 +45,8 @@ MAX_CACHED_PARAMS = 256
 
 
 @dataclass(frozen=True)
-class FrontOptions:
-    """Settings of a front.
+class FrontendOptions:
+    """Settings of the frontend of a model.
 
     names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's.
     max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
@@ -82,7 +82,7 @@ class ClientShares:
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
-        self._entering: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
 
     def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
@@ -99,26 +99,26 @@ class ClientShares:
     def num_samples_of(self, name: str) -> int:
         """Returns the number of a client's samples that are being tokenized, wait or run."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
-        return running + self._entering[name]
+        return running + self._reserved[name]
 
-    def add_entering(self, num_samples: int) -> None:
-        self._entering[client_name.get()] += num_samples
+    def add_reserved(self, num_samples: int) -> None:
+        self._reserved[client_name.get()] += num_samples
 
-    def remove_entering(self, num_samples: int) -> None:
-        """Undo `add_entering` when the samples are submitted or refused."""
+    def remove_reserved(self, num_samples: int) -> None:
+        """Undo `add_reserved` when the samples are submitted or refused."""
         name = client_name.get()
-        self._entering[name] -= num_samples
-        if not self._entering[name]:
-            del self._entering[name]
+        self._reserved[name] -= num_samples
+        if not self._reserved[name]:
+            del self._reserved[name]
 
     @property
-    def num_entering(self) -> int:
-        return self._entering.total()
+    def num_reserved(self) -> int:
+        return self._reserved.total()
 
-    def add(self, name: str, generation: Generation) -> None:
+    def add_generation(self, name: str, generation: Generation) -> None:
         self._generations.setdefault(name, set()).add(generation)
 
-    def remove(self, name: str, generation: Generation) -> None:
+    def remove_generation(self, name: str, generation: Generation) -> None:
         if (found := self._generations.get(name)) is not None:
             found.discard(generation)
             if not found:
@@ -140,35 +140,36 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-class Front:
-    """The front of one model.
+class ModelFrontend:
+    """The API server's part for one model: checks, tokenization, admission and responses.
 
     engines: must be ready.  metrics: shared by all models of the server; None for a server with one model.  draining:
     new requests are refused, and running requests finish.
     """
 
-    def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
-        facts = engines.facts
-        assert facts is not None, "start the engines first"
+    def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
+        model_info = engines.model_info
+        assert model_info is not None, "start the engines first"
         self.engines = engines
         self.options = options
-        self.names = options.names or (Path(facts.model).name,)
+        self.names = options.names or (Path(model_info.model).name,)
         self.metrics = metrics or Metrics([engines])
         self.draining = False
-        tokenizer = load_tokenizer(Path(facts.model), facts.vocab_size)
-        self.inputs = InputProcessor(facts, tokenizer, options.allow_special_tokens_in_messages)
+        tokenizer = load_tokenizer(Path(model_info.model), model_info.vocab_size)
+        self.inputs = InputProcessor(model_info, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.inputs.require_tokenizer("--chat-template").hf.chat_template = options.chat_template
-        template = "" if tokenizer is None else tokenizer.template.text
+        template = "" if tokenizer is None else tokenizer.template.source
         self.formats = find_formats(template, options.tool_format, options.reasoning_format)
         names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
-        self.lanes = Lanes(self.inputs)
+        self.tokenizer_threads = TokenizerThreads(self.inputs)
         capacity = engines.max_slots + options.max_queue
-        limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
-        self.bodies = BodyReader(limits)
-        self.templates: Templates | None = None
-        self.shares = ClientShares()
+        max_context, max_detokenized = model_info.max_context, max(MAX_DETOKENIZED, model_info.max_context)
+        limits = BodyLimits(model_info.vocab_size, max_context, capacity, max_detokenized, model_info.max_position)
+        self.body_reader = BodyReader(limits)
+        self.template_process: TemplateProcess | None = None
+        self.client_shares = ClientShares()
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
@@ -176,23 +177,18 @@ class Front:
         """From now on, render chat templates in a separate process.  By default the tokenizer threads render them."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
-            self.templates = Templates(hf)
+            self.template_process = TemplateProcess(hf)
 
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
-        """Returns the token ids of a conversation.  work, size: see Lanes.run_steps.  Raises ApiError."""
-        if self.templates is not None:
-            render = self.templates.render
-            return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
+        """Returns the token ids of a conversation.  work, size: see TokenizerThreads.run_steps.  Raises ApiError."""
+        if self.template_process is not None:
+            render = self.template_process.render
+            return await self.tokenizer_threads.run_steps(work, *values, render=render, size=size, field="messages")
 
         def whole(inputs: InputProcessor) -> list[int]:
             return run_steps(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
-        return await self.lanes.run(whole, size=size, field="messages")
-
-    @property
-    def max_detokenized(self) -> int:
-        """The most token ids in one /detokenize request."""
-        return max(MAX_DETOKENIZED, self.inputs.facts.max_context)
+        return await self.tokenizer_threads.run(whole, size=size, field="messages")
 
     @property
     def status(self) -> str:
@@ -206,8 +202,8 @@ class Front:
             return f"{SHUTTING_DOWN}, and finishes the requests that run"
         return "" if self.engines.state == "ready" else self.engines.unavailable_reason
 
-    def front_of(self, model: str | None) -> "Front":
-        """Returns this front.  Raises ApiError if this front does not serve `model`."""
+    def frontend_for(self, model: str | None) -> "ModelFrontend":
+        """Returns this frontend.  Raises ApiError if `model` is the name of another model."""
         if model is not None and model not in self.names:
             raise unknown_model(model, self.names)
         return self
@@ -234,7 +230,7 @@ class Front:
 
     def require_tokenizable(self, text: str) -> None:
         """Refuse a too long text of a request that max_context does not limit.  Raises EspalierError."""
-        limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.facts.max_context)
+        limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.model_info.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
 
@@ -244,22 +240,22 @@ class Front:
         body: GenerationRequest,
         prompts: Sequence[list[int]],
         params: ResolvedParams,
-        make_answer: Callable[[], Answer],
+        make_builder: Callable[[], ResponseBuilder],
     ) -> Response:
         """Returns the response.  Raises ApiError or ClientDisconnect; a stream raises only before its first event.
 
-        make_answer: called when the prompts have been sent to the engine.
+        make_builder: called when the prompts have been sent to the engine.
         """
         loop = asyncio.get_running_loop()
         limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
-        run = RequestRun(self, make_answer, generation, None if limit is None else loop.time() + limit)
+        run = ActiveRequest(self, make_builder, generation, None if limit is None else loop.time() + limit)
         try:
             # Build the answer while the engine computes.
             await self.engines.wait_until_sent()
-            run.watch(http)
+            run.watch_for_disconnect(http)
             if not body.stream:
-                return await run.whole_response()
+                return await run.full_response()
             events = run.events()
             # Wait for the first event before the status is sent, because the engine may refuse the request.
             first = await anext(events)
@@ -272,11 +268,11 @@ class Front:
     def reserve_capacity(self, num_samples: int) -> Iterator[None]:
         """Counts samples as queued while the block tokenizes their prompts.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
-        self.shares.add_entering(num_samples)
+        self.client_shares.add_reserved(num_samples)
         try:
             yield
         finally:
-            self.shares.remove_entering(num_samples)
+            self.client_shares.remove_reserved(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
         """Refuse samples for which neither slots nor the queue have room.  Raises ApiError."""
@@ -291,9 +287,9 @@ class Front:
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.engines.open_samples + self.shares.num_entering
-        if not self.shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
-            raise queue_full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
+        num_held = self.engines.open_samples + self.client_shares.num_reserved
+        if not self.client_shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
+            raise queue_full_error(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
@@ -305,41 +301,42 @@ class Front:
             raise _engine_gone_error(error) from None
 
     async def close(self) -> None:
-        self.lanes.close()
-        if self.templates is not None:
-            await self.templates.helper.close()
-        await self.bodies.helper.close()
+        self.tokenizer_threads.close()
+        if self.template_process is not None:
+            await self.template_process.helper.close()
+        await self.body_reader.helper.close()
 
 
 def _engine_gone_error(error: EngineGone) -> ApiError:
     return ApiError(503, f"{error}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
 
 
-class Fronts:
-    """The fronts of several models behind one server.  The class has the attributes of a Front that the endpoints use.
+class MultiModelFrontend:
+    """The frontends of several models behind one server, with the attributes of a ModelFrontend that endpoints use.
 
-    fronts: at least one, all with the same metrics.  A body is read before its model is known.  So the largest model's
-    limits are checked first, and then the limits of the body's own model.
+    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the largest
+    model's limits are checked first, and then the limits of the body's own model.
     """
 
-    def __init__(self, fronts: Sequence[Front], metrics: Metrics):
-        self.fronts = fronts
+    def __init__(self, frontends: Sequence[ModelFrontend], metrics: Metrics):
+        self.frontends = frontends
         self.metrics = metrics
-        self.names = tuple(name for front in fronts for name in front.names)
-        self._by_name = {name: front for front in fronts for name in front.names}
+        self.names = tuple(name for frontend in frontends for name in frontend.names)
+        self._by_name = {name: frontend for frontend in frontends for name in frontend.names}
         if twice := [name for name in self._by_name if self.names.count(name) > 1]:
             raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
-        limits = [front.bodies.limits for front in fronts]
-        largest = {name: max(getattr(each, name) for each in limits) for name in ("vocab_size", "prompts", "tokens")}
+        limits = [frontend.body_reader.limits for frontend in frontends]
+        names = ("vocab_size", "max_prompts", "max_token_ids")
+        largest = {name: max(getattr(each, name) for each in limits) for name in names}
         longest = max(limits, key=lambda each: each.max_context)
-        self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
+        self.body_reader = BodyReader(msgspec.structs.replace(longest, **largest))
 
-    def front_of(self, model: str | None) -> Front:
-        """Returns the front that serves `model`.  Raises ApiError."""
-        if model is None and len(self.fronts) > 1:
+    def frontend_for(self, model: str | None) -> ModelFrontend:
+        """Returns the frontend of `model`.  Raises ApiError."""
+        if model is None and len(self.frontends) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:
-            return self.fronts[0]
+            return self.frontends[0]
         if model not in self._by_name:
             raise unknown_model(model, self.names)
         return self._by_name[model]
@@ -347,13 +344,13 @@ class Fronts:
     @property
     def status(self) -> str:
         """ "ok" if all models are "ok", else the status of the first other model."""
-        return next((front.status for front in self.fronts if front.status != "ok"), "ok")
+        return next((frontend.status for frontend in self.frontends if frontend.status != "ok"), "ok")
 
     @property
     def unavailable_reason(self) -> str:
-        return next((front.unavailable_reason for front in self.fronts if front.unavailable_reason), "")
+        return next((frontend.unavailable_reason for frontend in self.frontends if frontend.unavailable_reason), "")
 
     async def close(self) -> None:
-        for front in self.fronts:
-            await front.close()
-        await self.bodies.helper.close()
+        for frontend in self.frontends:
+            await frontend.close()
+        await self.body_reader.helper.close()
