@@ -165,7 +165,7 @@ class RoundLayout:
     running requests wait for it; None for chunk_size; block_rows: rows of the one pass of a block draft; 0 for other
     drafts.  choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these
     shapes instead of `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if
-    the engine does not choose.  text_paths, sent_paths: how many paths are grafted onto each tree, from the request's
+    the engine does not choose.  text_paths, sent_paths: how many paths are merged into each tree, from the request's
     own text and from the host's guesses.  shared_rows, drafts, extends: as in TreeShape."""
 
     max_batch: int

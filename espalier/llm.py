@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.engine.mask_threads import MAX_ABANDONED
+from espalier.engine.mask_threads import MAX_ABANDONED_THREADS
 from espalier.engine_lock import EngineLock
 from espalier.errors import EspalierError, clear_error_frames, refuse_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
@@ -200,7 +200,7 @@ class LLM:
         if grammar is None:
             return None
         assert self.grammars is not None, "a model without a tokenizer refuses grammars"
-        if self.engine.num_abandoned_grammars >= MAX_ABANDONED:
+        if self.engine.num_abandoned_grammars >= MAX_ABANDONED_THREADS:
             refused: Future[CompiledGrammar] = Future()
             refused.set_exception(CompilerBusy("grammars of earlier requests take too long to end; retry later"))
             return refused

@@ -56,7 +56,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 def backends() -> str:
     supports = [made.support for made in BACKENDS.values()]
     head, rows = support_matrix(supports)
-    limited = [[f"`{each.name}`", key, why] for each in supports for key, why in each.limits.items()]
+    limited = [[f"`{each.name}`", key, why] for each in supports for key, why in each.limit_reasons.items()]
     of_libraries = table(["backend", "limit of", "the library"], limited)
     return f"{table([codes([name]) if name else '' for name in head], rows)}\n\n{BY_LIBRARIES}\n\n{of_libraries}"
 

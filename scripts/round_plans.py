@@ -22,7 +22,7 @@ import torch
 
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
 from espalier.bench.timing import Matrix
-from espalier.engine.cuda import CudaExecutor, Graph
+from espalier.engine.cuda import CapturedLaunch, CudaExecutor
 from espalier.engine.launch_input import dummy_launch
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import supports_format
@@ -112,7 +112,9 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
     return [*kernels, *(each for each in found if not isinstance(each, TritonPlan) and each != plan)]
 
 
-def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int, rows: int) -> dict[str, Graph]:
+def rounds_of(
+    executor: CudaExecutor, variants: Mapping[str, Plans], batch: int, rows: int
+) -> dict[str, CapturedLaunch]:
     """A captured round of each variant."""
     dummies, pool, graphs = dummy_launch(batch), torch.cuda.graph_pool_handle(), {}
     with torch.inference_mode(), precompile():
@@ -125,7 +127,7 @@ def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int,
     return graphs
 
 
-def ms_of(executor: CudaExecutor, graphs: Mapping[str, Graph], seconds: float) -> dict[str, float]:
+def ms_of(executor: CudaExecutor, graphs: Mapping[str, CapturedLaunch], seconds: float) -> dict[str, float]:
     """Median ms of each round.  They take turns for so many seconds, and at least four times.
 
     Each turn has another order: a GPU at its power limit is faster after a round that needed less power.

@@ -26,7 +26,7 @@ from espalier.bench.clients import post_request
 from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import plain_settings
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle, StagedHandle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
 from espalier.llm import LLM
 from espalier.request import OutputChunk, Request, SamplingParams
@@ -110,7 +110,7 @@ class PacedExecutor:
         self.round_s, self.pass_s, self.row_s = pace[0] / 1e3, pace[1] / 1e3, pace[2] / 1e6
         self.free_at = 0.0
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         begun, num_rows = time.perf_counter(), len(launch_input.pieces or launch_input.slots) * launch_input.width
         if launch_input.is_prefill:
             time.sleep(self.pass_s)
@@ -120,9 +120,6 @@ class PacedExecutor:
         return PacedHandle(
             self.free_at, [RequestResult(tokens, True, TreeSize((2, 2, 2, 2))) for _ in launch_input.slots]
         )
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        raise NotImplementedError
 
     def close(self) -> None:
         pass
@@ -146,7 +143,7 @@ class Watch:
             if request.slot in entered:
                 self.note("launched", request_of_id(request.id))
 
-    def before_result(self, handle: Handle) -> None:
+    def before_result(self, handle: LaunchHandle) -> None:
         pass
 
 

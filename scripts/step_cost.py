@@ -37,7 +37,7 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
         began.append(perf_counter())
         if len(began) > STEPS:
             # Leave without the aborts, which abort_ms measures.
-            engine.stopped, llm._is_closed = "measured", True
+            engine.stop_error, llm._is_closed = "measured", True
             raise StepsDone
         return step()
 
@@ -67,10 +67,10 @@ def abort_ms(num_requests: int) -> float:
 def admission_ms(num_pages: int) -> float:
     """Median time of a step that must evict pages to admit a request."""
     engine = make_engine(num_pages + 1)
-    assert engine.prefixes is not None
+    assert engine.prefix_tree is not None
     for first in range(0, num_pages, 100):
         pages = engine.pool.allocate(min(100, num_pages - first))
-        engine.prefixes.insert(range(16 + first, 16 + first + len(pages)), pages)
+        engine.prefix_tree.insert(range(16 + first, 16 + first + len(pages)), pages)
         engine.pool.release(pages)
     times = []
     for index in range(20):

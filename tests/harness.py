@@ -20,6 +20,7 @@ from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
 from tests.latent import make_latent
+from tests.pages import check_pages
 from tests.recurrent import make_recurrent
 
 VOCAB = 16
@@ -228,7 +229,7 @@ def run(engine: Engine, requests: Sequence[Request], check: bool = True) -> Ran:
     while engine.has_work:
         engine.step()
         if check:
-            engine.check_pages()
+            check_pages(engine)
     engine.close()
     return Ran(list(requests), engine.totals)
 

@@ -58,7 +58,7 @@ class LatentAttention(AttentionBlock):
 
 
 def latent(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, keeps=KEEPS)
+    return replace(spec, cache_spec=KEEPS)
 
 
 def make_latent(target: CausalLM, draft: DraftModel | None, keeps: str, seed: int) -> None:

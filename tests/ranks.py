@@ -21,8 +21,8 @@ from torch import Tensor
 
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.engine.follow import Follower
-from espalier.engine.ranks import Peer, Ranks, UnloadModels
+from espalier.engine.follow import FollowerRank
+from espalier.engine.ranks import OtherRanks, Peer, UnloadModels
 from espalier.models import load_target, read_config
 from espalier.request import Request
 from espalier.shards import Shards
@@ -31,6 +31,7 @@ from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from lab.faults.planted import plant
 from tests.harness import DTYPE, Setup
+from tests.pages import check_pages
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Returned:
     value: Any
 
 
-class CalledFollower(Follower):
-    def handle(self, message: Any) -> None:
+class CalledFollower(FollowerRank):
+    def handle_message(self, message: Any) -> None:
         if isinstance(message, Called):
             self.send(Returned(message.number, message.function(self)))
         else:
-            super().handle(message)
+            super().handle_message(message)
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Forked:
         return self.code
 
 
-def fork_ranks(count: int, follower: type[Follower] = CalledFollower) -> list[Peer]:
+def fork_ranks(count: int, follower: type[FollowerRank] = CalledFollower) -> list[Peer]:
     peers: list[Peer] = []
     for rank in range(1, count):
         own, others = socket.socketpair()
@@ -99,7 +100,7 @@ def fork_ranks(count: int, follower: type[Follower] = CalledFollower) -> list[Pe
     return peers
 
 
-class KeptRanks(Ranks):
+class KeptRanks(OtherRanks):
     """An engine's end frees only what the ranks have loaded; `finish` ends the processes."""
 
     num_called = 0
@@ -178,7 +179,7 @@ def run_open(engine: Engine, requests: Sequence[Request]) -> list[Request]:
         engine.add(each)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     return list(requests)
 
 

@@ -71,4 +71,4 @@ def make_recurrent(target: CausalLM, kinds: tuple[str | None, ...], seed: int) -
 
 
 def state(spec: LayerSpec, kind: str) -> LayerSpec:
-    return replace(spec, heads=KEEPS[kind].heads, keeps=KEEPS[kind], window=None)
+    return replace(spec, heads=KEEPS[kind].heads, cache_spec=KEEPS[kind], window=None)

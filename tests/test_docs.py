@@ -131,7 +131,7 @@ def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone()
         assert f"{known['name']}[" not in text, path
         named |= set(",".join(EXTRAS.findall(text)).split(","))
         named |= set(re.findall(r"""install_command\(['"](\w+)""", text))
-    named |= {kind.support.library.extra for kind in BACKENDS.values() if kind.support.library is not None}
+    named |= {kind.support.library.pip_extra for kind in BACKENDS.values() if kind.support.library is not None}
     assert {"ray", "bench", "fa3"} <= named <= {*known["optional-dependencies"], ""}
 
 

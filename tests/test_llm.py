@@ -21,6 +21,7 @@ from espalier.request import Output
 from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup import load
 from tests.harness import VOCAB, directories
+from tests.pages import check_pages
 
 LETTERS = [*"abcdefghijklmno", "<s>"]
 SETTINGS = {
@@ -319,7 +320,7 @@ def test_leaving_a_stream_early_aborts_its_request(llm):
     stream.close()
     assert not llm.engine.has_work
     assert llm.engine.scheduler.running == []
-    llm.engine.check_pages()
+    check_pages(llm.engine)
 
 
 def test_a_stream_that_nobody_reads_queues_nothing(llm):
@@ -338,7 +339,7 @@ def test_an_interrupt_aborts_what_is_in_flight_and_the_next_call_goes_on(llm):
         llm.generate(["abc", "d"], GREEDY, press)
     # Also while somebody keeps the error with its frames, as a notebook does.
     assert caught.tb is not None and not llm.engine.has_work
-    llm.engine.check_pages()
+    check_pages(llm.engine)
     assert [o.token_ids for o in llm.generate(["abc", "d"], GREEDY)] == [o.token_ids for o in expected]
 
 

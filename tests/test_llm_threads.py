@@ -16,6 +16,7 @@ from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier import engine_lock as turns
 from espalier.engine_lock import EngineLock
 from tests.harness import directories
+from tests.pages import check_pages
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -45,7 +46,7 @@ def test_calls_and_streams_of_several_threads_give_what_they_give_alone(llm):
 
 
 def require_idle(llm):
-    llm.engine.check_pages()
+    check_pages(llm.engine)
     assert not llm.engine.requests and not llm._unread_chunks
 
 
@@ -57,17 +58,17 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
     abandoned.append(abandoned)
     del abandoned
     scheduler, calls = llm.engine.scheduler, []
-    harvest = scheduler.harvest
+    process_results = scheduler.process_results
 
     def collecting(*args):
         calls.append(args)
         if len(calls) == 3:
             gc.collect()
-        return harvest(*args)
+        return process_results(*args)
 
     gc.disable()
     try:
-        with patch.object(scheduler, "harvest", collecting):
+        with patch.object(scheduler, "process_results", collecting):
             assert [each.token_ids for each in llm.generate(PROMPTS[:2], GREEDY)] == alone
     finally:
         gc.enable()

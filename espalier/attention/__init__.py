@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, GroupedBackend
+from espalier.attention.base import AttentionBackend, AttentionPlan, CommittedLengths, GroupedBackend
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
 from espalier.attention.forward import ChosenRows, ModelCache, Pass
@@ -14,7 +14,7 @@ from espalier.attention.sdpa import SdpaBackend
 from espalier.attention.support import Library, Provider, Support
 from espalier.attention.triton import TritonBackend
 from espalier.attention.trtllm import TrtllmBackend
-from espalier.cache.layer_spec import Keeps, LayerSpec, group_layers, layers_with_rows
+from espalier.cache.layer_spec import CacheSpec, LayerSpec, group_layers, layers_with_rows
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
@@ -41,8 +41,8 @@ def backend(name: str) -> AttentionBackend:
     return BACKENDS[name]()
 
 
-def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps | None = None) -> str:
-    """Return the name that "auto" stands for: the first backend that supports the device, the dtype and `keeps`.
+def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: CacheSpec | None = None) -> str:
+    """Return the name that "auto" stands for: the first backend that supports the device, the dtype and `cache_spec`.
 
     If none supports all three, it is the first backend that supports the device.
     """
@@ -51,7 +51,7 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
     suitable = [
         support
         for support in on_device
-        if dtype in (None, *support.dtypes) and (keeps is None or support.supports(keeps))
+        if dtype in (None, *support.dtypes) and (cache_spec is None or support.supports(cache_spec))
     ]
     return (suitable or on_device)[0].name
 
@@ -64,7 +64,7 @@ def choose_backends(
     configured: the name that the user set, None for auto.  Layers that keep a state need no backend.
     """
     groups = group_layers(specs, layers_with_rows(specs, layers)) or (None,)
-    names = [configured or default_backend(device, dtype, keeps) for keeps in groups]
+    names = [configured or default_backend(device, dtype, cache_spec) for cache_spec in groups]
     return names[0] if len(set(names)) == 1 else NAME_SEPARATOR.join(names)
 
 
@@ -75,10 +75,11 @@ def grouped_backend(
     page_size: int,
     specs: Sequence[LayerSpec],
     layers: Sequence[int],
-    left_bound: bool = False,
+    lacks_first_rows: bool = False,
     exact_lengths: bool = True,
 ) -> GroupedBackend:
-    """Create the backends of `layers`.  names: from choose_backends; left_bound, exact_lengths: see Support.require.
+    """Create the backends of `layers`.  names: from choose_backends; lacks_first_rows, exact_lengths: see
+    Support.require.
 
     Raises EspalierError if a backend cannot run its layers.
     """
@@ -96,16 +97,16 @@ def grouped_backend(
         group_backend = backend(name)
         group_specs = [specs[layer] for layer in members]
         support = group_backend.support
-        support.require(device, dtype, page_size, group_specs, left_bound, exact_lengths)
-        require_our_kernels(support, device, dtype, page_size, group_specs, left_bound)
+        support.require(device, dtype, page_size, group_specs, lacks_first_rows, exact_lengths)
+        require_our_kernels(support, device, dtype, page_size, group_specs, lacks_first_rows)
         backends.append((members, group_backend))
     return GroupedBackend(backends)
 
 
 __all__ = [
     "BACKENDS",
-    "Attention",
     "AttentionBackend",
+    "AttentionPlan",
     "ChosenRows",
     "CommittedLengths",
     "GroupedBackend",

@@ -66,7 +66,7 @@ def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
 
 
 @dataclass(eq=False)
-class Attention:
+class AttentionPlan:
     """The attention plan of one pass.  Subclasses implement attend_prefix, and may override attend."""
 
     pages: PagedKV
@@ -87,12 +87,12 @@ class Attention:
     ) -> Tensor:
         """Computes attention of q [B, Q, heads, k_size] over committed rows and the staged k, v [B, R, kv_heads, size].
 
-        k, v: as the layer's `keeps.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit per
-        head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
+        k, v: as the layer's `cache_spec.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit
+        per head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
         without sinks; None for all visible rows.  Returns out [B, Q, heads, v_size].
         """
         assert selected is None, "a backend that selects attends to its selections"
-        over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
+        over_staged = staged_attention(self.kernel_inputs(layer, q, (k, v), *self._no_prefix))
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Attention:
         assert topk is not None
         return SelectedMask(mark_top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
 
-    def inputs(
+    def kernel_inputs(
         self,
         layer: int,
         q: Tensor,
@@ -127,46 +127,47 @@ class Attention:
         sink: Tensor | None = None,
     ) -> AttentionInputs:
         """Returns the arguments of our attention kernels for a layer."""
-        spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
+        spec, pages, page_size = self.specs[layer], self.committed_kv(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
-        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
+        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.kv_scales(layer))
 
     @cached_property
     def _no_prefix(self) -> tuple[Prefix, KVSplits]:
         return empty_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
-    def scales(self, layer: int) -> KVScales | None:
+    def kv_scales(self, layer: int) -> KVScales | None:
         """Returns the scales of a layer with FP8 rows, else None."""
         return self.pages.scales.get(layer)
 
-    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+    def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])
 
 
 class AttentionBackend:
-    """An attention backend makes a plan for each pass.  attention: the class of its plans.
+    """An attention backend makes a plan for each pass.  plan_class: the class of these plans.
 
-    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
+    A CUDA graph may capture `plan` and the plan that it returns.  So neither may read lengths on the host.
     """
 
     support: Support
-    attention: type[Attention]
+    plan_class: type[AttentionPlan]
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
 
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
         """Returns the plan for some queries of a pass.  All layers with these queries share the plan."""
-        return self.attention(pages, specs, prefix, nodes)
+        return self.plan_class(pages, specs, prefix, nodes)
 
 
 class GroupedBackend:
-    """The backends of a model's layer groups.  groups: (layers, backend) each.  by_layer: each layer's backend."""
+    """The backends of a model's layer groups.  groups: (layers, backend) each.  backend_by_layer: each layer's
+    backend."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
-        self.by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
+        self.backend_by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
 
     @property
     def captures_prefill(self) -> bool:

@@ -39,17 +39,17 @@ class FA3Attention(LibraryAttention):
         spec = self.specs[layer]
         k, v = self.paged_rows(layer)
         of_latent = {}
-        if isinstance(spec.keeps, LatentKV):
+        if isinstance(spec.cache_spec, LatentKV):
             # The library takes the latent part of queries and rows apart from the rotated part.
-            latent = spec.keeps.v_size
+            latent = spec.cache_spec.v_size
             of_latent, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
-        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.keeps.v_size
+        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.cache_spec.v_size
         out, lse, *_ = flash_attn_with_kvcache()(
             q,
             k,
             v,
             cache_seqlens=self.int_lengths(),
-            page_table=self.rest.page_table,
+            page_table=self.rest_prefix.page_table,
             softmax_scale=spec.softmax_scale,
             causal=False,
             num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,
@@ -62,11 +62,11 @@ class FA3Attention(LibraryAttention):
 SUPPORT = library_support(
     name="fa3",
     head_sizes=range(8, 257, 8),
-    latents=(LatentKV(576, 512),),
-    majors=(9,),
+    latent_rows=(LatentKV(576, 512),),
+    compute_majors=(9,),
     library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "fa3"),
     tested_on=("H200",),
-    limits={
+    limit_reasons={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",
         "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",
         "softcap": "the soft-cap of flash_attn_with_kvcache is not used",
@@ -78,4 +78,4 @@ SUPPORT = library_support(
 
 class FA3Backend(AttentionBackend):
     support = SUPPORT
-    attention = FA3Attention
+    plan_class = FA3Attention

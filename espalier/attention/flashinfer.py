@@ -25,7 +25,7 @@ from espalier.attention.base import AttentionBackend, CommittedLengths
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import Keeps, LatentKV, LayerSpec
+from espalier.cache.layer_spec import CacheSpec, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
@@ -40,58 +40,61 @@ MAX_EAGER_PLANS = 12
 
 @dataclass(frozen=True)
 class PassShape:
-    """The properties for which a plan is made.  skipped: pages at the start of each request that our kernels attend to;
-    width: pages per request in `rest`; exact: whether the host knows the exact lengths; programs: how many programs
-    fill the device."""
+    """The properties for which a plan is made.  num_skipped_pages: pages at the start of each request that our kernels
+    attend to; pages_per_request: pages per request in `rest_prefix`; exact_lengths: whether the host knows the exact
+    lengths; num_programs: how many programs fill the device."""
 
     batch: int
     queries: int
     spec: LayerSpec
-    skipped: int
-    width: int
+    num_skipped_pages: int
+    pages_per_request: int
     page_size: int
     dtype: torch.dtype
-    exact: bool
-    programs: int
+    exact_lengths: bool
+    num_programs: int
     is_hopper: bool
 
     @property
     def uses_fa3(self) -> bool:
-        return self.is_hopper and self.exact and self.queries >= MIN_FA3_QUERIES
+        return self.is_hopper and self.exact_lengths and self.queries >= MIN_FA3_QUERIES
 
     @property
     def is_split(self) -> bool:
-        return self.exact and self.split_bytes <= MAX_WORKSPACE_BYTES
+        return self.exact_lengths and self.split_bytes <= MAX_WORKSPACE_BYTES
 
     @property
     def split_bytes(self) -> int:
         """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
-        kept = self.spec.keeps
+        kept = self.spec.cache_spec
         group = self.spec.heads // kept.kv_heads
         packed = (self.batch * (self.queries - 1) + 1) * group
         tile = 16 if packed <= 16 else 64 if packed <= 64 or kept.v_size >= 256 else 128
         tiles = -(-self.batch * self.queries * group // tile) + self.batch - 1
-        return self.spec.heads * max(self.programs // kept.kv_heads, tiles) * tile * (kept.v_size + 1) * 4
+        return self.spec.heads * max(self.num_programs // kept.kv_heads, tiles) * tile * (kept.v_size + 1) * 4
 
 
-class Plan:
+class WrapperPlan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
     buffers.
 
     queries: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its first
-    page in `pages` [B · width]; last_rows: [B], rows in its last page (for latent rows, all rows of the request).
+    page in `pages` [B · width]; last_page_rows: [B], rows in its last page (for latent rows, all rows of the request).
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
         self.shape, device = shape, workspace.device
-        sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
-        self.page_starts, self.pages, self.last_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        sizes = shape.batch + 1, shape.batch * shape.pages_per_request, shape.batch
+        zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        self.page_starts, self.pages, self.last_page_rows = zeros
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
-        self.located_prefix: Prefix | None = None
-        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_rows))
+        self.written_prefix: Prefix | None = None
+        self.wrapper = self._make_wrapper(
+            workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_page_rows)
+        )
 
     def make(self, lengths: CommittedLengths) -> None:
         """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and gets upper bounds."""
@@ -99,36 +102,36 @@ class Plan:
             return
         if self.needs_lengths and not lengths.exact:
             raise EspalierError("attention=flashinfer planned a pass with exact lengths, and now has only bounds")
-        self.wait()
-        rows = torch.tensor(lengths.max_lengths, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
-        self._plan(rows.clamp(min=0))
+        self.wait_for_copy()
+        skipped_rows = self.shape.num_skipped_pages * self.shape.page_size
+        self._plan_wrapper((torch.tensor(lengths.max_lengths, dtype=torch.int32) - skipped_rows).clamp(min=0))
         self.lengths = lengths
         if self.copy_event is not None:
             self.copy_event.record()
 
-    def wait(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the last plan has been copied to the device."""
         if self.copy_event is not None:
             self.copy_event.synchronize()
 
-    def write_pages(self, rest: Prefix) -> None:
+    def write_pages(self, rest_prefix: Prefix) -> None:
         """Write the pages of all requests, request after request, for the lengths on the device."""
-        if self.located_prefix is rest:
+        if self.written_prefix is rest_prefix:
             return
-        self.located_prefix = rest
-        ends = num_pages(rest.length, self.shape.page_size).cumsum(0)
+        self.written_prefix = rest_prefix
+        ends = num_pages(rest_prefix.length, self.shape.page_size).cumsum(0)
         self.page_starts[1:].copy_(ends)
-        self.last_rows.copy_(self._last_page_rows(rest.length))
+        self.last_page_rows.copy_(self._last_page_rows(rest_prefix.length))
         place = torch.arange(self.pages.shape[0], device=ends.device)
         request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
-        column = (place - self.page_starts[request]).clamp(0, self.shape.width - 1)
-        self.pages.copy_(rest.page_table[request, column])
+        column = (place - self.page_starts[request]).clamp(0, self.shape.pages_per_request - 1)
+        self.pages.copy_(rest_prefix.page_table[request, column])
 
     @property
     def needs_lengths(self) -> bool:
         return self.shape.is_split or self.shape.uses_fa3
 
-    def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+    def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
         wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
         # Without splits, programs past the planned ones read entries that no plan wrote.  Zeros there make them repeat
@@ -136,22 +139,22 @@ class Plan:
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return wrapper
 
-    def _plan(self, rows: Tensor) -> None:
+    def _plan_wrapper(self, rows: Tensor) -> None:
         """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
-        shape, kept = self.shape, self.shape.spec.keeps
+        shape, kept = self.shape, self.shape.spec.cache_spec
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
             *(self.queries, starts, self.pages[:0], self._last_page_rows(rows)),
-            *(shape.spec.heads, *self._sizes(kept), shape.page_size),
+            *(shape.spec.heads, *self._head_sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
-            **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
+            **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._plan_options()},
         )
 
-    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
-        return keeps.kv_heads, keeps.k_size
+    def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        return cache_spec.kv_heads, cache_spec.k_size
 
-    def _options(self) -> dict[str, bool]:
+    def _plan_options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
 
     def _last_page_rows(self, rows: Tensor) -> Tensor:
@@ -167,16 +170,16 @@ class Plan:
         return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
 
 
-class LatentPlan(Plan):
+class LatentWrapperPlan(WrapperPlan):
     needs_lengths = True
 
-    def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+    def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
-        return keeps.v_size, keeps.k_size - keeps.v_size
+    def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        return cache_spec.v_size, cache_spec.k_size - cache_spec.v_size
 
-    def _options(self) -> dict[str, bool]:
+    def _plan_options(self) -> dict[str, bool]:
         return {}
 
     def _last_page_rows(self, rows: Tensor) -> Tensor:
@@ -195,10 +198,10 @@ class FlashInferAttention(LibraryAttention):
         self.backend = backend
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
-        place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
-        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)
-        plan.write_pages(self.rest)
+        spec, (batch, width) = self.specs[layer], self.rest_prefix.page_table.shape
+        place = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
+        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_properties(q.device)), q.device)
+        plan.write_pages(self.rest_prefix)
         out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 
@@ -207,12 +210,12 @@ class FlashInferBackend(AttentionBackend):
     support = library_support(
         name="flashinfer",
         head_sizes=(64, 128, 256),
-        latents=(LatentKV(576, 512),),
+        latent_rows=(LatentKV(576, 512),),
         needs_exact_lengths=(LatentKV,),
-        majors=range(8, 13),
+        compute_majors=range(8, 13),
         library=Library(("flashinfer",), "flashinfer"),
         tested_on=("H200",),
-        limits={
+        limit_reasons={
             "dtype": "its kernels compute in two-byte types",
             "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
             "softcap": "the logits_soft_cap of BatchPrefillWithPagedKVCacheWrapper is not used",
@@ -225,8 +228,8 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self) -> None:
         self.lengths = CommittedLengths((), exact=True)
         self.workspace: Tensor | None = None
-        self.captured_plans: dict[int, dict[PassShape, Plan]] = {}
-        self.eager_plans: dict[PassShape, Plan] = {}
+        self.captured_plans: dict[int, dict[PassShape, WrapperPlan]] = {}
+        self.eager_plans: dict[PassShape, WrapperPlan] = {}
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.lengths = lengths
@@ -237,15 +240,15 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
-    def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
+    def plan_of(self, shape: PassShape, device: torch.device) -> WrapperPlan:
         """Returns the plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes
         the plans of a graph."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
             if plans is self.eager_plans and len(plans) == MAX_EAGER_PLANS:
-                self.eager_plans.pop(next(iter(self.eager_plans))).wait()
-            plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
+                self.eager_plans.pop(next(iter(self.eager_plans))).wait_for_copy()
+            plan_class = LatentWrapperPlan if isinstance(shape.spec.cache_spec, LatentKV) else WrapperPlan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
         plans[shape].make(self.lengths)
         return plans[shape]
@@ -258,7 +261,7 @@ class FlashInferBackend(AttentionBackend):
         return self.workspace
 
 
-def device_facts(device: torch.device) -> tuple[int, bool]:
+def device_properties(device: torch.device) -> tuple[int, bool]:
     """Returns (programs that fill the device, two per multiprocessor; whether the device has FA3)."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)

@@ -1,6 +1,6 @@
 """One forward pass as an object: the rows that run, the rows that these attend to, and the buffers of the layers.
 
-`ModelCache.begin` makes every pass, for rounds and for drafters.  A layer calls `write`, then `attend`.
+`ModelCache.begin_pass` makes every pass, for rounds and for drafters.  A layer calls `write`, then `attend`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, GroupedBackend, Selection, narrow_selection
+from espalier.attention.base import AttentionPlan, GroupedBackend, Selection, narrow_selection
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
@@ -44,7 +44,7 @@ class ModelCache:
     backend: GroupedBackend
     states: StateTable | None = None
 
-    def begin(
+    def begin_pass(
         self,
         prefix: Prefix,
         nodes: Nodes | Sequence[Nodes],
@@ -56,9 +56,9 @@ class ModelCache:
         layers: range | None = None,
         page_rows: Tensor | None = None,
         commits_by_layer: bool = False,
-        needed: Tensor | None = None,
-        access: StateAccess | None = None,
-        chosen: "ChosenRows | None" = None,
+        needed_row: Tensor | None = None,
+        state_access: StateAccess | None = None,
+        chosen_rows: "ChosenRows | None" = None,
     ) -> "Pass":
         """Returns a pass of the model over new rows behind a committed prefix.
 
@@ -67,9 +67,9 @@ class ModelCache:
         the rows of this pass; first_staged: the index of the pass's first row among them.  layers: the layers that run,
         by default all of this model.  page_rows: [B · Q], the page rows to which `Pass.commit` copies, 0 for padding;
         None if `Pass.commit` copies nothing.  commits_by_layer: each layer commits before it attends, because pieces
-        read one another through the pages, or because draft modules fill different rows.  access: the states that the
-        layers read; None if no layer of the pass keeps a state.  chosen: the rows that run; None for all B · Q. tokens
-        and positions are [B, Q] in both cases.
+        read one another through the pages, or because draft modules fill different rows.  state_access: the states that
+        the layers read; None if no layer of the pass keeps a state.  chosen_rows: the rows that run; None for all B ·
+        Q. tokens and positions are [B, Q] in both cases.
         """
         first = nodes if isinstance(nodes, Nodes) else nodes[0]
         positions, of_each = first.positions if positions is None else positions, tokens.shape[1]
@@ -77,16 +77,16 @@ class ModelCache:
             cache=self,
             prefix=prefix,
             nodes=nodes,
-            tokens=tokens if chosen is None else chosen.select(tokens),
-            positions=positions if chosen is None else chosen.select(positions),
-            width=of_each if width is None else width,
+            tokens=tokens if chosen_rows is None else chosen_rows.select(tokens),
+            positions=positions if chosen_rows is None else chosen_rows.select(positions),
+            staged_width=of_each if width is None else width,
             first_staged=first_staged,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
             commits_by_layer=commits_by_layer,
-            needed=needed,
-            access=access,
-            chosen=chosen,
+            needed_row=needed_row,
+            state_access=state_access,
+            chosen_rows=chosen_rows,
         )
 
     @property
@@ -112,11 +112,11 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a pass that runs only R of the B · Q rows, as one batch of R rows.
+    """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
 
-    places: [R] int64, ascending indices of the chosen rows among B · Q rows, with the first row of each request; rows:
-    [B, Q] int64, the index in the batch of R rows for each place.  A place that was not chosen has the index of its
-    request's first row, and its results are not used.
+    places: [R] int64, ascending, the indices of the chosen rows among all B · Q rows; the first row of each request is
+    always chosen.  rows: [B, Q] int64, for each of the B · Q rows, its index among the R chosen rows.  A row that is
+    not chosen has the index of its request's first row, and its results are not used.
     """
 
     places: Tensor
@@ -137,20 +137,20 @@ class ChosenRows:
         """Returns values [1, R, ...] at their places, as [B, Q, ...]."""
         return values[0][self.rows]
 
-    def fill(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first row to its staging places that were not chosen, which would hold stale data."""
+    def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
+        """Copies each request's first row over its rows in staging that are not chosen.  They would hold stale data."""
         for plane in planes:
             plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
 
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of a model, made by `ModelCache.begin`, which describes the other fields.
+    """One forward pass of a model, made by `ModelCache.begin_pass`, which describes the other fields.
 
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.  positions: [B, Q] int64,
-    for RoPE.  needed: [B] int64, the row of each request whose output is read; None for all rows.  The last layer
-    writes all rows and computes only the needed rows.  chosen: the rows that run; None for all.  With chosen rows,
+    for RoPE.  needed_row: [B] int64, the row of each request whose output is read; None for all rows.  The last layer
+    writes all rows and computes only the needed rows.  chosen_rows: the rows that run; None for all.  With chosen rows,
     tokens, positions and the layers' tensors are [1, R, ...].
     """
 
@@ -159,36 +159,37 @@ class Pass:
     nodes: Nodes | Sequence[Nodes]
     tokens: Tensor
     positions: Tensor
-    width: int
+    staged_width: int
     first_staged: int
     layers: range
     page_rows: Tensor | None
     commits_by_layer: bool
-    needed: Tensor | None
-    access: StateAccess | None = None
-    chosen: ChosenRows | None = None
+    needed_row: Tensor | None
+    state_access: StateAccess | None = None
+    chosen_rows: ChosenRows | None = None
 
     def __post_init__(self) -> None:
-        self._lookups: dict[Hashable, Any] = {}
-        self._plans: dict[tuple[int, int], Attention] = {}
+        self._position_lookups: dict[Hashable, Any] = {}
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
         # The index queries of a layer that chooses rows, until it attends, and the choice of the last such layer.
         self._index_queries: IndexerQueries | None = None
         self._selection: Selection | None = None
 
     def write(self, layer: int, *values: Any, index: IndexerInputs | None = None) -> Tensor:
-        """Write the new rows that a layer keeps (K/V or inputs of a state) to staging.  A layer that reads the rows of
-        another layer writes nothing.
+        """Writes a layer's new rows (K and V, or inputs of a state) to staging.  Returns the layer's queries.
 
-        layer: the layer's index among the layers that run; values: the arguments of the layer's `keeps.write`.  index:
-        for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that attend to
-        chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q, heads,
-        k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of PassStates.write,
-        and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q, channels], or [B, 1,
-        channels].
+        A layer that reads the rows of another layer writes nothing.
+
+        layer: the layer's index among the layers that run; values: the arguments of the layer's `cache_spec.write`.
+        index: for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that
+        attend to chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q,
+        heads, k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of
+        PassStates.write, and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q,
+        channels], or [B, 1, channels].
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
-        if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
+        if self.cache.states is not None and isinstance(spec.cache_spec, RecurrentState):
             q = self._states.write(place, self.tokens.shape[1], *values)
             # Without gates, q is the convolution's output.
             return q if values[1] is not None else self._select_kept(layer, q)
@@ -197,37 +198,37 @@ class Pass:
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
-            assert isinstance(spec.keeps, LatentKV)
-            self._index_queries = spec.keeps.write_index(self.rows, planes, index)
-        if self.chosen is not None:
-            self.chosen.fill(planes)
+            assert isinstance(spec.cache_spec, LatentKV)
+            self._index_queries = spec.cache_spec.write_index(self.rows, planes, index)
+        if self.chosen_rows is not None:
+            self.chosen_rows.fill_unchosen_rows(planes)
         if self.commits_by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
-        kept = None if self.needed is None else self.kept_rows(layer)
+        kept = None if self.needed_row is None else self.kept_rows(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
-        sink: see Attention.attend; for a layer that keeps a state, the factor [heads] of v that is added to each row's
-        output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
+        sink: see AttentionPlan.attend; for a layer that keeps a state, the factor [heads] of v that is added to each
+        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
         """
         index = self.layers[layer]
-        batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
-        if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
+        batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
+        if self.cache.states is not None and isinstance(self.cache.specs[index].cache_spec, RecurrentState):
             return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft layer that reads the target's rows has no staged rows.
             return self._plan_of_layer(layer).attend_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
-        planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
+        planes = self.cache.staging.staged_planes(index, batch, queries, self.staged_width, self.first_staged)
         k, v = spec.rows.read(planes)
-        if self.chosen is not None:
-            return self.chosen.select(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
+        if self.chosen_rows is not None:
+            return self.chosen_rows.select(plan.attend(index, self.chosen_rows.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 
-    def _selection_of(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
+    def _selection_of(self, layer: int, plan: AttentionPlan, planes: tuple[Tensor, ...]) -> Selection | None:
         """Returns the rows that the layer's queries attend to, chosen by this layer or by an earlier layer; None for
         all rows."""
         kept = self.kept_rows(layer)
@@ -252,67 +253,67 @@ class Pass:
             self.cache.commit(self.rows, self.page_rows)
 
     def kept_rows(self, layer: int) -> Tensor | None:
-        """Returns [B]: the rows, among B · Q, that the layer computes after its write; None for all."""
-        return self._needed_rows if self.needed is not None and layer == len(self.layers) - 1 else None
+        """Returns [B]: the indices, among B · Q rows, of the rows that the layer computes; None for all rows."""
+        return self._needed_rows if self.needed_row is not None and layer == len(self.layers) - 1 else None
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """The shape of the rows behind the last layer: (B, Q), or (B, 1) with `needed`."""
+        """The shape of the rows behind the last layer: (B, Q), or (B, 1) with `needed_row`."""
         batch, queries = self.tokens.shape
-        return batch, queries if self.needed is None else 1
+        return batch, queries if self.needed_row is None else 1
 
     def rotation(self, rope: Rope) -> Rotation:
         """Returns cos and sin of the rows' positions.  The tables are read once a pass."""
-        if rope not in self._lookups:
+        if rope not in self._position_lookups:
             self.keep_rotation(rope, rope.rows(self.positions))
-        return self._lookups[rope]
+        return self._position_lookups[rope]
 
-    def at_positions(self, layer: int, table: Tensor) -> Tensor:
+    def table_at_positions(self, layer: int, table: Tensor) -> Tensor:
         """Returns `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
 
         The table is read once a pass.
         """
-        if table not in self._lookups:
-            self._lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._lookups[table].view(-1), self.kept_rows(layer)
+        if table not in self._position_lookups:
+            self._position_lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
+        found, kept = self._position_lookups[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
-        self._lookups[rope] = rotation
+        self._position_lookups[rope] = rotation
 
     @cached_property
     def rows(self) -> Tensor:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
-        if self.chosen is not None:
-            return self.chosen.places
-        return self.cache.staging.staging_rows(self.tokens, self.width, self.first_staged)
+        if self.chosen_rows is not None:
+            return self.chosen_rows.places
+        return self.cache.staging.staging_rows(self.tokens, self.staged_width, self.first_staged)
 
     @cached_property
     def _states(self) -> PassStates:
-        states, access, nodes = self.cache.states, self.access, self.nodes
-        assert states is not None and access is not None, "layers that keep a state run for a target alone"
+        states, state_access, nodes = self.cache.states, self.state_access, self.nodes
+        assert states is not None and state_access is not None, "layers that keep a state run for a target alone"
         assert isinstance(nodes, Nodes)
-        return PassStates(states, access, nodes.parents, nodes.ancestor_bits)
+        return PassStates(states, state_access, nodes.parents, nodes.ancestor_bits)
 
     @cached_property
     def _needed_rows(self) -> Tensor:
         batch, queries = self.tokens.shape
-        assert self.needed is not None
-        return torch.arange(batch, device=self.tokens.device) * queries + self.needed
+        assert self.needed_row is not None
+        return torch.arange(batch, device=self.tokens.device) * queries + self.needed_row
 
     @cached_property
     def _needed_nodes(self) -> Nodes:
-        assert isinstance(self.nodes, Nodes) and self.needed is not None, "only a chain computes single rows"
-        return self.nodes.single_query(self.needed)
+        assert isinstance(self.nodes, Nodes) and self.needed_row is not None, "only a chain computes single rows"
+        return self.nodes.single_query(self.needed_row)
 
-    def _plan_of_layer(self, layer: int) -> Attention:
+    def _plan_of_layer(self, layer: int) -> AttentionPlan:
         """Returns the backend's plan, which layers of a group share if their queries see the same rows."""
-        if self.needed is not None and self.kept_rows(layer) is not None:
+        if self.needed_row is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]
-        backend = self.cache.backend.by_layer[self.layers[layer]]
+        backend = self.cache.backend.backend_by_layer[self.layers[layer]]
         key = (id(backend), id(nodes))
         if key not in self._plans:
             self._plans[key] = backend.plan(self.cache.pages, self.cache.specs, self.prefix, nodes)

@@ -13,7 +13,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention
+from espalier.attention.base import AttentionPlan
 from espalier.attention.reference import ReferenceAttention
 from espalier.attention.support import Provider, Support
 from espalier.attention.triton import TritonAttention, TritonBackend
@@ -29,28 +29,28 @@ library_support = partial(
     Support,
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    keeps=(KVHeads, LatentKV),
+    cache_specs=(KVHeads, LatentKV),
     window_on_chain=Provider.OUR_KERNELS,
     window_on_tree=Provider.OUR_KERNELS,
-    left_bound=Provider.OUR_KERNELS,
+    lacks_first_rows=Provider.OUR_KERNELS,
 )
 
 
-class LibraryAttention(Attention):
+class LibraryAttention(AttentionPlan):
     """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
 
-    rest: the pages that the library attends to.
+    rest_prefix: the pages that the library attends to.
     """
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         # The number of pages that hold rows below `first`.
-        self.skipped = -(-prefix.first_position // pages.page_size)
-        self.rest = prefix.get_or_make("rest", self._rest_prefix) if self.skipped else prefix
-        self.our_plans: dict[str, Attention] = {}
+        self.num_skipped_pages = -(-prefix.first_position // pages.page_size)
+        self.rest_prefix = prefix.get_or_make("rest", self._make_rest_prefix) if self.num_skipped_pages else prefix
+        self.our_plans: dict[str, AttentionPlan] = {}
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
+        """Attend with q [B, Q, heads, k_size] to all rows of `rest_prefix`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
         finite and lse may be anything.  Not called for an empty batch, or if no request can have rows.
@@ -61,50 +61,55 @@ class LibraryAttention(Attention):
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
             return self._our_plan("all").attend_prefix(q, layer)
-        if q.shape[0] and self.rest.page_table.shape[1]:
+        if q.shape[0] and self.rest_prefix.page_table.shape[1]:
             out, lse = self.attend_by_library(q, layer)
-            rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
+            rest = out, torch.where(self.rest_prefix.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
-            rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
-        if self.prefix.first_position == self.skipped * page_size:
+            rest = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+        if self.prefix.first_position == self.num_skipped_pages * page_size:
             return rest
         head = self._our_plan("head").attend_prefix(q, layer)
         return merge_results(rest, head), torch.logaddexp(rest[1], head[1])
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
-        k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
+        k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed_kv(layer))
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """Returns [B] int32: each request's rows in `rest`.  The lengths are computed once per prefix."""
-        return self.prefix.get_or_make("lengths", self.rest.length.int)
+        """Returns [B] int32: each request's rows in `rest_prefix`.  The lengths are computed once per prefix."""
+        return self.prefix.get_or_make("lengths", self.rest_prefix.length.int)
 
-    def _rest_prefix(self) -> Prefix:
-        rows = self.skipped * self.pages.page_size
-        return Prefix(self.prefix.page_table[:, self.skipped :], (self.prefix.length - rows).clamp(min=0))
+    def _make_rest_prefix(self) -> Prefix:
+        rows = self.num_skipped_pages * self.pages.page_size
+        return Prefix(self.prefix.page_table[:, self.num_skipped_pages :], (self.prefix.length - rows).clamp(min=0))
 
-    def _head_prefix(self) -> Prefix:
-        rows = self.skipped * self.pages.page_size
-        return Prefix(
-            self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first_position
-        )
+    def _make_head_prefix(self) -> Prefix:
+        rows = self.num_skipped_pages * self.pages.page_size
+        table, length = self.prefix.page_table[:, : self.num_skipped_pages], self.prefix.length.clamp(max=rows)
+        return Prefix(table, length, self.prefix.first_position)
 
-    def _our_plan(self, prefix_part: str) -> Attention:
-        """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before `rest`."""
+    def _our_plan(self, prefix_part: str) -> AttentionPlan:
+        """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before
+        `rest_prefix`."""
         if prefix_part not in self.our_plans:
-            prefix = self.prefix.get_or_make("head", self._head_prefix) if prefix_part == "head" else self.prefix
+            prefix = self.prefix.get_or_make("head", self._make_head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.our_plans[prefix_part] = our_plans(self.pages, self.specs, prefix, self.nodes)
         return self.our_plans[prefix_part]
 
 
 def require_our_kernels(
-    support: Support, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool
+    support: Support,
+    device: str,
+    dtype: torch.dtype,
+    page_size: int,
+    specs: Sequence[LayerSpec],
+    lacks_first_rows: bool,
 ) -> None:
     """Check that our kernels can attend to the rows that the library does not take.  Raises EspalierError if not."""
-    left = [spec for spec in specs if left_bound or spec.window is not None]
+    left = [spec for spec in specs if lacks_first_rows or spec.window is not None]
     if support.library is None or device != "cuda" or not left:
         return
     try:

@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
+from espalier.attention.base import AttentionBackend, AttentionPlan, SelectedMask, Selection
 from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge_results
 from espalier.kernels.ops.selection import IndexerQueries
 
 
-class ReferenceAttention(Attention):
+class ReferenceAttention(AttentionPlan):
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        positions, exists, _ = self._held_rows()
+        positions, exists, _ = self._position_rows()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
         return self._attend_masked(q, layer, mask)
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask:
-        _, exists, rows = self._held_rows()
+        _, exists, rows = self._position_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 
     def attend(
@@ -31,20 +31,20 @@ class ReferenceAttention(Attention):
         assert isinstance(selected, SelectedMask)
         spec = self.specs[layer]
         committed, staged = selected.mask.split((selected.mask.shape[2] - k.shape[1], k.shape[1]), 2)
-        over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
+        over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.kv_scales(layer))
         return merge_results.reference(self._attend_masked(q, layer, committed), over_staged)
 
     def _attend_masked(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the committed rows where mask [B, Q, P] is true."""
         spec = self.specs[layer]
-        k, v = (buffer[self._held_rows()[2]] for buffer in self.committed(layer))
-        return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
+        k, v = (buffer[self._position_rows()[2]] for buffer in self.committed_kv(layer))
+        return masked_attention(q, k, v, mask, spec.softmax_scale, self.kv_scales(layer), spec.softcap)
 
-    def _held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
-        return self.prefix.get_or_make("held", self._find_held)
+        return self.prefix.get_or_make("held", self._find_position_rows)
 
-    def _find_held(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _find_position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         table = self.prefix.page_table
         capacity = table.shape[1] * self.pages.page_size
         positions = torch.arange(capacity, device=table.device).expand(table.shape[0], -1)
@@ -57,7 +57,7 @@ class ReferenceBackend(AttentionBackend):
         name="reference",
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         fp8=Provider.ITSELF,
@@ -66,4 +66,4 @@ class ReferenceBackend(AttentionBackend):
         different_v_size=True,
         tested_on=("CPU", "H100", "H200"),
     )
-    attention = ReferenceAttention
+    plan_class = ReferenceAttention

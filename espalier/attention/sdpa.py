@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, SelectedMask, Selection
+from espalier.attention.base import AttentionBackend, AttentionPlan, CommittedLengths, SelectedMask, Selection
 from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -24,72 +24,76 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 class CommittedRows:
     """The committed rows of a prefix, as all passes over the prefix read them.
 
-    positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one layer
-    reads the first `longest` rows again for every level.  The other rows are staged rows of one pass.  rows_with_room:
-    [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    positions: [B, longest]; exists: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
+    last_gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one
+    layer reads the first `max_committed_rows` rows again for every level.  The other rows are staged rows of one pass.
+    padded_rows: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
-    held: Tensor
+    exists: Tensor
     rows: Tensor
-    gathered: tuple[int, Sequence[Tensor]] | None = None
-    rows_with_room: dict[int, Tensor] = field(default_factory=dict)
+    last_gathered: tuple[int, Sequence[Tensor]] | None = None
+    padded_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns a layer's rows of each plane, [B, longest + R, heads, size]; `staged` [B, R, heads, size] last."""
-        batch, longest = self.rows.shape
-        if self.gathered is not None and self.gathered[0] == layer:
-            committed = (plane[:, :longest] for plane in self.gathered[1])
+        batch, max_committed_rows = self.rows.shape
+        if self.last_gathered is not None and self.last_gathered[0] == layer:
+            committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         new = staged[0].shape[1]
-        if new not in self.rows_with_room:
-            self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
+        if new not in self.padded_rows:
+            self.padded_rows[new] = F.pad(self.rows, (0, new)).flatten()
         # The gather leaves room for the staged rows, which are then written there, so nothing is copied twice.
-        rows, taken = self.rows_with_room[new], []
+        rows, taken = self.padded_rows[new], []
         for plane, values in zip(planes, staged, strict=True):
-            read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
-            read[:, longest:] = values
+            read = plane.index_select(0, rows).view(batch, max_committed_rows + new, *plane.shape[1:])
+            read[:, max_committed_rows:] = values
             taken.append(read)
-        self.gathered = layer, taken
+        self.last_gathered = layer, taken
         return taken
 
 
-class SdpaAttention(Attention):
-    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
-        """longest: an upper bound of a request's committed rows; None for the width of the page table."""
+class SdpaAttention(AttentionPlan):
+    def __init__(
+        self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, max_committed_rows: int | None
+    ):
+        """max_committed_rows: an upper bound of a request's committed rows; None for the width of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
-        self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
-        self.committed_rows = prefix.get_or_make(("committed rows", self.longest), self._committed_rows)
+        self.max_committed_rows = (
+            (pages.layout.tokens_in(width) if max_committed_rows is None else max_committed_rows) if batch else 0
+        )
+        self.committed_rows = prefix.get_or_make(("committed rows", self.max_committed_rows), self._committed_rows)
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
     def _committed_rows(self) -> CommittedRows:
-        positions = torch.arange(self.longest).expand(self.prefix.page_table.shape[0], -1)
-        held = self.prefix.contains(positions)
-        return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held))
+        positions = torch.arange(self.max_committed_rows).expand(self.prefix.page_table.shape[0], -1)
+        exists = self.prefix.contains(positions)
+        return CommittedRows(positions, exists, self.pages.rows(self.prefix.page_table, positions, exists))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask | None:
         topk = self.specs[layer].topk
-        if topk is not None and self.longest + keys.shape[1] <= topk:
+        if topk is not None and self.max_committed_rows + keys.shape[1] <= topk:
             return None
-        return self.select_by_mask(layer, queries, keys, self.committed_rows.rows, self.committed_rows.held)
+        return self.select_by_mask(layer, queries, keys, self.committed_rows.rows, self.committed_rows.exists)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
-        kv_heads = spec.keeps.kv_heads
+        kv_heads = spec.cache_spec.kv_heads
         groups = heads // kv_heads
-        if self.longest:
+        if self.max_committed_rows:
             # In a latent row, V is a part of K, which is the whole row.
             planes = self.pages.layers[layer][: spec.rows.num_read_planes]
             k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
-        scales = self.scales(layer)
+        scales = self.kv_scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
-        bias = self._bias(spec.window, groups, q.dtype)
+        bias = self._attention_bias(spec.window, groups, q.dtype)
         if selected is not None:
             assert isinstance(selected, SelectedMask)
             bias = _additive_mask(selected.mask, groups, q.dtype)
@@ -108,14 +112,14 @@ class SdpaAttention(Attention):
         return out if scales is None else times_v_scale(out, scales)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
-        if not self.longest:
+        if not self.max_committed_rows:
             return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
         seen = self._visible_rows(self.specs[layer].window).any(-1)
         out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
-    def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+    def _attention_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
@@ -126,7 +130,7 @@ class SdpaAttention(Attention):
     def _visible_rows(self, window: int | None) -> Tensor:
         """Returns [B, Q, longest] bool: the committed rows that each query sees."""
         rows = self.committed_rows
-        seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
+        seen = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
             seen = seen & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
         return seen
@@ -153,7 +157,7 @@ class SdpaBackend(AttentionBackend):
         name="sdpa",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         sinks=Provider.ITSELF,
@@ -165,11 +169,11 @@ class SdpaBackend(AttentionBackend):
     )
 
     def __init__(self) -> None:
-        self.longest: int | None = None
+        self.max_committed_rows: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Keep the bound of the longest request: the gather needs no more rows."""
-        self.longest = lengths.max_length
+        self.max_committed_rows = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:
-        return SdpaAttention(pages, specs, prefix, nodes, self.longest)
+        return SdpaAttention(pages, specs, prefix, nodes, self.max_committed_rows)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from espalier.cache.layer_spec import Keeps, KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import CacheSpec, KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError, install_command
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.layers.quantised_plans import FP8_CAPABILITY
@@ -19,7 +19,7 @@ from espalier.layout import MAX_PAGE_SIZE
 
 
 class Provider(StrEnum):
-    """Who does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
+    """The code that implements a feature: the backend itself, our kernels (attention/library.py), or nothing."""
 
     ITSELF = "yes"
     OUR_KERNELS = "by our kernels"
@@ -28,10 +28,11 @@ class Provider(StrEnum):
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.  modules: names to import, the first installed one is used; extra: its name in pyproject."""
+    """An optional package.  modules: names to import, the first installed one is used; pip_extra: its name in
+    pyproject."""
 
     modules: tuple[str, ...]
-    extra: str
+    pip_extra: str
 
     @property
     def installed_module(self) -> str | None:
@@ -43,26 +44,27 @@ class Library:
 class Support:
     """The properties of layers, passes and devices that a backend supports.
 
-    keeps: the classes of `keeps` that layers may have; page_sizes, head_sizes (of K and V): a range or a list, None for
-    any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  max_latent: the
-    largest latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
-    window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees; left_bound: the
-    provider of attention to prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype);
-    softcap: of logits.  selection: the provider of layers that attend to chosen rows (LayerSpec.topk); max_selected:
-    the most chosen rows; max_index_size: the most values of an index key; None for any number.  needs_exact_lengths:
-    the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill passes are
-    captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on: hardware that its
-    tests have passed on; limits: the library's reason for a limit, by the property's name.
+    cache_specs: the classes of LayerSpec.cache_spec that layers may have; page_sizes, head_sizes (of K and V): a range
+    or a list, None for any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.
+    max_latent: the largest latent row, None: head_sizes limits latent rows too.  latent_rows: if not empty, the only
+    supported latent rows.  window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees;
+    lacks_first_rows: the provider of attention to prefixes without rows below Prefix.first_position; sinks: see
+    AttentionPlan.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.  selection: the provider of layers that attend
+    to chosen rows (LayerSpec.topk); max_selected: the most chosen rows; max_index_size: the most values of an index
+    key; None for any number.  needs_exact_lengths: the cache specs of layers for which `prepare` must announce exact
+    lengths; prefill_graph: whether prefill passes are captured, as rounds are; compute_majors: supported major compute
+    capabilities, None for any; tested_on: hardware that its tests have passed on; limit_reasons: the library's reason
+    for a limit, by the property's name.
     """
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    keeps: tuple[type[Keeps], ...] = (KVHeads,)
+    cache_specs: tuple[type[CacheSpec], ...] = (KVHeads,)
     different_v_size: bool = False
     window_on_chain: Provider = Provider.NOTHING
     window_on_tree: Provider = Provider.NOTHING
-    left_bound: Provider = Provider.ITSELF
+    lacks_first_rows: Provider = Provider.ITSELF
     sinks: Provider = Provider.OUR_KERNELS
     fp8: Provider = Provider.NOTHING
     softcap: Provider = Provider.NOTHING
@@ -73,13 +75,13 @@ class Support:
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
     max_latent: LatentKV | None = None
-    latents: tuple[LatentKV, ...] = ()
-    needs_exact_lengths: tuple[type[Keeps], ...] = ()
+    latent_rows: tuple[LatentKV, ...] = ()
+    needs_exact_lengths: tuple[type[CacheSpec], ...] = ()
     prefill_graph: bool = False
-    majors: Sequence[int] | None = None
+    compute_majors: Sequence[int] | None = None
     library: Library | None = None
     tested_on: tuple[str, ...] = ()
-    limits: Mapping[str, str] = field(default_factory=dict)
+    limit_reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_installed(self) -> bool:
@@ -91,24 +93,24 @@ class Support:
         dtype: torch.dtype,
         page_size: int,
         specs: Sequence[LayerSpec],
-        left_bound: bool = False,
+        lacks_first_rows: bool = False,
         exact_lengths: bool = True,
     ) -> None:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        left_bound: whether the layers' prefixes lack rows below `first`.  exact_lengths: whether every launch of a
-        round knows exact lengths, as in lock-step with at most one MTP layer.
+        lacks_first_rows: whether the layers' prefixes lack rows below Prefix.first_position.  exact_lengths: whether
+        every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
                 f"attention={self.name} needs a library that is not installed; in the clone, run "
-                f"{install_command(self.library.extra)}"
+                f"{install_command(self.library.pip_extra)}"
             )
-        in_fp8 = any(spec.keeps.dtype == FP8 for spec in specs)
+        in_fp8 = any(spec.cache_spec.dtype == FP8 for spec in specs)
         refusals = [
             *self._machine_refusals(device, dtype, in_fp8),
             (
-                left_bound and self.left_bound is Provider.NOTHING,
+                lacks_first_rows and self.lacks_first_rows is Provider.NOTHING,
                 "a prefix whose first rows do not exist",
                 "whole prefixes",
                 "",
@@ -117,55 +119,57 @@ class Support:
         ]
         for unsupported, value, supported, limit in refusals:
             if unsupported:
-                why = f" ({self.limits[limit]})" if limit in self.limits else ""
+                why = f" ({self.limit_reasons[limit]})" if limit in self.limit_reasons else ""
                 raise EspalierError(
                     f"attention={self.name} does not support {value}; it supports {supported}{why}: "
                     "choose another backend"
                 )
 
-    def supports(self, keeps: Keeps) -> bool:
-        """Whether the backend supports layers with this `keeps`."""
-        if not isinstance(keeps, self.keeps):
+    def supports(self, cache_spec: CacheSpec) -> bool:
+        """Whether the backend supports layers with this `cache_spec`."""
+        if not isinstance(cache_spec, self.cache_specs):
             return False
-        return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not Provider.NOTHING)
+        return not self._unsupported_sizes(cache_spec) and (cache_spec.dtype != FP8 or self.fp8 is not Provider.NOTHING)
 
     def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
         dtypes = ", ".join(map(dtype_name, self.dtypes))
         yield dtype not in self.dtypes, f"dtype={dtype_name(dtype)}", f"dtypes {dtypes}", "dtype"
         yield in_fp8 and self.fp8 is Provider.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
-        if (in_fp8 or self.majors is not None) and device == "cuda" and torch.cuda.is_available():
+        majors = self.compute_majors
+        if (in_fp8 or majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             have, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
-            yield self.majors is not None and major not in self.majors, have, self.capability_text, "capability"
+            yield majors is not None and major not in majors, have, self.capability_text, "capability"
             too_old = in_fp8 and (major, minor) < FP8_CAPABILITY
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
-    def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
+    def _unsupported_sizes(self, cache_spec: CacheSpec) -> list[int]:
         """Returns the sizes of K and V that the backend does not support."""
-        sizes, largest = (keeps.k_size, keeps.v_size), self.max_latent
-        if isinstance(keeps, LatentKV) and self.latents:
-            return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]
-        if isinstance(keeps, LatentKV) and largest is not None:
+        sizes, largest = (cache_spec.k_size, cache_spec.v_size), self.max_latent
+        if isinstance(cache_spec, LatentKV) and self.latent_rows:
+            return [] if replace(cache_spec, dtype=None, index_size=0) in self.latent_rows else [cache_spec.size]
+        if isinstance(cache_spec, LatentKV) and largest is not None:
             limits = (largest.k_size, largest.v_size)
             return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
         return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
-        """Yield (is unsupported, property, supported values, its name in `limits`) for each property of a layer."""
-        keeps = spec.keeps
-        if not isinstance(keeps, self.keeps):
-            kinds = ", ".join(kind.kind for kind in self.keeps)
-            yield True, f"layers that keep {keeps.kind}", f"layers that keep {kinds}", "keeps"
+        """Yield (is unsupported, property, supported values, its name in `limit_reasons`) for each property of a
+        layer."""
+        cache_spec = spec.cache_spec
+        if not isinstance(cache_spec, self.cache_specs):
+            kinds = ", ".join(kind.kind for kind in self.cache_specs)
+            yield True, f"layers that keep {cache_spec.kind}", f"layers that keep {kinds}", "cache_specs"
             return
-        sizes = self.page_sizes_for(type(keeps))
+        sizes = self.page_sizes_for(type(cache_spec))
         yield page_size not in sizes, f"page_size={page_size}", f"page_size {sizes_text(sizes)}", "page_size"
         windows = {"chain": self.window_on_chain, "tree": self.window_on_tree}
         lacking = [shape for shape, by in windows.items() if by is Provider.NOTHING]
         where = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
         yield bool(spec.window and lacking), f"a sliding window{where}", "layers without a window", "window"
-        is_latent = isinstance(keeps, LatentKV)
-        wide = is_latent and self.head_sizes is not None and keeps.k_size > MAX_LATENT_HEAD_SIZE
+        is_latent = isinstance(cache_spec, LatentKV)
+        wide = is_latent and self.head_sizes is not None and cache_spec.k_size > MAX_LATENT_HEAD_SIZE
         yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
         capped = spec.softcap is not None
         no_cap = self.softcap is Provider.NOTHING
@@ -177,39 +181,39 @@ class Support:
         most = self.max_selected
         too_many = most is not None and spec.topk is not None and spec.topk > most
         yield too_many, f"index_topk = {spec.topk}", f"{most} at most", "selection"
-        index_size, limit = keeps.index_size if isinstance(keeps, LatentKV) else 0, self.max_index_size
+        index_size, limit = cache_spec.index_size if isinstance(cache_spec, LatentKV) else 0, self.max_index_size
         wide_index = limit is not None and index_size > limit
         yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
-        differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
+        differ = isinstance(cache_spec, KVHeads) and cache_spec.k_size != cache_spec.v_size
         yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
-        wrong = self._unsupported_sizes(keeps)
+        wrong = self._unsupported_sizes(cache_spec)
         of_size = "latent" if is_latent else "head_size"
         yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.head_sizes_text}", of_size
-        is_inexact = not exact_lengths and isinstance(keeps, self.needs_exact_lengths)
-        inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
+        is_inexact = not exact_lengths and isinstance(cache_spec, self.needs_exact_lengths)
+        inexact = f"rounds whose lengths are not known exactly, of layers that keep {cache_spec.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
-    def page_sizes_for(self, keeps_class: type[Keeps]) -> Sequence[int]:
-        """Returns the page sizes for layers whose `keeps` has this class."""
-        is_apart = issubclass(keeps_class, LatentKV) and self.latent_page_sizes is not None
+    def page_sizes_for(self, spec_class: type[CacheSpec]) -> Sequence[int]:
+        """Returns the page sizes for layers whose `cache_spec` has this class."""
+        is_apart = issubclass(spec_class, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
     @property
     def head_sizes_text(self) -> str:
         """The supported head sizes as text."""
         text, latent = sizes_text(self.head_sizes), self.max_latent
-        if self.latents:
+        if self.latent_rows:
             return f"{text}; latent rows of " + ", ".join(
-                f"{row.size} ({row.v_size} of them V)" for row in self.latents
+                f"{row.size} ({row.v_size} of them V)" for row in self.latent_rows
             )
         return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
 
     @property
     def capability_text(self) -> str:
         """The supported compute capabilities as text."""
-        if self.majors is None:
+        if self.compute_majors is None:
             return "any"
-        first, last = self.majors[0], self.majors[-1]
+        first, last = self.compute_majors[0], self.compute_majors[-1]
         return f"compute capability {first}.x" if first == last else f"compute capability {first}.x to {last}.x"
 
 
@@ -241,13 +245,13 @@ def _overlap_text(support: Support) -> str:
     return f"not for layers that keep {refused}" if refused else Provider.ITSELF
 
 
-PROPERTIES: dict[str, Callable[[Support], str]] = {
+MATRIX_PROPERTIES: dict[str, Callable[[Support], str]] = {
     "devices": lambda s: ", ".join(s.devices),
     "compute capability": lambda s: s.capability_text.removeprefix("compute capability "),
-    "library": lambda s: "none" if s.library is None else install_command(s.library.extra),
+    "library": lambda s: "none" if s.library is None else install_command(s.library.pip_extra),
     "dtypes": lambda s: ", ".join(map(dtype_name, s.dtypes)),
     "page_size": _pages_text,
-    "layers that keep": lambda s: ", ".join(kind.kind for kind in s.keeps),
+    "layers that keep": lambda s: ", ".join(kind.kind for kind in s.cache_specs),
     "head sizes": lambda s: s.head_sizes_text,
     "k and v of different sizes": lambda s: Provider.ITSELF if s.different_v_size else Provider.NOTHING,
     "window on a chain": lambda s: s.window_on_chain,
@@ -256,7 +260,7 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "K and V in FP8": lambda s: s.fp8,
     "soft-cap of logits": lambda s: s.softcap,
     "rows chosen by an indexer": lambda s: s.selection,
-    "draft's left bound": lambda s: s.left_bound,
+    "draft's left bound": lambda s: s.lacks_first_rows,
     "overlap": _overlap_text,
     "CUDA graph": lambda s: Provider.ITSELF if "cuda" in s.devices else Provider.NOTHING,
     "tests have run on": lambda s: ", ".join(s.tested_on) or "not run on hardware",
@@ -266,4 +270,4 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
 def support_matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
     """Returns (head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
-    return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]
+    return head, [[name, *map(value, supports)] for name, value in MATRIX_PROPERTIES.items()]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, AttentionBackend, Selection
+from espalier.attention.base import AttentionBackend, AttentionPlan, Selection
 from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -48,40 +48,55 @@ from espalier.kernels.ops.selection import (
 
 # The most index scores in memory at once (256 MiB).  A long prompt needs more, so its queries are processed in several
 # steps.
-MAX_SCORES = 2**26
+MAX_INDEX_SCORES = 2**26
 
 
 # The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
 AttentionKernel = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 
 
-class TritonAttention(Attention):
+class TritonAttention(AttentionPlan):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.partials: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
-        self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
-        self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
+        self.splits_by_policy: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
+        self.contiguous_blocks: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        return self._run_kernel(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
+        return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
-        return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
+        pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
+        table, (batch, staged) = prefix.page_table, keys.shape[:2]
+        columns = table.shape[1] * pages.page_size + staged
+        assert topk is not None
+        if columns <= topk:
+            return None  # no request can have more rows than topk
+        key_plane = pages.layers[layer][1]
+        committed = IndexerKeys(key_plane, table, prefix.length, pages.page_size, prefix.first_position, keys)
+        bits = _ancestor_bits(self.nodes)
+        step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
+        parts = []
+        for begin in range(0, max(queries.q.shape[1], 1), step):
+            some = slice(begin, begin + step)
+            asking = IndexerQueries(queries.q[:, some], queries.weights[:, some])
+            scores = index_scores.triton(asking, committed, bits[:, some])
+            parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, topk))
+        return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
         spec = self.specs[layer]
         if selected is None:
-            return self._run_kernel(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
+            return self._run_kernel(spec, self.kernel_inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.get_or_make(
-            (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
-        )
-        inputs = self.inputs(layer, q, (k, v), *rest)
+        make = partial(self._short_prefixes, spec, policy, k.shape[1])
+        rest = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
+        inputs = self.kernel_inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 
@@ -90,9 +105,8 @@ class TritonAttention(Attention):
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
-        return Prefix(prefix.page_table, length, prefix.first_position), kv_splits.triton(
-            length, prefix.first_position, policy
-        )
+        splits = kv_splits.triton(length, prefix.first_position, policy)
+        return Prefix(prefix.page_table, length, prefix.first_position), splits
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
@@ -110,18 +124,18 @@ class TritonAttention(Attention):
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
         key = self._policy(spec), spec.window
-        if key not in self.splits_of:
-            self.splits_of[key] = self._splits(*key)
-        return self.splits_of[key]
+        if key not in self.splits_by_policy:
+            self.splits_by_policy[key] = self._splits(*key)
+        return self.splits_by_policy[key]
 
     def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
         return self._policy_of(spec, batch, queries, layout.tokens_in(layout.table_width))
 
     def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
-        kv_heads = spec.keeps.kv_heads
+        kv_heads = spec.cache_spec.kv_heads
         return KVSplitPolicy.choose(
-            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
+            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.cache_spec.v_size, _is_wide_latent(spec)
         )
 
     def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
@@ -133,47 +147,25 @@ class TritonAttention(Attention):
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
-        if key not in self.contiguous_of:
-            rows = block_rows_to_count(inputs)
-            self.contiguous_of[key] = None if rows is None else self._count_contiguous(inputs, rows)
-        return self.contiguous_of[key]
-
-    def _count_contiguous(self, inputs: AttentionInputs, block_rows: int) -> Tensor:
-        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
-        key = (inputs.splits.policy, count_contiguous_blocks, block_rows)
-        return self.prefix.get_or_make(key, partial(count_contiguous_blocks, inputs.splits, *pages))
+        if key not in self.contiguous_blocks:
+            block_rows, counts = block_rows_to_count(inputs), None
+            if block_rows is not None:
+                pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
+                made_for = (inputs.splits.policy, count_contiguous_blocks, block_rows)
+                counts = self.prefix.get_or_make(made_for, partial(count_contiguous_blocks, inputs.splits, *pages))
+            self.contiguous_blocks[key] = counts
+        return self.contiguous_blocks[key]
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
-        key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
+        key = (splits.policy, len(splits.table), queries, spec.heads, spec.cache_spec.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.keeps.v_size)
+            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.cache_spec.v_size)
         return self.partials[key]
 
 
 def _is_wide_latent(spec: LayerSpec) -> bool:
     """Whether a layer keeps latent rows that are too wide for tree_attention."""
-    return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
-
-
-def _select(
-    pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexerQueries, keys: Tensor
-) -> SelectedRows | None:
-    """Implements Attention.select with kernels.  Returns None if no request can have more rows than topk."""
-    table, (batch, staged) = prefix.page_table, keys.shape[:2]
-    columns = table.shape[1] * pages.page_size + staged
-    assert spec.topk is not None
-    if columns <= spec.topk:
-        return None
-    committed = IndexerKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first_position, keys)
-    bits = _ancestor_bits(nodes)
-    step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
-    parts = []
-    for begin in range(0, max(queries.q.shape[1], 1), step):
-        some = slice(begin, begin + step)
-        asking = IndexerQueries(queries.q[:, some], queries.weights[:, some])
-        scores = index_scores.triton(asking, committed, bits[:, some])
-        parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, spec.topk))
-    return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+    return isinstance(spec.cache_spec, LatentKV) and spec.cache_spec.size > MAX_LATENT_HEAD_SIZE
 
 
 def _ancestor_bits(nodes: Nodes) -> Tensor:
@@ -185,29 +177,34 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
     return causal_ancestor_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
-def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
-    """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
+def _attend_chosen(
+    run_kernel: AttentionKernel, inputs: AttentionInputs, chosen_rows: SelectedRows, policy: KVSplitPolicy
+) -> Tensor:
+    """Implements AttentionPlan.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
-    The first launch attends to committed rows.  In this launch each query is a request, whose pages are the chosen
-    rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no
-    rows in the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
+    The first launch attends to committed rows.  In this launch each query counts as one request.  The page table of
+    this request lists the rows that the query chose, with page_size 1.  The second launch attends to the chosen staged
+    rows.  A request with at most topk rows has no rows in the first launch.  The second launch attends to all its rows,
+    so the result is equal to full attention, bit for bit.
 
-    rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
-    policy: how the chosen rows are split over programs.
+    inputs: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty
+    here).  policy: how the chosen rows are split over programs.
     """
-    counts, queries = chosen.counts.flatten(), rest.nodes.positions
-    over_chosen = run(
-        rest._replace(
-            q=rest.q.flatten(0, 1)[:, None],
+    counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions
+    over_chosen = run_kernel(
+        inputs._replace(
+            q=inputs.q.flatten(0, 1)[:, None],
             page_size=1,
-            prefix=Prefix(chosen.rows.flatten(0, 1), counts),
+            prefix=Prefix(chosen_rows.rows.flatten(0, 1), counts),
             nodes=Nodes.chain(queries.reshape(-1, 1)),
             splits=kv_splits.triton(counts, 0, policy),
             staged=None,
         )
     )
     out, lse = (values[:, 0].unflatten(0, queries.shape) for values in over_chosen)
-    return merge_results.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))
+    return merge_results.triton(
+        (out, lse), run_kernel(inputs._replace(nodes=replace(inputs.nodes, ancestor_bits=chosen_rows.bits)))
+    )
 
 
 class TritonBackend(AttentionBackend):
@@ -215,7 +212,7 @@ class TritonBackend(AttentionBackend):
         name="triton",
         devices=("cuda",),
         dtypes=KERNEL_DTYPES,
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         sinks=Provider.ITSELF,
@@ -230,4 +227,4 @@ class TritonBackend(AttentionBackend):
         prefill_graph=True,
         tested_on=("H100", "H200"),
     )
-    attention = TritonAttention
+    plan_class = TritonAttention

@@ -32,17 +32,17 @@ class TrtllmAttention(LibraryAttention):
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
-        run = self._attend_latent if isinstance(spec.keeps, LatentKV) else self._attend_heads
+        run = self._attend_latent if isinstance(spec.cache_spec, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)
-        return out.view(*q.shape[:3], spec.keeps.v_size), lse.view(q.shape[:3]) * LN_2
+        return out.view(*q.shape[:3], spec.cache_spec.v_size), lse.view(q.shape[:3]) * LN_2
 
     def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        batch = self.rest.length.shape[0]
+        batch = self.rest_prefix.length.shape[0]
         out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
             self.paged_rows(layer),
             self.workspace,
-            self.prefix.get_or_make("table", self.rest.page_table.contiguous),
+            self.prefix.get_or_make("table", self.rest_prefix.page_table.contiguous),
             self.int_lengths(),
             self.queries,
             self._max_rows,
@@ -59,9 +59,9 @@ class TrtllmAttention(LibraryAttention):
 
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged_rows(layer)
-        v_size = spec.keeps.v_size
+        v_size = spec.cache_spec.v_size
         table = self.prefix.get_or_make(
-            ("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0)
+            ("tables", self.queries), lambda: self.rest_prefix.page_table.repeat_interleave(self.queries, 0)
         )
         lengths = self.prefix.get_or_make(
             ("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries)
@@ -72,7 +72,7 @@ class TrtllmAttention(LibraryAttention):
             self.workspace,
             v_size,
             v_size,
-            spec.keeps.k_size - v_size,
+            spec.cache_spec.k_size - v_size,
             table,
             lengths,
             self._max_rows,
@@ -85,14 +85,14 @@ class TrtllmAttention(LibraryAttention):
     @property
     def _max_rows(self) -> int:
         """The most rows that a request can have, from shapes alone."""
-        return self.rest.page_table.shape[1] * self.pages.page_size
+        return self.rest_prefix.page_table.shape[1] * self.pages.page_size
 
     def _query_starts(self) -> Tensor:
-        batch, device = self.rest.length.shape[0], self.rest.length.device
+        batch, device = self.rest_prefix.length.shape[0], self.rest_prefix.length.device
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * self.queries
 
     def _row_starts(self) -> Tensor:
-        return torch.nn.functional.pad(self.rest.length.cumsum(0), (1, 0)).int()
+        return torch.nn.functional.pad(self.rest_prefix.length.cumsum(0), (1, 0)).int()
 
 
 def _flashinfer() -> Any:
@@ -105,10 +105,10 @@ class TrtllmBackend(AttentionBackend):
         page_sizes=(16, 32, 64, 128, 256, 512),
         latent_page_sizes=(32, 64),
         head_sizes=(64, 128, 256),
-        latents=(LatentKV(576, 512), LatentKV(320, 256)),
-        majors=(10,),
+        latent_rows=(LatentKV(576, 512), LatentKV(320, 256)),
+        compute_majors=(10,),
         library=Library(("flashinfer",), "trtllm"),
-        limits={
+        limit_reasons={
             "dtype": "trtllm_batch_context_with_kv_cache has these types, and FP8",
             "page_size": "kernels exist for these pages; those for latent rows have a block_size of 32 or 64",
             "head_size": "kernels exist for these heads",

@@ -69,7 +69,7 @@ class DriveResult:
 
 def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """Returns a new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
-    runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
+    runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefix_tree is not None
     engine.close()
     return make_engine(replace(runner, **changes), overlap, has_cache, graph_batch)
 
@@ -109,8 +109,8 @@ def drive(
 
 def empty_prefix_cache(engine: Engine) -> None:
     """Drop all cached prefixes that no request uses, so that the next prompts are computed completely."""
-    if engine.prefixes is not None:
-        engine.prefixes.evict(engine.pool.num_pages)
+    if engine.prefix_tree is not None:
+        engine.prefix_tree.evict(engine.pool.num_pages)
 
 
 def full_steps(runs: Sequence[DriveResult]) -> list[float]:

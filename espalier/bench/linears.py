@@ -143,7 +143,7 @@ class BlockSizes:
     def context(self, rows: int) -> "tuple[ProductRun, ...]":
         """Returns the K and V projections of `rows` context rows."""
         layers = self.layers
-        columns = layers.specs[0].keeps.values_per_token
+        columns = layers.specs[0].cache_spec.values_per_token
         return (layers._product_run("draft context", (columns, layers.hidden), layers.layers, rows),)
 
 
@@ -268,7 +268,7 @@ class ModelShape:
                 if is_dense
                 else self._mixture_runs(prefix, count, rows)
             )
-            if self.one_block and spec.keeps != NO_MIXING:
+            if self.one_block and spec.cache_spec != NO_MIXING:
                 mlp = ()
             for run in (*self._attention_runs(prefix, input_columns, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
@@ -281,9 +281,9 @@ class ModelShape:
         if self.latent is not None:
             own = self._latent_attention(prefix, self.latent, spec.heads, count, rows)
             return (*self._indexer(prefix, self.latent, spec, count, rows), *own)
-        if isinstance(spec.keeps, RecurrentState):
-            return self._recurrence(prefix, spec.keeps, count, rows)
-        size = spec.keeps.k_size
+        if isinstance(spec.cache_spec, RecurrentState):
+            return self._recurrence(prefix, spec.cache_spec, count, rows)
+        size = spec.cache_spec.k_size
         heads = spec.projected_heads + (spec.heads if self.gated else 0)
         return (
             self._product_run(f"{prefix}qkv", (heads * size, input_columns), count, rows),
@@ -327,7 +327,7 @@ class ModelShape:
     ) -> tuple[ProductRun, ...]:
         """Returns the products of the indexers of layers that keep index keys."""
         index = latent.indexer
-        if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
+        if index is None or latent.q_rank is None or not spec.cache_spec.planes.get(INDEX_PLANE):
             return ()
         return (
             self._product_run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
@@ -414,7 +414,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         latent=config.latent,
         experts=experts,
         gated="linear_num_value_heads" in config.raw,
-        one_block=any(spec.keeps == NO_MIXING for spec in specs),
+        one_block=any(spec.cache_spec == NO_MIXING for spec in specs),
     )
 
 

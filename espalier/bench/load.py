@@ -16,7 +16,7 @@ import torch
 
 from espalier.bench.drive import greedy_request
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle, LaunchObserver
+from espalier.engine.executor import LaunchHandle, LaunchObserver
 from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 
@@ -162,7 +162,7 @@ class LaunchTimes:
         if self.former_observer is not None:
             self.former_observer.on_launch(launch_input)
 
-    def before_result(self, handle: Handle) -> None:
+    def before_result(self, handle: LaunchHandle) -> None:
         self._kind = self._unread.popleft()
         if self.former_observer is not None:
             self.former_observer.before_result(handle)

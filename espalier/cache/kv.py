@@ -39,11 +39,13 @@ def allocate_stacks(
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
-    for keeps, members in group_layers(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
-        if keeps.planes:
+    for cache_spec, members in group_layers(
+        specs, [layer for layer in layers if specs[layer].shares_with is None]
+    ).items():
+        if cache_spec.planes:
             stacked = tuple(
-                torch.zeros(len(members), num_rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
-                for name, row in keeps.planes.items()
+                torch.zeros(len(members), num_rows, *row, dtype=plane_dtype(cache_spec, name, dtype), device=device)
+                for name, row in cache_spec.planes.items()
             )
             result.append(LayerStack(members, stacked))
     return result
@@ -129,9 +131,9 @@ class PagedKV:
         self.draft = allocate_stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
         self.layers = planes_by_layer([*self.target, *self.draft], specs)
         own = {
-            layer: (scales or {}).get(layer) or KVScales.ones(spec.keeps.kv_heads, dtype, device)
+            layer: (scales or {}).get(layer) or KVScales.ones(spec.cache_spec.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
-            if spec.keeps.dtype == FP8 and spec.shares_with is None
+            if spec.cache_spec.dtype == FP8 and spec.shares_with is None
         }
         self.scales = own | {
             layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own

@@ -32,7 +32,7 @@ RowShape = tuple[int, int]
 INDEX_PLANE = "index"
 
 
-class ReadyHeads(NamedTuple):
+class RotatedHeads(NamedTuple):
     """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows.  The caller has normed and rotated them."""
 
     q: Tensor
@@ -73,17 +73,17 @@ class KVHeads:
         rows: Tensor,
         planes: Sequence[Tensor],
         scales: KVScales | None,
-        qkv: Tensor | ReadyHeads,
+        qkv: Tensor | RotatedHeads,
         rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes; it may
-        be overwritten.  ReadyHeads are written as they are, without rotation.  scales: of FP8 planes.
+        be overwritten.  RotatedHeads are written as they are, without rotation.  scales: of FP8 planes.
         Returns q [N, heads, k_size].
         """
-        if isinstance(qkv, ReadyHeads):
+        if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
             return qkv.q
         assert rotation is not None
@@ -191,7 +191,7 @@ class RecurrentState:
         return ordered_conv_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
-Keeps = KVHeads | LatentKV | RecurrentState
+CacheSpec = KVHeads | LatentKV | RecurrentState
 # A layer that mixes no rows: it has neither heads nor a convolution.
 NO_MIXING = RecurrentState(taps=1)
 
@@ -200,16 +200,17 @@ NO_MIXING = RecurrentState(taps=1)
 class LayerSpec:
     """The attention or recurrence of one layer.
 
-    heads: query heads; keeps: the data that the layer keeps between passes.  window: a query at position p attends to
-    positions > p - window; None for all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a logit
-    s of attention, scale included, becomes softcap · tanh(s / softcap); None for no cap.  shares_with: the earlier
-    layer whose rows this layer reads instead of own rows.  Both layers have the same `keeps`.  topk: the most rows that
-    a query attends to, None for all rows.  The rows are those with the highest index scores.  The index keys are the
-    layer's own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's projection.
+    heads: query heads; cache_spec: the data that the layer keeps between passes.  window: a query at position p attends
+    to positions > p - window; None for all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a
+    logit s of attention, scale included, becomes softcap · tanh(s / softcap); None for no cap.  shares_with: the
+    earlier layer whose rows this layer reads instead of own rows.  Both layers have the same `cache_spec`.  topk: the
+    most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.  The index
+    keys are the layer's own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's
+    projection.
     """
 
     heads: int
-    keeps: Keeps
+    cache_spec: CacheSpec
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -218,16 +219,16 @@ class LayerSpec:
     v_is_k: bool = False
 
     def __post_init__(self) -> None:
-        if self.shares_with is not None and not isinstance(self.keeps, KVHeads):
+        if self.shares_with is not None and not isinstance(self.cache_spec, KVHeads):
             raise EspalierError(
-                f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares_with}"
+                f"a layer that keeps {self.cache_spec.kind} cannot read the rows of layer {self.shares_with}"
             )
 
     @cached_property
     def rows(self) -> KVHeads | LatentKV:
-        """`keeps` of a layer that keeps rows."""
-        assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
-        return self.keeps
+        """`cache_spec` of a layer that keeps rows."""
+        assert not isinstance(self.cache_spec, RecurrentState), "a layer that keeps a state has no rows to attend to"
+        return self.cache_spec
 
     @property
     def projected_heads(self) -> int:
@@ -237,62 +238,68 @@ class LayerSpec:
 
     @cached_property
     def softmax_scale(self) -> float:
-        return self.keeps.k_size**-0.5 if self.scale is None else self.scale
+        return self.cache_spec.k_size**-0.5 if self.scale is None else self.scale
 
     @property
     def values_per_token(self) -> int:
         """Number of values that one token takes in pages."""
-        return self.keeps.values_per_token if self.shares_with is None else 0
+        return self.cache_spec.values_per_token if self.shares_with is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Returns bytes that one token takes in pages.  dtype: the model's."""
-        planes = {} if self.shares_with is not None else self.keeps.planes
+        planes = {} if self.shares_with is not None else self.cache_spec.planes
         return sum(
-            _num_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items()
+            _num_values({name: row}) * plane_dtype(self.cache_spec, name, dtype).itemsize
+            for name, row in planes.items()
         )
 
 
-def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
-    """Group layers with equal `keeps`, in order of appearance.  A group shares buffers and an attention backend."""
-    groups: dict[Keeps, tuple[int, ...]] = {}
+def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[CacheSpec, tuple[int, ...]]:
+    """Group layers with equal `cache_spec`, in order of appearance.  A group shares buffers and an attention
+    backend."""
+    groups: dict[CacheSpec, tuple[int, ...]] = {}
     for layer in layers:
-        keeps = specs[layer].keeps
-        groups[keeps] = (*groups.get(keeps, ()), layer)
+        cache_spec = specs[layer].cache_spec
+        groups[cache_spec] = (*groups.get(cache_spec, ()), layer)
     return groups
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
     """Returns the specs with rows of this dtype; None for the model's dtype.  Specs of states stay as they are."""
     return tuple(
-        spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
+        spec
+        if isinstance(spec.cache_spec, RecurrentState)
+        else replace(spec, cache_spec=replace(spec.cache_spec, dtype=dtype))
         for spec in specs
     )
 
 
 def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
     """Returns the layers, among `layers`, that keep rows.  These layers need an attention backend."""
-    return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
+    return [layer for layer in layers if not isinstance(specs[layer].cache_spec, RecurrentState)]
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
     """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
 
-    def own(keeps: Keeps) -> Keeps:
-        if isinstance(keeps, KVHeads):
-            return replace(keeps, kv_heads=len(shards.kv_heads_part(keeps.kv_heads)))
-        if shards.count > 1 and not isinstance(keeps, LatentKV):
+    def own(cache_spec: CacheSpec) -> CacheSpec:
+        if isinstance(cache_spec, KVHeads):
+            return replace(cache_spec, kv_heads=len(shards.kv_heads_part(cache_spec.kv_heads)))
+        if shards.count > 1 and not isinstance(cache_spec, LatentKV):
             raise EspalierError(
-                f"tensor_parallel={shards.count} is not supported for layers that keep {keeps.kind}; use 1"
+                f"tensor_parallel={shards.count} is not supported for layers that keep {cache_spec.kind}; use 1"
             )
-        return keeps
+        return cache_spec
 
     heads = "number of attention heads"
-    return tuple(replace(spec, heads=len(shards.part(spec.heads, heads)), keeps=own(spec.keeps)) for spec in specs)
+    return tuple(
+        replace(spec, heads=len(shards.part(spec.heads, heads)), cache_spec=own(spec.cache_spec)) for spec in specs
+    )
 
 
-def plane_dtype(keeps: Keeps, plane: str, dtype: torch.dtype) -> torch.dtype:
+def plane_dtype(cache_spec: CacheSpec, plane: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of a plane.  dtype: the model's."""
-    return dtype if plane == INDEX_PLANE else keeps.dtype or dtype
+    return dtype if plane == INDEX_PLANE else cache_spec.dtype or dtype
 
 
 def _num_values(planes: Mapping[str, RowShape]) -> int:

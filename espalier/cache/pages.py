@@ -4,7 +4,7 @@ A holder of a page is a running request or the prefix tree.  A page is free when
 and counts only: the tensors are in cache/kv.py, and the scheduler and the prefix tree know which pages they hold.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 DUMMY_PAGE = 0
@@ -15,7 +15,7 @@ class OutOfPages(Exception):
 
 
 class PageDefect(AssertionError):
-    """A bug in page counting: a free page is shared or released, or counts do not match holders.  Names the page."""
+    """A bug in page counting: a free page is shared or released, or counts do not match holders."""
 
 
 class PagePool:
@@ -25,38 +25,38 @@ class PagePool:
     takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  Unused memory stays untouched, and
     consecutive pages stay together, so that attention copies their rows as one block (kernels/attention/kv_splits.py).
 
-    on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one holder
-    is left.
+    on_page_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one
+    holder is left.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.num_released = 0
-        self.on_shared: Callable[[int, bool], None] | None = None
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+        self.on_page_shared: Callable[[int, bool], None] | None = None
+        self._reference_counts = [0] * num_pages
+        self._free_pages = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
     @property
     def num_free(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return len(self._free_pages)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Take free pages, with one reference each.  Raises OutOfPages, and takes none, if too few are free."""
         if num_pages > self.num_free:
             raise OutOfPages(f"{num_pages} pages requested, {self.num_free} of {self.num_pages - 1} are free")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        pages = [self._free_pages.pop() for _ in range(num_pages)]
         for page in pages:
-            self._references[page] = 1
+            self._reference_counts[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page.  Raises PageDefect for a free page."""
         for page in pages:
             self._require_held(page, "shared")
-            self._references[page] += 1
-            if self._references[page] == 2 and self.on_shared is not None:
-                self.on_shared(page, True)
+            self._reference_counts[page] += 1
+            if self._reference_counts[page] == 2 and self.on_page_shared is not None:
+                self.on_page_shared(page, True)
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
@@ -66,52 +66,27 @@ class PagePool:
         self.num_released += 1
         for page in reversed([*pages]):
             self._require_held(page, "released")
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
-            elif self._references[page] == 1 and self.on_shared is not None:
-                self.on_shared(page, False)
+            self._reference_counts[page] -= 1
+            if not self._reference_counts[page]:
+                self._free_pages.append(page)
+            elif self._reference_counts[page] == 1 and self.on_page_shared is not None:
+                self.on_page_shared(page, False)
 
-    def references(self, page: int) -> int:
+    def reference_count(self, page: int) -> int:
         """Returns number of holders of a page; 0 for a free page and for the dummy page."""
-        return self._references[page]
+        return self._reference_counts[page]
 
     def is_free(self, page: int) -> bool:
-        return not self._references[page]
-
-    def check(self, owned: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
-        """Check that every page is exactly one of dummy, free or held, and that counts equal holders.  O(pages).
-
-        owned: the pages of each running request; cached: the pages of the prefix tree.  Raises PageDefect.
-        """
-        holders: Counter[int] = Counter()
-        for held in (*owned, cached):
-            counts = Counter(held)
-            for page in (page for page, times in counts.items() if times > 1):
-                raise PageDefect(f"page {page} is listed {counts[page]} times by one holder")
-            holders.update(counts)
-        free = Counter(self._free)
-        for page in range(self.num_pages):
-            self._check_page(page, holders.pop(page, 0), free.pop(page, 0))
-        for page in (*holders, *free):
-            raise PageDefect(f"page {page} does not exist: pages are 0 to {self.num_pages - 1}")
-
-    def _check_page(self, page: int, num_holders: int, times_free: int) -> None:
-        if self._references[page] != num_holders:
-            raise PageDefect(f"page {page} has {self._references[page]} references and {num_holders} holders")
-        if page == DUMMY_PAGE and (num_holders or times_free):
-            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {times_free} times in the free list")
-        if page != DUMMY_PAGE and (num_holders > 0) + times_free != 1:
-            raise PageDefect(f"page {page} has {num_holders} holders and is {times_free} times in the free list")
+        return not self._reference_counts[page]
 
     def _require_held(self, page: int, verb: str) -> None:
         if not DUMMY_PAGE < page < self.num_pages:
             raise PageDefect(f"page {page} cannot be {verb}: only pages 1 to {self.num_pages - 1} can")
-        if not self._references[page]:
+        if not self._reference_counts[page]:
             raise PageDefect(f"page {page} cannot be {verb}: it is free")
 
 
-class Snapshots:
+class SnapshotRows:
     """Tracks the rows of the state table that hold snapshots, and the page of the prefix tree of each snapshot.
 
     rows: the table rows that may hold snapshots.
@@ -119,20 +94,20 @@ class Snapshots:
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
-        self._free = list(self._rows)[::-1]
+        self._free_rows = list(self._rows)[::-1]
         # Table row by page.  The least recently used page comes first.
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
         """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
         rows."""
-        if self._free:
-            return self._free.pop()
+        if self._free_rows:
+            return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
         """Give a held row back to the free rows."""
-        self._free.append(row)
+        self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
         """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
@@ -159,14 +134,3 @@ class Snapshots:
     def __len__(self) -> int:
         """Returns the number of all snapshots that are attached to pages."""
         return len(self._row_of_page)
-
-    def check(self, held_rows: Iterable[int], cached_pages: Iterable[int]) -> None:
-        """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
-
-        held_rows: rows of running requests; cached_pages: pages of the tree.  Raises PageDefect.
-        """
-        found = sorted((*held_rows, *self._free, *self._row_of_page.values()))
-        if found != sorted(self._rows):
-            raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
-        if lost := set(self._row_of_page) - set(cached_pages):
-            raise PageDefect(f"pages {sorted(lost)} have snapshots and are not in the prefix tree")

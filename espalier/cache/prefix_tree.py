@@ -17,7 +17,7 @@ class PageNode:
     """One cached page.
 
     last_used: the clock at the page's last use; at least the clock of each node below.  has_draft_rows: whether a draft
-    ran over the page's tokens, and so over those of all ancestors.  num_keepers: the number of children that cannot be
+    ran over the page's tokens, and so over those of all ancestors.  num_pins: the number of children that cannot be
     evicted, plus one if a request holds the page; only a node with 0 can be evicted.
     """
 
@@ -26,7 +26,7 @@ class PageNode:
     parent: "PageNode | None" = None
     last_used: int = 0
     has_draft_rows: bool = False
-    num_keepers: int = 0
+    num_pins: int = 0
     children: dict[Hashable, "PageNode"] = field(default_factory=dict)
 
 
@@ -53,8 +53,8 @@ class PrefixTree:
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
-        self._num_kept = 0
-        pool.on_shared = self._on_page_shared
+        self._num_pinned = 0
+        pool.on_page_shared = self._on_page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.
@@ -103,7 +103,7 @@ class PrefixTree:
         evicted = 0
         skipped = []
         while evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
-            if self.pool.references(leaf.page) > 1:
+            if self.pool.reference_count(leaf.page) > 1:
                 skipped.append(leaf)
                 continue
             self._remove_leaf(leaf)
@@ -120,7 +120,7 @@ class PrefixTree:
         computed a prefix that was cached already.  The request holds its own copy, and its next page is inserted below
         the cached page.
         """
-        return len(self._nodes) - self._num_kept
+        return len(self._nodes) - self._num_pinned
 
     def pages(self) -> Iterator[int]:
         """Every cached page once."""
@@ -136,7 +136,7 @@ class PrefixTree:
         self._nodes.clear()
         self._leaves.clear()
         self._queued_pages.clear()
-        self._num_kept = 0
+        self._num_pinned = 0
         for page in pages:
             self.on_removed(page)
         self.pool.release(pages)
@@ -151,7 +151,7 @@ class PrefixTree:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
         node.page, self._nodes[page] = page, node
-        if self.pool.references(page) > 1:
+        if self.pool.reference_count(page) > 1:
             self._on_page_shared(page, True)
 
     def _release_page(self, page: int) -> None:
@@ -161,7 +161,7 @@ class PrefixTree:
 
     def _replace_page(self, node: PageNode, page: int) -> None:
         old = node.page
-        if self.pool.references(old) > 1:
+        if self.pool.reference_count(old) > 1:
             self._on_page_shared(old, False)
         self._attach_page(node, page)
         self._release_page(old)
@@ -174,10 +174,10 @@ class PrefixTree:
         node = self._nodes.get(page)
         change, count_after_change = (1, 1) if shared else (-1, 0)
         while node is not None and node is not self._root:
-            node.num_keepers += change
-            if node.num_keepers != count_after_change:
+            node.num_pins += change
+            if node.num_pins != count_after_change:
                 return  # it had, or still has, another keeper
-            self._num_kept += change
+            self._num_pinned += change
             node = node.parent
 
     def _remove_leaf(self, leaf: PageNode) -> None:
@@ -209,19 +209,19 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class PageBudget:
-    """Free pages, and the pages that the prefix tree can give up.  prefixes: None without a prefix cache."""
+    """Free pages, and the pages that the prefix tree can give up.  prefix_tree: None without a prefix cache."""
 
     pool: PagePool
-    prefixes: PrefixTree | None
+    prefix_tree: PrefixTree | None
 
-    def free_up_to(self, num_pages: int) -> bool:
+    def evict_until_free(self, num_pages: int) -> bool:
         """Evict cached pages that no request uses until num_pages are free.  Returns False if too few are free."""
         missing = num_pages - self.pool.num_free
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.evict(missing)
+        if missing > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(missing)
         return self.pool.num_free >= num_pages
 
     def could_free(self, num_pages: int) -> bool:
         """Whether `num_pages` pages could be free after eviction.  Nothing is evicted."""
         missing = num_pages - self.pool.num_free
-        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.num_evictable)
+        return missing <= 0 or (self.prefix_tree is not None and missing <= self.prefix_tree.num_evictable)

@@ -81,34 +81,33 @@ class StateAccess:
             (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
         )
 
-    def path_rows(self, source: Tensor | None, width: int, spare: int) -> PathRows:
+    def path_rows(self, source: Tensor | None, width: int, spare_row: int) -> PathRows:
         """Returns the PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         mark_row = None if self.snapshots is None else self.snapshots.row
-        return PathRows(
-            self.slots, source, self.length, self.rows_before_snapshot, mark_row, continues_previous, ends, width, spare
-        )
+        marks = self.rows_before_snapshot, mark_row
+        return PathRows(self.slots, source, self.length, *marks, continues_previous, ends, width, spare_row)
 
 
 @dataclass
-class LayerStates:
+class LayerStateTensors:
     """The states of all layers with the same sizes.  For one layer, tensors have no first dimension.
 
-    recurrent: [layers, rows, heads, k_size, v_size], None without heads; tail: [layers, rows, taps - 1, channels].
-    inputs, rows: staging, [layers, n, ...] each.  rows is None without heads.
+    recurrent_state: [layers, rows, heads, k_size, v_size], None without heads; conv_tail: [layers, rows, taps - 1,
+    channels].  inputs, rows: staging, [layers, n, ...] each.  rows is None without heads.
     """
 
-    keeps: RecurrentState
-    recurrent: Tensor | None
-    tail: Tensor
+    cache_spec: RecurrentState
+    recurrent_state: Tensor | None
+    conv_tail: Tensor
     inputs: Tensor
     rows: StateRows | None
 
-    def of_layer(self, index: int) -> "LayerStates":
-        recurrent = None if self.recurrent is None else self.recurrent[index]
+    def of_layer(self, index: int) -> "LayerStateTensors":
+        recurrent_state = None if self.recurrent_state is None else self.recurrent_state[index]
         rows = None if self.rows is None else StateRows(*(values[index] for values in self.rows))
-        return LayerStates(self.keeps, recurrent, self.tail[index], self.inputs[index], rows)
+        return LayerStateTensors(self.cache_spec, recurrent_state, self.conv_tail[index], self.inputs[index], rows)
 
 
 class StateTable:
@@ -132,13 +131,13 @@ class StateTable:
         keeping = [
             layer
             for layer, spec in enumerate(specs)
-            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NO_MIXING
+            if isinstance(spec.cache_spec, RecurrentState) and spec.cache_spec != NO_MIXING
         ]
-        self.stacks: list[LayerStates] = []
-        self.states: dict[int, LayerStates] = {}
-        for keeps, layers in group_layers(specs, keeping).items():
-            assert isinstance(keeps, RecurrentState)
-            stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
+        self.stacks: list[LayerStateTensors] = []
+        self.states: dict[int, LayerStateTensors] = {}
+        for cache_spec, layers in group_layers(specs, keeping).items():
+            assert isinstance(cache_spec, RecurrentState)
+            stack = _allocate_states(cache_spec, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
             self.states |= {layer: stack.of_layer(index) for index, layer in enumerate(layers)}
 
@@ -149,28 +148,30 @@ class StateTable:
     def copy_rows(self, row_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy state rows one pair after another.  row_pairs: (source row, destination row)."""
         for stack in self.stacks:
-            for values in (stack.tail,) if stack.recurrent is None else (stack.recurrent, stack.tail):
+            tensors = (stack.conv_tail,) if stack.recurrent_state is None else (stack.recurrent_state, stack.conv_tail)
+            for values in tensors:
                 for source, destination in row_pairs:
                     values[:, destination].copy_(values[:, source])
 
-    def commit(self, access: StateAccess, source: Tensor) -> None:
+    def commit(self, state_access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
-        path = access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
+        path = state_access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
-            commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
-            if stack.recurrent is not None and stack.rows is not None:
-                commit_states(stack.recurrent, stack.rows, path, stack.keeps.delta)
+            commit_tails(stack.conv_tail, stack.inputs, path, stack.cache_spec.columns)
+            if stack.recurrent_state is not None and stack.rows is not None:
+                commit_states(stack.recurrent_state, stack.rows, path, stack.cache_spec.delta)
 
 
 @dataclass
 class PassStates:
-    """The states in one pass.  parents: [B, R], None if the pass has no tree; bits: [B, R, W] int64, ancestor bits."""
+    """The states in one pass.  parents: [B, R], None if the pass has no tree; ancestor_bits: [B, R, W] int64, ancestor
+    bits."""
 
     table: StateTable
-    access: StateAccess
+    state_access: StateAccess
     parents: Tensor | None
-    bits: Tensor | None
-    _rows: dict[int, StateRows] = field(default_factory=dict)
+    ancestor_bits: Tensor | None
+    _rows_by_layer: dict[int, StateRows] = field(default_factory=dict)
 
     def write(
         self,
@@ -188,37 +189,39 @@ class PassStates:
         has only a convolution.  columns: None if the channels are in order.  Returns q [B, width, k_heads, k_size], or
         the convolution's output [B, width, channels].
         """
-        states, is_tree = self.table.states[layer], self.access.length is None
-        columns = states.keeps.columns if columns is None else columns
+        states, is_tree = self.table.states[layer], self.state_access.length is None
+        columns = states.cache_spec.columns if columns is None else columns
         # A tail holds sums of the partial inputs.
-        inputs = inputs if is_tree else add_partial_sums(inputs, states.tail.dtype)
+        inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
-        follows = self.access.continues_previous if self.access.is_split else None
-        rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
+        follows = self.state_access.continues_previous if self.state_access.is_split else None
+        rows = RowInputs(states.conv_tail, self.state_access.slots, self.parents, follows, width)
         prepare_rows(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.access.path_rows(None, width, self.table.spare_row)
-            commit_tails(states.tail[None], inputs[None], path, columns)
+            path = self.state_access.path_rows(None, width, self.table.spare_row)
+            commit_tails(states.conv_tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
         if isinstance(gates, Tensor):
             out.gates.copy_(gates)
-        self._rows[layer] = StateRows(*(values.unflatten(0, (-1, width)) for values in (out.k, out.v, out.gates)))
+        self._rows_by_layer[layer] = StateRows(
+            *(values.unflatten(0, (-1, width)) for values in (out.k, out.v, out.gates))
+        )
         return out.q.unflatten(0, (-1, width))
 
-    def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
+    def read(self, layer: int, q: Tensor, skip_factor: Tensor | None = None) -> Tensor:
         """Returns [B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also advances the slots' states.
 
-        skip: [heads], the factor of a row's v that is added to its output.
+        skip_factor: [heads], the factor of a row's v that is added to its output.
         """
-        rows, states = self._rows.pop(layer), self.table.states[layer]
-        assert states.recurrent is not None
-        state = SlotStates(states.recurrent, self.access.slots)
-        if self.access.length is None:
-            assert self.bits is not None
-            return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
-        path = self.access.path_rows(None, q.shape[1], self.table.spare_row)
-        return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
+        rows, states = self._rows_by_layer.pop(layer), self.table.states[layer]
+        assert states.recurrent_state is not None
+        state = SlotStates(states.recurrent_state, self.state_access.slots)
+        if self.state_access.length is None:
+            assert self.ancestor_bits is not None
+            return tree_outputs(q, rows, state, self.ancestor_bits, skip_factor, states.cache_spec.delta)
+        path = self.state_access.path_rows(None, q.shape[1], self.table.spare_row)
+        return chain_outputs(q, rows, state, path, skip_factor, states.cache_spec.delta)
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
@@ -228,7 +231,7 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Returns bytes of one row of the state table, for all layers together.  dtype: the model's."""
-    return sum(_num_bytes(states.recurrent, states.tail) for states in _single_rows(specs, dtype))
+    return sum(_num_bytes(states.recurrent_state, states.conv_tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
@@ -236,10 +239,10 @@ def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
 
 
-def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStates]:
+def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStateTensors]:
     """Returns the states of each layer without data: one row of the table, and one staged node."""
-    kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
-    return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
+    kept = [spec.cache_spec for spec in specs if isinstance(spec.cache_spec, RecurrentState)]
+    return [_allocate_states(cache_spec, 1, 1, 1, dtype, torch.device("meta")) for cache_spec in kept]
 
 
 def _num_bytes(*tensors: Tensor | None) -> int:
@@ -247,34 +250,39 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _allocate_states(
-    keeps: RecurrentState, num_layers: int, num_rows: int, num_staged: int, dtype: torch.dtype, device: torch.device
-) -> LayerStates:
+    cache_spec: RecurrentState,
+    num_layers: int,
+    num_rows: int,
+    num_staged: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerStateTensors:
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(num_layers, *shape, dtype=dtype, device=device)
 
-    recurrent = rows = None
-    if keeps.heads:
-        recurrent = zeros(num_rows, keeps.heads, keeps.k_size, keeps.v_size, dtype=exact)
+    recurrent_state = rows = None
+    if cache_spec.heads:
+        recurrent_state = zeros(num_rows, cache_spec.heads, cache_spec.k_size, cache_spec.v_size, dtype=exact)
         rows = StateRows(
-            zeros(num_staged, keeps.k_heads, keeps.k_size, dtype=exact),
-            zeros(num_staged, keeps.heads, keeps.v_size),
-            zeros(num_staged, 2, keeps.heads, dtype=exact),
+            zeros(num_staged, cache_spec.k_heads, cache_spec.k_size, dtype=exact),
+            zeros(num_staged, cache_spec.heads, cache_spec.v_size),
+            zeros(num_staged, 2, cache_spec.heads, dtype=exact),
         )
-    tail = zeros(num_rows, keeps.taps - 1, keeps.channels)
-    return LayerStates(keeps, recurrent, tail, zeros(num_staged, keeps.channels), rows)
+    conv_tail = zeros(num_rows, cache_spec.taps - 1, cache_spec.channels)
+    return LayerStateTensors(cache_spec, recurrent_state, conv_tail, zeros(num_staged, cache_spec.channels), rows)
 
 
-def _buffers_for(states: LayerStates, num_rows: int, is_tree: bool) -> PreparedRows:
+def _buffers_for(states: LayerStateTensors, num_rows: int, is_tree: bool) -> PreparedRows:
     """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
-    keeps, inputs = states.keeps, states.inputs
+    cache_spec, inputs = states.cache_spec, states.inputs
     staged_inputs = inputs[:num_rows] if is_tree else None
     if states.rows is None:
-        return PreparedRows(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
+        return PreparedRows(None, None, inputs.new_empty(num_rows, cache_spec.channels), None, staged_inputs)
     if is_tree:
         k, v, gates = (values[:num_rows] for values in states.rows)
     else:
         k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
-    q_dtype = k.dtype if keeps.units else inputs.dtype
+    q_dtype = k.dtype if cache_spec.units else inputs.dtype
     return PreparedRows(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

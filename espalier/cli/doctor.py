@@ -100,6 +100,6 @@ def _print_matrix() -> int:
         console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", DIM_STYLE))
         for row in rows:
             console.print(Text(f"  {row[0]:<28} {row[column]}"))
-        for limit, why in support.limits.items():
+        for limit, why in support.limit_reasons.items():
             console.print(Text(f"  limit of {limit}: {why}", DIM_STYLE))
     return 0

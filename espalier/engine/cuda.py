@@ -25,12 +25,18 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import CAPTURE_ERROR_MODE, EagerStages, StageMemory, Stages, no_garbage_collection
+from espalier.engine.cuda_stages import (
+    CAPTURE_ERROR_MODE,
+    EagerStages,
+    RoundStages,
+    StageMemory,
+    no_garbage_collection,
+)
 from espalier.engine.cuda_streams import give_streams_back, take_streams
-from espalier.engine.executor import Handle, execute
+from espalier.engine.executor import LaunchHandle, run_launch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, dummy_launch
-from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
+from espalier.engine.launch_input import ALL_SAMPLING_FEATURES, LaunchInput, RequestResult, dummy_launch
+from espalier.engine.masks import AskBeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import pack_logprob_rows
@@ -45,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Graph:
+class CapturedLaunch:
     """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed launch of this form.  For a
     prefill pass, the vector leaves out the updates of the slot table."""
 
@@ -61,7 +67,7 @@ class HostEntry:
     again.
     """
 
-    entry: int
+    entry_index: int
     vector: Tensor
     results: Tensor
     written_event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -69,38 +75,38 @@ class HostEntry:
 
 
 @dataclass(frozen=True)
-class CudaHandle:
-    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied_event`."""
+class CudaLaunchHandle:
+    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after `host_entry.copied_event`."""
 
     results: ResultsRing
-    host: HostEntry
+    host_entry: HostEntry
     launch_input: LaunchInput
     prompt_logprobs: Tensor | None
 
     def wait(self) -> None:
-        self.host.copied_event.synchronize()
+        self.host_entry.copied_event.synchronize()
 
     def result(self) -> list[RequestResult]:
         self.wait()
-        entry = self.host.results[: len(self.launch_input.slots)].numpy()
+        entry = self.host_entry.results[: len(self.launch_input.slots)].numpy()
         return read_results(self.results.columns, entry, self.prompt_logprobs, self.launch_input)
 
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round in flight.  After the event `host.copied_event` its trees are on the host, while the GPU verifies.
+    """A staged round in flight.  Its trees are on the host after `host_entry.copied_event`, while the GPU verifies.
 
     stages: the stages for this batch size; None once the round is settled.
     """
 
     executor: "CudaExecutor"
-    host: HostEntry
+    host_entry: HostEntry
     launch_input: LaunchInput
-    stages: Stages | None
-    settled: CudaHandle | None = None
+    stages: RoundStages | None
+    settled: CudaLaunchHandle = field(init=False)
 
     @torch.inference_mode()
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
         The draft asks the host only if half of the requests or more have a grammar, because all requests wait for
@@ -112,29 +118,28 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_guide(guide)
             self.stages.propose(ask_beam_masks if asks else None)
-            self.executor.copy_entry(self.host, batch)
+            self.executor.copy_entry(self.host_entry, batch)
             self.stages.verify()
 
-    def trees(self) -> Trees:
-        self.host.copied_event.synchronize()
-        return read_trees(self.executor.results.columns, self.host.results[: len(self.launch_input.slots)].numpy())
+    def trees(self) -> HostTrees:
+        self.host_entry.copied_event.synchronize()
+        entry = self.host_entry.results[: len(self.launch_input.slots)].numpy()
+        return read_trees(self.executor.results.columns, entry)
 
     @torch.inference_mode()
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         assert self.stages is not None
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
         # Free an eager round's tensors for the next round, which may be launched before this round is read.
         self.stages = None
-        self.settled = self.executor.start_readback(self.host, self.launch_input, None)
+        self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
 
     def wait(self) -> None:
-        assert self.settled is not None
         self.settled.wait()
 
     def result(self) -> list[RequestResult]:
-        assert self.settled is not None
         return self.settled.result()
 
 
@@ -170,7 +175,7 @@ class CudaExecutor:
         self.results = ResultsRing(layout, runner.target.config.vocab_size, RING_ENTRIES, self.device)
         self.captured_buckets = layout.batch_buckets(graph_batch)
         larger = (batch for batch in layout.batch_buckets(layout.max_batch) if batch > graph_batch)
-        self.buckets = (*self.captured_buckets, *larger)
+        self.batch_buckets = (*self.captured_buckets, *larger)
         self.stream, self.copy_stream = streams = take_streams(self.device)
         self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -178,37 +183,39 @@ class CudaExecutor:
         widest = len(self._pack(dummy_launch(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
         results_shape = self.results.ring.shape[1:]
-        self.ring = [HostEntry(entry, pinned(widest), pinned(results_shape)) for entry in range(RING_ENTRIES)]
+        self.host_ring = [HostEntry(entry, pinned(widest), pinned(results_shape)) for entry in range(RING_ENTRIES)]
         self.num_launched = 0
-        self.graphs: dict[LaunchForm, Graph] = {}
-        self.stage_graphs: dict[int, Stages] = {}
+        self.graphs: dict[LaunchForm, CapturedLaunch] = {}
+        self.stage_graphs: dict[int, RoundStages] = {}
         self.stage_memory = StageMemory(self.device)
         # A capture synchronizes the current device, so make that the executor's device.
         with torch.cuda.device(self.device), no_garbage_collection():
             self._capture()
 
     @torch.inference_mode()
-    def launch(self, launch_input: LaunchInput) -> Handle:
-        host, form, packed = self._pack_into_ring(launch_input)
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
+        if launch_input.is_staged:
+            return self._launch_staged(launch_input)
+        host_entry, form, packed = self._pack_into_ring(launch_input)
         graph = self.graph_of(launch_input)
         output = None
         with torch.cuda.stream(self.stream):
-            self._prepare(launch_input, form, graph is not None)
+            self._prepare_launch(launch_input, form, graph is not None)
             if graph is None:
                 output = self._run_eager_launch(launch_input, packed, form)
             else:
-                self._copy_to_graph(launch_input, packed, host, graph)
+                self._copy_to_graph(launch_input.is_prefill, packed, host_entry.vector, graph)
                 self._replay(graph.graph)
-        return self.start_readback(host, launch_input, output)
+        return self.start_readback(host_entry, launch_input, output)
 
-    def _copy_to_graph(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
+    def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
         """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
         slot table is updated before the graph runs."""
-        if not launch_input.is_prefill:
-            graph.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
+        if not is_prefill:
+            graph.vector.copy_(_copy_to_pinned(pinned, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
-        device_launch.apply(self.runner.table)
+        device_launch.update_slot_table(self.runner.table)
         graph.vector.copy_(device_launch.vector[: len(graph.vector)])
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -223,82 +230,80 @@ class CudaExecutor:
 
     def _pack_into_ring(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
         """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
-        host = self.ring[self.num_launched % RING_ENTRIES]
+        host_entry = self.host_ring[self.num_launched % RING_ENTRIES]
         self.num_launched += 1
-        host.copied_event.synchronize()
-        form = self.form(launch_input)
-        return host, form, self._pack(launch_input, host.entry, form)
+        host_entry.copied_event.synchronize()
+        form = self.form_of(launch_input)
+        return host_entry, form, self._pack(launch_input, host_entry.entry_index, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
         """Packs a launch (see pack_launch).  A graph of layers that keep a state reads snapshots in every launch."""
         has_snapshots = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
-    def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
+    def _prepare_launch(
+        self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
+    ) -> None:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
-        lengths = launch_input.committed.padded_to(form.pieces or form.batch)
-        self.runner.prepare(replace(lengths, in_graph=in_graph))
+        lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
+        exact = not self.overlap if capture else lengths.exact
+        self.runner.prepare(replace(lengths, exact=exact, in_graph=in_graph))
 
-    def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
-        committed = replace(dummies.committed, exact=not self.overlap)
-        self._prepare(replace(dummies, committed=committed), form, in_graph=True)
-
-    @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        host, form, packed = self._pack_into_ring(launch_input)
+    def _launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
+        host_entry, form, packed = self._pack_into_ring(launch_input)
         captured = self.stage_graphs.get(form.batch)
         with torch.cuda.stream(self.stream):
-            self._prepare(launch_input, form, captured is not None)
+            self._prepare_launch(launch_input, form, captured is not None)
             if captured is None:
                 stages = self._eager_stages(packed, form.batch).stages
             else:
                 stages = captured
-                stages.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
+                stages.vector.copy_(_copy_to_pinned(host_entry.vector, packed), non_blocking=True)
             stages.begin()
-        return CudaStagedHandle(self, host, launch_input, stages)
+        return CudaStagedHandle(self, host_entry, launch_input, stages)
 
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
-        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
 
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
-        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied_event`.
+        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host_entry.copied_event`.
         """
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
-            on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
-            host_entry.results[:batch].copy_(self.results.ring[host_entry.entry, :batch], non_blocking=True)
+            on_host = None
+            if prompt_logprobs is not None:
+                prompt_logprobs.record_stream(self.copy_stream)
+                on_host = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
+                on_host.copy_(prompt_logprobs, non_blocking=True)
+            host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
             host_entry.copied_event.record(self.copy_stream)
         return on_host
 
     @torch.inference_mode()
-    def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
+    def compile_kernels(self, launch_inputs: Iterable[LaunchInput]) -> None:
         """Compiles all kernels that these launches need, in parallel.
 
         launch_inputs: launches of dummy slots.  The code of a launch runs on its stream, but its Triton kernels are
         only compiled and not run.  Only the dummy slot's cells are written.
         """
-        began, launches = time.perf_counter(), list(launch_inputs)
+        began_s, launches = time.perf_counter(), list(launch_inputs)
         with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
             for launch_input in launches:
                 self.run_eagerly(launch_input)
-            asked = time.perf_counter() - began
+            asked = time.perf_counter() - began_s
         self.stream.synchronize()
+        seconds = time.perf_counter() - began_s
         if kernels:
-            log.info(
-                "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s",
-                len(kernels),
-                time.perf_counter() - began,
-                len(launches),
-                asked,
-            )
+            text = "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s"
+            log.info(text, len(kernels), seconds, len(launches), asked)
 
     @torch.inference_mode()
-    def run_dummies(self, launch_input: LaunchInput) -> None:
+    def run_dummy_launch(self, launch_input: LaunchInput) -> None:
         """Runs a launch of dummy slots to its end, for measurements."""
         if launch_input.is_staged:
             self.run_eagerly(launch_input)
@@ -308,43 +313,43 @@ class CudaExecutor:
 
     def run_eagerly(self, launch_input: LaunchInput) -> None:
         """Runs a launch of dummy slots without a graph.  Inside precompile() this only requests its kernels."""
-        form = self.form(launch_input)
+        form = self.form_of(launch_input)
         packed = self._pack(launch_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare(launch_input, form, in_graph=False)
+            self._prepare_launch(launch_input, form, in_graph=False)
             if launch_input.is_staged:
                 self._eager_stages(packed, form.batch).run()
             else:
                 self._run_eager_launch(launch_input, packed, form)
 
-    def bucket(self, batch: int) -> int:
-        """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
-        max_batch is returned as it is, and refused later."""
-        return padded_batch(batch, self.buckets)
+    def form_of(self, launch_input: LaunchInput) -> LaunchForm:
+        """Returns the form that a launch is padded to, eager or captured.
 
-    def form(self, launch_input: LaunchInput) -> LaunchForm:
-        """Returns the form that a launch is padded to, eager or captured."""
+        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later.
+        """
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
-        return LaunchForm(self.bucket(len(launch_input.slots)), tree=launch_input.tree)
+        return LaunchForm(padded_batch(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
 
-    def graph_of(self, launch_input: LaunchInput) -> Graph | None:
+    def graph_of(self, launch_input: LaunchInput) -> CapturedLaunch | None:
         """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""
-        return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
+        return None if launch_input.is_eager_only else self.graphs.get(self.form_of(launch_input))
 
     def _run_eager_launch(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
         runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
-        known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
-        return execute(runner, self.results, device_launch, *known)
+        known = (launch_input.width, ALL_SAMPLING_FEATURES, launch_input.prompt_rows, masks)
+        return run_launch(runner, self.results, device_launch, *known)
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         return packed.with_vector(vector)
 
-    def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
+    def start_readback(
+        self, host_entry: HostEntry, launch_input: LaunchInput, output: RoundOutput | None
+    ) -> CudaLaunchHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.
 
         output: the output of an eager launch; only eager launches compute prompt log-probabilities.  Else None.
@@ -353,24 +358,19 @@ class CudaExecutor:
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
                 prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
-        on_host = self.copy_entry(host, len(launch_input.slots), prompt_logprobs)
-        return CudaHandle(self.results, host, launch_input, on_host)
-
-    def _to_host(self, value: Tensor) -> Tensor:
-        value.record_stream(self.copy_stream)
-        on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return on_host.copy_(value, non_blocking=True)
+        on_host = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
+        return CudaLaunchHandle(self.results, host_entry, launch_input, on_host)
 
     def _capture(self) -> None:
         """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""
         if not self.captured_buckets:
             return
-        began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        began_s, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
         forms = [*self.runner.layout.round_forms(self.captured_buckets), *passes]
         what = "a launch that compiles kernels"
         try:
-            self.compile([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
+            self.compile_kernels([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 what = f"the CUDA graph of {form.name}"
                 self.graphs[form] = self.capture_graph(form, pool)
@@ -378,58 +378,58 @@ class CudaExecutor:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
-        self._log_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began, before)
+        self._log_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began_s, before)
         if self.capture_stages:
             self._capture_stages(pool)
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
         """Rounds of dummies, one for each form, the largest first."""
-        rounds = [dummy_launch(*form) for form in self.runner.layout.round_forms(self.buckets)]
-        staged = self.buckets[::-1] if self.capture_stages else ()
+        rounds = [dummy_launch(*form) for form in self.runner.layout.round_forms(self.batch_buckets)]
+        staged = self.batch_buckets[::-1] if self.capture_stages else ()
         return [*rounds, *(replace(dummy_launch(batch), is_staged=True) for batch in staged)]
 
-    def _log_captured(self, subject: str, began: float, reserved: int) -> None:
-        mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
-        seconds, batches = time.perf_counter() - began, list(self.captured_buckets)
+    def _log_captured(self, subject: str, began_s: float, reserved_bytes: int) -> None:
+        mib = (torch.cuda.memory_reserved(self.device) - reserved_bytes) / 2**20
+        seconds, batches = time.perf_counter() - began_s, list(self.captured_buckets)
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", subject, batches, seconds, mib)
 
     @torch.inference_mode()
-    def capture_graph(self, form: LaunchForm, pool: Any) -> Graph:
+    def capture_graph(self, form: LaunchForm, pool: Any) -> CapturedLaunch:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
-        dummies, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
-        packed = self._pack(dummies, 0, form)
+        dummy_input, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
+        packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_capture(dummies, form)
+            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
             vector = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
-            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
+            run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
         with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=CAPTURE_ERROR_MODE):
-            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
+            run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
         if self.keep_graphs:  # else PyTorch instantiated the graph when the capture ended
             graph.instantiate()
-        return Graph(vector, graph)
+        return CapturedLaunch(vector, graph)
 
     def _capture_stages(self, pool: Any) -> None:
         """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
-        began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        buckets = self.captured_buckets[::-1]
-        for batch in track(buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
+        began_s, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        batch_buckets = self.captured_buckets[::-1]
+        for batch in track(batch_buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
                 self.stage_graphs[batch] = self._capture_stages_of(batch, pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
-        self._log_captured("staged rounds", began, before)
+        self._log_captured("staged rounds", began_s, before)
 
     @torch.inference_mode()
-    def _capture_stages_of(self, batch: int, pool: Any) -> Stages:
-        dummies, form = dummy_launch(batch), LaunchForm(batch)
-        packed = self._pack(dummies, 0, form)
+    def _capture_stages_of(self, batch: int, pool: Any) -> RoundStages:
+        dummy_input, form = dummy_launch(batch), LaunchForm(batch)
+        packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_capture(dummies, form)
+            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
             eager = self._eager_stages(packed, batch)
         return eager.capture_stages(pool, self.stream)
 

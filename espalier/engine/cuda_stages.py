@@ -23,9 +23,9 @@ from torch import Tensor
 
 from espalier.engine.executor import StagedRound
 from espalier.engine.launch_buffer import LaunchBuffer
-from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks
+from espalier.engine.masks import AskBeamMasks, DraftGuideRows, NodeMasks
 from espalier.engine.results import ResultsRing
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
@@ -51,7 +51,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class RowMemory:
+class GrammarRowMemory:
     """The memory that GrammarRows of all batch sizes share.
 
     values: [n] on the device; pinned: [n] on the host; current_rows: the GrammarRows whose values the memory holds now.
@@ -72,7 +72,7 @@ class GrammarRows:
     it, because PyTorch would use several threads, which wait for one another on a busy host.
     """
 
-    def __init__(self, memory: RowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
+    def __init__(self, memory: GrammarRowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
         self.memory = memory
         self.values, self.pinned = (flat[: prod(shape)].view(shape) for flat in (memory.values, memory.pinned))
         self.unmasked_row = unmasked_row
@@ -111,13 +111,15 @@ class StageMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.memories: dict[str, RowMemory] = {}
+        self.memory_by_name: dict[str, GrammarRowMemory] = {}
 
     def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, unmasked_row: Tensor | int) -> GrammarRows:
-        memory, count = self.memories.get(name), prod(shape)
+        memory, count = self.memory_by_name.get(name), prod(shape)
         if memory is None or len(memory.values) < count:
             pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
-            memory = self.memories[name] = RowMemory(torch.empty(count, dtype=dtype, device=self.device), pinned)
+            memory = self.memory_by_name[name] = GrammarRowMemory(
+                torch.empty(count, dtype=dtype, device=self.device), pinned
+            )
         return GrammarRows(memory, shape, unmasked_row)
 
 
@@ -127,9 +129,9 @@ def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
 
-def packed_row_length(num_words: int) -> int:
-    """Returns the number of int64 values that hold `num_words` int32 words."""
-    return -(-num_words // 2)
+def packed_row_length(num_mask_words: int) -> int:
+    """Returns the number of int64 values that hold `num_mask_words` int32 words."""
+    return -(-num_mask_words // 2)
 
 
 def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -140,13 +142,13 @@ def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
     return packed
 
 
-def unpack_side_by_side(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
+def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) -> tuple[Tensor, Tensor]:
     """Returns views of the values and of the words that `pack_side_by_side` put side by side."""
-    return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_words]
+    return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_mask_words]
 
 
 @dataclass
-class BeamQuestion:
+class BeamMaskQuery:
     """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
@@ -156,22 +158,24 @@ class BeamQuestion:
 
     packed: Tensor
     num_tokens: int
-    num_words: int
+    num_mask_words: int
     answer: GrammarRows
 
     @classmethod
-    def new(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
+    def new(
+        cls, packed: Tensor, beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
+    ) -> "BeamMaskQuery":
         """Returns a question without an answer.  Until it has one, every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
-        shape = (len(packed), beams, 1 + packed_row_length(num_words))
+        shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
         # The levels of a tree ask about different numbers of tokens.
         answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
-        return cls(packed, num_tokens, num_words, answer)
+        return cls(packed, num_tokens, num_mask_words, answer)
 
     @property
     def answer_tensors(self) -> tuple[Tensor, Tensor]:
         """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
-        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_words)
+        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_mask_words)
         return only[..., 0], masks
 
     def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
@@ -185,7 +189,7 @@ class BeamQuestion:
         self.answer.set_rows(answer.rows, pack_side_by_side(answer.forced[..., None], answer.masks))
 
 
-def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
+def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
@@ -195,12 +199,12 @@ class ProposeGraphs:
     So there is one more graph than questions.
     """
 
-    def __init__(self, pool: Any, num_words: int, memory: StageMemory):
+    def __init__(self, pool: Any, num_mask_words: int, memory: StageMemory):
         self.pool = pool
-        self.num_words = num_words
+        self.num_mask_words = num_mask_words
         self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.questions: list[BeamQuestion] = []
+        self.queries: list[BeamMaskQuery] = []
 
     def begin_graph(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -211,28 +215,28 @@ class ProposeGraphs:
 
     def split_graph(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
-        packed = packed_question(tokens, ancestor_bits)
+        packed = pack_query(tokens, ancestor_bits)
         self.end_graph()
-        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
-        self.questions.append(question)
+        query = BeamMaskQuery.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_mask_words, self.memory)
+        self.queries.append(query)
         self.begin_graph()
-        return question.answer_tensors
+        return query.answer_tensors
 
     def replay(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        for graph, question in zip(self.graphs, self.questions, strict=False):
+        for graph, query in zip(self.graphs, self.queries, strict=False):
             graph.replay()
-            question.ask_host(ask_beam_masks)
+            query.ask_host(ask_beam_masks)
         self.graphs[-1].replay()
 
 
-class BeamQuestionAsker:
-    """The function DraftGuide.ask on a GPU.
+class BeamMaskQueryRunner:
+    """The function DraftGuide.host_query on a GPU.
 
     host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
     """
 
-    def __init__(self, num_words: int, memory: StageMemory):
-        self.num_words = num_words
+    def __init__(self, num_mask_words: int, memory: StageMemory):
+        self.num_mask_words = num_mask_words
         self.memory = memory
         self.ask_beam_masks: AskBeamMasks | None = None
         self.graphs: ProposeGraphs | None = None
@@ -240,14 +244,14 @@ class BeamQuestionAsker:
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         if self.graphs is not None:
             return self.graphs.split_graph(tokens, ancestor_bits)
-        packed = packed_question(tokens, ancestor_bits)
-        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
-        question.ask_host(self.ask_beam_masks)
-        return question.answer_tensors
+        packed = pack_query(tokens, ancestor_bits)
+        query = BeamMaskQuery.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_mask_words, self.memory)
+        query.ask_host(self.ask_beam_masks)
+        return query.answer_tensors
 
 
 @dataclass
-class Stages:
+class RoundStages:
     """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
 
     The stages read three tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
@@ -263,13 +267,13 @@ class Stages:
     verify: Callable[[], None]
     settle: Callable[[], None]
 
-    def set_guide(self, rows: GuideRows | None) -> None:
+    def set_guide(self, rows: DraftGuideRows | None) -> None:
         if rows is None:
             self.guide.set_rows((), None)
         else:
             self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
-    def set_masks(self, masks: RowMasks) -> None:
+    def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
         masks: has a row for each node of the largest tree.
@@ -285,34 +289,34 @@ class EagerStages:
         runner: ModelRunner,
         results: ResultsRing,
         packed: LaunchBuffer,
-        needs: SamplingNeeds,
+        sampling_features: SamplingFeatures,
         batch: int,
         memory: StageMemory,
     ):
         device = memory.device
         self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
-        self.ask = BeamQuestionAsker(words, memory)
+        self.host_query = BeamMaskQueryRunner(words, memory)
         unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
         # No level is known yet.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
         forced_and_level, mask = unpack_side_by_side(self.guide_rows.values, steps + 1, words)
-        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.ask)
+        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.host_query)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
-        self.staged = StagedRound(runner, results, packed.with_vector(self.vector), needs)
+        self.staged = StagedRound(runner, results, packed.with_vector(self.vector), sampling_features)
 
     @property
-    def stages(self) -> Stages:
+    def stages(self) -> RoundStages:
         """The stages of this object.  Each access makes a new object.  A stored one would form a reference cycle, and
         would keep the tensors of a round until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
-        return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
+        return RoundStages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        self.ask.ask_beam_masks = ask_beam_masks
+        self.host_query.ask_beam_masks = ask_beam_masks
         self.staged.propose(self.guide)
 
     def _settle(self) -> None:
@@ -326,7 +330,7 @@ class EagerStages:
         stages.verify()
         stages.settle()
 
-    def capture_stages(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
+    def capture_stages(self, pool: Any, stream: torch.cuda.Stream) -> RoundStages:
         """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
 
         Raises torch.OutOfMemoryError if the graphs do not fit into memory.
@@ -343,7 +347,7 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.ask.graphs = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
+        self.host_query.graphs = graphs = ProposeGraphs(pool, self.host_query.num_mask_words, self.host_query.memory)
         graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
@@ -352,7 +356,7 @@ class EagerStages:
                 graphs.end_graph()
             raise
         finally:
-            self.ask.graphs = None
+            self.host_query.graphs = None
         graphs.end_graph()
         return graphs
 

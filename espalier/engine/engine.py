@@ -1,23 +1,19 @@
 """The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
-A round with a grammar runs in stages.  Such a round is started like every other round: with overlap, before the host
-has read the previous round.  The first stage, begin, needs no mask.  Once the host has read the previous round, the
-host knows the grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the
-target verifies these nodes.  The host settles the round with the masks: with overlap at the start of the next step, in
-lock-step in the same step.
-
-scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
+A round with a grammar runs in stages.  It is started like every other round, and its first stage needs no mask.  Once
+the host has read the previous round, it knows the states of the grammars and resumes the new round.  While the target
+verifies the trees, the host makes the masks of their nodes, with which it then settles the round.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.executor import ClosedExecutor, Executor, LaunchHandle, LaunchObserver, StagedRoundHandle
 from espalier.engine.guesses import GuessSources
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
@@ -33,33 +29,33 @@ from espalier.stats import SpeculationStats
 
 @dataclass
 class StartedLaunch:
-    """A launch in flight.
-
-    stages: the handle of a round that runs in stages; None for other launches.  maskers: the grammars of such a round;
-    empty until the round is resumed.
-    """
+    """A launch in flight.  maskers: the grammars of a round in stages; empty until the round is resumed."""
 
     launch: Launch
-    handle: Handle
-    stages: StagedHandle | None = None
+    handle: LaunchHandle
     maskers: Maskers = ()
+
+    @property
+    def stages(self) -> StagedRoundHandle | None:
+        """The handle of a round that runs in stages; None for other launches."""
+        return cast(StagedRoundHandle, self.handle) if self.launch.launch_input.is_staged else None
 
 
 @dataclass
 class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
-    unread: with overlap, the launch that the last step started; the host works while the device runs it.  None in
-    lock-step, because a launch is read in the step that started it.
-    unsettled: the round in stages that still waits for the masks of its trees; with overlap it is the same as `unread`.
+    unread_launch: with overlap, the launch that the last step started; the host works while the device runs it.  None
+    in lock-step, because a launch is read in the step that started it. unsettled_round: the round in stages that still
+    waits for the masks of its trees; with overlap it is the same as `unread_launch`.
     """
 
     overlap: bool
-    unread: StartedLaunch | None = None
-    unsettled: StartedLaunch | None = None
+    unread_launch: StartedLaunch | None = None
+    unsettled_round: StartedLaunch | None = None
 
     def clear(self) -> None:
-        self.unread = self.unsettled = None
+        self.unread_launch = self.unsettled_round = None
 
 
 class Engine:
@@ -67,7 +63,7 @@ class Engine:
     called.
 
     requests: unfinished requests, by id.
-    stopped: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
+    stop_error: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
     engine is aborted with this text.
     observer: is called for every launch; None by default.
     chooser: chooses the tree of each round; None to use the layout's trees.
@@ -87,21 +83,21 @@ class Engine:
         self.max_position = runner.target.config.max_position
         self.executor = executor
         self.pool = PagePool(runner.pages.num_pages)
-        self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
+        self.prefix_tree = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = LaunchesInFlight(overlap)
         self.scheduler = Scheduler(
             self.layout,
             self.pool,
-            self.prefixes,
+            self.prefix_tree,
             rounds_in_flight=2 if overlap else 1,
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
-            states=make_state_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
-            trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
-            guesses=GuessSources(self.layout, sources),
+            state_keeper=make_state_keeper(self.layout, self.prefix_tree, runner.cache.snapshot_rows),
+            round_trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
+            guess_sources=GuessSources(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}
-        self.stopped: str | None = None
+        self.stop_error: str | None = None
         self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
@@ -110,16 +106,22 @@ class Engine:
             # A round that is not settled shares buffers with every later launch, so it must be settled first.
             self._settle_round()
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
-            started = self._start_launch(launch) if launch else None
+            if launch and self.observer is not None:
+                self.observer.on_launch(launch.launch_input)
+            started = StartedLaunch(launch, self.executor.launch(launch.launch_input)) if launch else None
             if self.in_flight.overlap:
-                previous, self.in_flight.unread = self.in_flight.unread, started
+                previous, self.in_flight.unread_launch = self.in_flight.unread_launch, started
                 self._read_result(previous)
                 self._resume_round(started)
             else:
                 self._resume_round(started)
                 self._settle_round()
                 self._read_result(started)
-            return self._forget_finished(self.scheduler.take_chunks())
+            chunks = self.scheduler.pop_chunks()
+            for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    del self.requests[chunk.request_id]
+            return chunks
 
     def drain(self) -> None:
         """Reads the launch in flight.  No launch uses the models until the next step.
@@ -128,7 +130,7 @@ class Engine:
         """
         with self._stop_on_error():
             self._settle_round()
-            previous, self.in_flight.unread = self.in_flight.unread, None
+            previous, self.in_flight.unread_launch = self.in_flight.unread_launch, None
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
@@ -137,41 +139,33 @@ class Engine:
             with self._stop_on_error():
                 raise self.executor.failure
 
-    def _start_launch(self, launch: Launch) -> StartedLaunch:
-        if self.observer is not None:
-            self.observer.on_launch(launch.launch_input)
-        if not launch.launch_input.is_staged:
-            return StartedLaunch(launch, self.executor.launch(launch.launch_input))
-        handle = self.executor.launch_staged(launch.launch_input)
-        return StartedLaunch(launch, handle, handle)
-
     def _read_result(self, started: StartedLaunch | None) -> None:
         if started is None:
             return
         if self.observer is not None:
             self.observer.before_result(started.handle)
-        self.scheduler.harvest(started.launch, started.handle.result())
+        self.scheduler.process_results(started.launch, started.handle.result())
 
     def _resume_round(self, started: StartedLaunch | None) -> None:
         """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
         grammars' states are known."""
         if started is None or started.stages is None:
             return
-        masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
+        masks, started.maskers = self.scheduler.mask_builder, self.scheduler.maskers_of(started.launch)
         started.stages.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
-        self.in_flight.unsettled = started
+        self.in_flight.unsettled_round = started
 
     def _settle_round(self) -> None:
-        started, self.in_flight.unsettled = self.in_flight.unsettled, None
+        started, self.in_flight.unsettled_round = self.in_flight.unsettled_round, None
         if started is not None and started.stages is not None:
             trees = started.stages.trees()
             # The host makes the masks while the device verifies the trees.
-            started.stages.settle(self.scheduler.masks.node_masks(started.maskers, trees))
+            started.stages.settle(self.scheduler.mask_builder.node_masks(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""
-        if self.stopped is not None:
-            raise EspalierError(self.stopped)
+        if self.stop_error is not None:
+            raise EspalierError(self.stop_error)
         if request.id in self.requests:
             raise EspalierError(f"request {request.id!r} is running already; use another id")
         max_context, least = self.layout.max_context, request.params.min_tokens
@@ -200,16 +194,10 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
+            self.stop_error = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
             self.in_flight.clear()
-            self.scheduler.stop(self.stopped)
+            self.scheduler.abort_all(self.stop_error)
             raise
-
-    def _forget_finished(self, chunks: list[OutputChunk]) -> list[OutputChunk]:
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                del self.requests[chunk.request_id]
-        return chunks
 
     @property
     def has_work(self) -> bool:
@@ -218,30 +206,20 @@ class Engine:
     @property
     def num_abandoned_grammars(self) -> int:
         """The number of grammars that took too long and still occupy a thread (mask_threads.py)."""
-        return self.scheduler.masks.threads.num_abandoned
+        return self.scheduler.mask_builder.threads.num_abandoned
 
     @property
     def totals(self) -> SpeculationStats:
         return self.scheduler.totals
 
-    def check_pages(self) -> None:
-        """Checks that every page is the dummy page, free, or held exactly as often as its reference count says, and
-        that every row of a state snapshot has one owner.
-
-        Raises PageDefect, which names the page.
-        """
-        cached = self.prefixes.pages() if self.prefixes is not None else ()
-        self.pool.check([r.pages for r in self.scheduler.running], cached)
-        self.scheduler.states.check()
-
     def close(self) -> None:
         """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
-        if self.stopped is None:
-            self.stopped = "the engine is closed; make another LLM"
+        if self.stop_error is None:
+            self.stop_error = "the engine is closed; make another LLM"
         self.in_flight.clear()
         try:
             self.executor.close()  # a launch in flight may still ask for masks
         finally:
-            self.scheduler.masks.close()
+            self.scheduler.mask_builder.close()
             closed: Any = ClosedExecutor()
             self.executor = closed

@@ -1,7 +1,7 @@
 """Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
-`execute` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the same
-work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap it runs launches on one worker
+`run_launch` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the
+same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap it runs launches on one worker
 thread, in lock-step on the caller's thread.  The GPU executor is in engine/cuda.py.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
+from espalier.engine.masks import AskBeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.layout import LaunchForm
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import (
@@ -38,7 +38,7 @@ from espalier.speculate.round import (
 )
 
 
-class Handle(Protocol):
+class LaunchHandle(Protocol):
     def wait(self) -> None:
         """Waits until the launch has run, and reads no result."""
         ...
@@ -48,10 +48,10 @@ class Handle(Protocol):
         ...
 
 
-class StagedHandle(Handle, Protocol):
+class StagedRoundHandle(LaunchHandle, Protocol):
     """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
         guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks:
@@ -59,11 +59,11 @@ class StagedHandle(Handle, Protocol):
         """
         ...
 
-    def trees(self) -> Trees:
+    def trees(self) -> HostTrees:
         """Waits for the propose stage and returns (tokens, parents) of each slot's tree."""
         ...
 
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         """Starts the settle stage.  masks: the tokens that may follow each node."""
         ...
 
@@ -75,7 +75,7 @@ class LaunchObserver(Protocol):
         """Called before each launch."""
         ...
 
-    def before_result(self, handle: Handle) -> None:
+    def before_result(self, handle: LaunchHandle) -> None:
         """Called before the result of a launch is read.  The observer may time `handle.wait()`."""
         ...
 
@@ -104,10 +104,12 @@ class Executor(Protocol):
         """The reason why no launch can run any more, because another rank has failed; None if launches can run."""
         ...
 
-    def launch(self, launch_input: LaunchInput) -> Handle: ...
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
+        """Starts a launch.  For a staged round (LaunchInput.is_staged), starts only the begin stage.
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """Starts the begin stage of a round.  The round must be resumed and settled before the next launch."""
+        The handle of a staged round is a StagedRoundHandle.  The round must be resumed and settled before the next
+        launch.
+        """
         ...
 
     def close(self) -> None:
@@ -127,12 +129,12 @@ class ClosedExecutor:
         pass
 
 
-def execute(
+def run_launch(
     runner: ModelRunner,
     results: ResultsRing,
     device_launch: LaunchBuffer,
     width: int,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     prompt_rows: PromptRows | None = None,
     masks: Tensor | None = None,
 ) -> RoundOutput:
@@ -141,14 +143,14 @@ def execute(
     width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: LaunchInput.masks
     on the device.
     """
-    device_launch.apply(runner.table)
+    device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:
-        known = (launch.lengths, width, needs, launch.pieces, prompt_rows, masks)
+        known = (launch.lengths, width, sampling_features, launch.pieces, prompt_rows, masks)
         output = prefill(runner, launch.slots, *known, snapshots)
     else:
-        output = decode_round(runner, launch.slots, needs, launch.appended, snapshots)
-    results.write(device_launch.entry, output)
+        output = decode_round(runner, launch.slots, sampling_features, launch.appended_pages, snapshots)
+    results.write(device_launch.ring_entry, output)
     return output
 
 
@@ -159,40 +161,46 @@ class StagedRound:
     tensors that one stage passes to the next.
     """
 
-    def __init__(self, runner: ModelRunner, results: ResultsRing, device_launch: LaunchBuffer, needs: SamplingNeeds):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        results: ResultsRing,
+        device_launch: LaunchBuffer,
+        sampling_features: SamplingFeatures,
+    ):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
-        self.needs = needs
+        self.sampling_features = sampling_features
         self.begun: BegunRound | None = None
         self.verified: VerifiedRound | None = None
 
     def begin(self) -> None:
-        self.device_launch.apply(self.runner.table)
+        self.device_launch.update_slot_table(self.runner.table)
         launch = self.device_launch
-        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.snapshots)
+        self.begun = begin(self.runner, launch.slots, self.sampling_features, launch.appended_pages, launch.snapshots)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
         begun, self.begun = self.begun, None
         assert begun is not None
         self.proposed = propose(begun, guide)
-        self.results.write_trees(self.device_launch.entry, self.proposed.tree)
+        self.results.write_trees(self.device_launch.ring_entry, self.proposed.tree)
 
     def verify(self) -> None:
         self.verified = verify(self.proposed)
 
     def settle(self, masks: Tensor) -> None:
         assert self.verified is not None
-        self.results.write(self.device_launch.entry, settle(self.verified, masks))
+        self.results.write(self.device_launch.ring_entry, settle(self.verified, masks))
 
 
-def draft_guide(rows: GuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
+def make_draft_guide(rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
     """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
-    forced, masks, levels = map(torch.from_numpy, rows.full_batch(batch))
+    forced, masks, levels = map(torch.from_numpy, rows.for_full_batch(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        only, masks = ask_beam_masks(tokens, ancestor_bits).full_batch(batch)
+        only, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
     return DraftGuide(forced, masks, levels, ask_host)
@@ -209,11 +217,10 @@ class CpuExecutor:
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
-        return CpuHandle(self.submit(self.run, launch_input))
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        return CpuStagedHandle(self, launch_input)
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
+        if launch_input.is_staged:
+            return CpuStagedHandle(self, launch_input)
+        return CpuLaunchHandle(self.submit(self.run, launch_input))
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs `work` on the stream, after all work that was submitted earlier."""
@@ -227,52 +234,29 @@ class CpuExecutor:
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
-        output = execute(
-            self._runner_of(launch_input),
-            self.results,
-            device_launch,
-            launch_input.width,
-            launch_input.needs,
-            launch_input.prompt_rows,
-            masks,
-        )
-        return self._read_rows(launch_input, output)
+        known = (launch_input.width, launch_input.sampling_features, launch_input.prompt_rows, masks)
+        output = run_launch(self._runner_for(launch_input), self.results, device_launch, *known)
+        return self.read_results(launch_input, output)
 
     @torch.inference_mode()
-    def begin(self, launch_input: LaunchInput) -> StagedRound:
-        staged = StagedRound(
-            self._runner_of(launch_input), self.results, self._to_device(launch_input), launch_input.needs
-        )
+    def begin_staged(self, launch_input: LaunchInput) -> StagedRound:
+        runner, device_launch = self._runner_for(launch_input), self._to_device(launch_input)
+        staged = StagedRound(runner, self.results, device_launch, launch_input.sampling_features)
         staged.begin()
         return staged
 
-    @torch.inference_mode()
-    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
-        staged.propose(None if guide is None else draft_guide(guide, batch, ask_beam_masks))
-        return read_trees(self.results.columns, self.results.ring[0, :batch].numpy())
-
-    @torch.inference_mode()
-    def verify(self, staged: StagedRound) -> None:
-        staged.verify()
-
-    @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: RowMasks) -> list[RequestResult]:
-        nodes = staged.proposed.runner.layout.num_draft_tokens
-        staged.settle(torch.from_numpy(masks.full_batch(len(launch_input.slots))[:, :nodes]))
-        return self._read_rows(launch_input, None)
-
-    def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
+    def _runner_for(self, launch_input: LaunchInput) -> ModelRunner:
         runner = self.runner.for_tree(launch_input.tree)
         return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)
-        self.runner.prepare(launch_input.committed.padded_to(form.pieces or form.batch))
+        self.runner.prepare(launch_input.committed_lengths.padded_to(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
-        packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
+        packed = pack_launch(self.runner.table, launch_input, ring_entry=0, form=form)
         return packed.with_vector(torch.from_numpy(packed.vector))
 
-    def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
+    def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
         of_prompt = None if output is None else output.prompt_logprobs
         prompt_logprobs = None if of_prompt is None else pack_logprob_rows(*of_prompt)
@@ -284,7 +268,7 @@ class CpuExecutor:
 
 
 @dataclass
-class CpuHandle:
+class CpuLaunchHandle:
     work: Future[list[RequestResult]]
 
     def wait(self) -> None:
@@ -294,34 +278,42 @@ class CpuHandle:
         return self.work.result()
 
 
-class CpuStagedHandle(CpuHandle):
+class CpuStagedHandle(CpuLaunchHandle):
     """A staged round on a CPU.  With overlap the worker thread runs the stages, one after another, while the caller
     continues."""
 
     def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
         self.launch_input = launch_input
-        self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
+        self.begun: Future[StagedRound] = executor.submit(executor.begin_staged, launch_input)
 
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
-        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask_beam_masks)
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        self.proposed: Future[HostTrees] = self.executor.submit(self._propose, guide, ask_beam_masks)
         self.verified: Future[None] = self.executor.submit(self._verify)
 
-    def trees(self) -> Trees:
+    def trees(self) -> HostTrees:
         return self.proposed.result()
 
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         self.work = self.executor.submit(self._settle, masks)
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
-    def _propose(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
-        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask_beam_masks)
+    @torch.inference_mode()
+    def _propose(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> HostTrees:
+        batch, results = len(self.launch_input.slots), self.executor.results
+        self.begun.result().propose(None if guide is None else make_draft_guide(guide, batch, ask_beam_masks))
+        return read_trees(results.columns, results.ring[0, :batch].numpy())
 
+    @torch.inference_mode()
     def _verify(self) -> None:
         self.proposed.result()
-        self.executor.verify(self.begun.result())
+        self.begun.result().verify()
 
-    def _settle(self, masks: RowMasks) -> list[RequestResult]:
+    @torch.inference_mode()
+    def _settle(self, masks: NodeMasks) -> list[RequestResult]:
         self.verified.result()
-        return self.executor.settle(self.launch_input, self.begun.result(), masks)
+        staged, batch = self.begun.result(), len(self.launch_input.slots)
+        nodes = staged.proposed.runner.layout.num_draft_tokens
+        staged.settle(torch.from_numpy(masks.for_full_batch(batch)[:, :nodes]))
+        return self.executor.read_results(self.launch_input, None)

@@ -8,13 +8,13 @@ import queue
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from espalier.engine.executor import Executor, Handle, StagedHandle
-from espalier.engine.masks import BeamRows
+from espalier.engine.executor import Executor, LaunchHandle, StagedRoundHandle
+from espalier.engine.masks import BeamMasks
 from espalier.engine.ranks import (
     HEARTBEAT_S,
     BeamAnswer,
@@ -35,18 +35,18 @@ from espalier.errors import EspalierError
 FAILED_EXIT_CODE = 1
 
 
-class Follower:
-    """The process of one rank.  connection: the connection to rank 0. When it is closed, the process ends at once."""
+class FollowerRank:
+    """The process of one rank.  connection: to rank 0.  When rank 0 closes the connection, the process ends at once."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection
         self.rank = rank
         self.executor: Executor | None = None
-        self.handles: dict[int, Handle] = {}
-        self.staged: StagedHandle | None = None
+        self.launch_handles: dict[int, LaunchHandle] = {}
+        self.staged_round: StagedRoundHandle | None = None
         self.last_launch = self.num_loaded = 0
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[BeamRows] = queue.SimpleQueue()
+        self._beam_answers: queue.SimpleQueue[BeamMasks] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, daemon=True).start()
@@ -56,16 +56,18 @@ class Follower:
         try:
             self.send(ModelsLoaded(0))
             while True:
-                self.handle(self._messages.get())
+                self.handle_message(self._messages.get())
         except Exception as error:
-            refused = isinstance(error, EspalierError)
-            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            text = f"{error}" if refused else f"{type(error).__name__}: {error}"
+            is_refusal = isinstance(error, EspalierError)
+            is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            text = f"{error}" if is_refusal else f"{type(error).__name__}: {error}"
             with suppress(OSError):
-                self.send(FailureReport(f"out of memory: {text}" if is_memory else text, refused, is_memory))
+                self.send(
+                    FailureReport(f"out of memory: {text}" if is_out_of_memory else text, is_refusal, is_out_of_memory)
+                )
             return FAILED_EXIT_CODE
 
-    def handle(self, message: Any) -> None:
+    def handle_message(self, message: Any) -> None:
         """Handles one message."""
         match message:
             case Exception():
@@ -78,15 +80,15 @@ class Follower:
             case StartLaunch():
                 self._launch(message)
             case ResumeRound(guide):
-                assert self.staged is not None
-                self.staged.resume(guide, self._wait_for_answer)
+                assert self.staged_round is not None
+                self.staged_round.resume(guide, self._wait_for_answer)
             case SettleRound(masks):
-                assert self.staged is not None
-                self.staged.trees()
-                self.staged.settle(masks)
-                self.staged = None
-            case SendDecisions(number):
-                self.send(Decisions(number, decisions_of(self.handles.pop(number).result())))
+                assert self.staged_round is not None
+                self.staged_round.trees()
+                self.staged_round.settle(masks)
+                self.staged_round = None
+            case SendDecisions(launch_number):
+                self.send(Decisions(launch_number, decisions_of(self.launch_handles.pop(launch_number).result())))
             case UnloadModels():
                 self._unload()
 
@@ -95,31 +97,32 @@ class Follower:
             self.connection.send(message)
 
     def _launch(self, message: StartLaunch) -> None:
-        if message.number != self.last_launch + 1:
-            raise RuntimeError(f"it has taken up launch {self.last_launch}, and then got launch {message.number}")
+        if message.launch_number != self.last_launch + 1:
+            raise RuntimeError(
+                f"it has taken up launch {self.last_launch}, and then got launch {message.launch_number}"
+            )
         assert self.executor is not None
-        self.last_launch = message.number
+        self.last_launch = message.launch_number
+        self.launch_handles[self.last_launch] = handle = self.executor.launch(message.launch_input)
         if message.launch_input.is_staged:
-            self.staged = self.handles[self.last_launch] = self.executor.launch_staged(message.launch_input)
-        else:
-            self.handles[self.last_launch] = self.executor.launch(message.launch_input)
+            self.staged_round = cast(StagedRoundHandle, handle)
 
-    def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""
-        return self._answers.get()
+    def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
+        """Returns the masks that the draft asks for.  Rank 0 asks the host for the same masks and sends them."""
+        return self._beam_answers.get()
 
     def _unload(self) -> None:
         if self.executor is not None:
             self.executor.close()
-        self.executor = self.staged = None
-        self.handles.clear()
+        self.executor = self.staged_round = None
+        self.launch_handles.clear()
 
     def _receive(self) -> None:
         try:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, BeamAnswer):
-                    self._answers.put(message.beams)
+                    self._beam_answers.put(message.beams)
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
+"""Asks the host's sources for guesses of the next tokens, and counts which guesses were correct."""
 
 import logging
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, max_guess_length
 from espalier.speculate.sources.base import HostSource
-from espalier.speculate.sources.calibrate import Candidates
-from espalier.speculate.sources.survival import Survival
+from espalier.speculate.sources.calibrate import CandidateNodes
+from espalier.speculate.sources.survival import SurvivalCounts
 
-# In a round with a draft, a guess is sent if its first token is right at least this often.  Other guesses seldom add to
-# the tree.
-MIN_REACH_WITH_DRAFT = 0.6
-# In a round without a draft, a token is sent if it is reached at least this often.  A row costs about this share of the
-# time of a token.
-MIN_REACH = 0.06
+# In a round with a draft, a guess is sent if its first token is correct with at least this probability.  Other guesses
+# seldom add to the tree.
+MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
+# In a round without a draft, a token is sent if all tokens up to it are correct with at least this probability.  One
+# more row costs about this share of the time of a token.
+MIN_REACH_PROBABILITY = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
 log = logging.getLogger("espalier")
@@ -41,7 +41,7 @@ class RoundGuesses(NamedTuple):
 class SourceGuesses(NamedTuple):
     """The guesses of the sources before a round.  lookup_gain: as in TreeChooser."""
 
-    by_slot: GuessesBySlot = ()
+    guesses_by_slot: GuessesBySlot = ()
     lookup_gain: LookupGain | None = None
 
 
@@ -50,17 +50,17 @@ NO_GUESSES = SourceGuesses()
 
 
 class GuessSources:
-    """The sources of guesses and their counts.
+    """The sources of guesses, and the counts of correct guesses.
 
     sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source over `num_counted_rounds` rounds.
+    counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
-        self.survival = Survival(layout.steps) if layout.calibrates_scores else None
-        self.by_source = np.zeros((len(ALL_SOURCES), 3))
+        self.survival = SurvivalCounts(layout.steps) if layout.calibrates_scores else None
+        self.counts_by_source = np.zeros((len(ALL_SOURCES), 3))
         self.num_counted_rounds = 0
 
     def add_request(self, request: Request) -> None:
@@ -108,45 +108,46 @@ class GuessSources:
         for slot, of_slot in guesses:
             others = 1.0
             for guess in of_slot:
-                reach = self._reach_worth_sending(guess, samples[slot])
+                reach = self._useful_reach_probabilities(guess, samples[slot])
                 gained += others * sum(reach)
                 others *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
-    def _reach_worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
+    def _useful_reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
         """Returns the probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
-        return [reach for reach in reached if reach >= MIN_REACH]
+        return [reach for reach in reached if reach >= MIN_REACH_PROBABILITY]
 
-    def fields_for(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
+    def launch_fields(
+        self, batch: Sequence[Request], source_guesses: SourceGuesses, tree: TreeShape | None
+    ) -> RoundGuesses:
         """Returns the LaunchInput fields of the guesses, for a round with this tree.  If `lookup_gain` chose the tree,
         only guesses that are worth their rows are sent."""
-        if self.survival is None or asked is NO_GUESSES or (tree is not None and not tree.steps):
+        if self.survival is None or source_guesses is NO_GUESSES or (tree is not None and not tree.steps):
             return RoundGuesses()
-        guesses = asked.by_slot
-        if asked.lookup_gain is not None and tree is not None:
+        guesses = source_guesses.guesses_by_slot
+        if source_guesses.lookup_gain is not None and tree is not None:
             samples = {request.slot: request.params.temperature > 0 for request in batch}
             kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
         return RoundGuesses(
-            guesses, self.survival.changed_table(), tuple(self.survival.skill(request.id) for request in batch)
+            guesses, self.survival.table_to_send(), tuple(self.survival.skill(request.id) for request in batch)
         )
 
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
         made = []
         for guess in guesses:
-            reach = self._reach_worth_sending(guess, is_sampled)
-            if reach and (not tree.drafts or reach[0] >= MIN_REACH_WITH_DRAFT):
+            reach = self._useful_reach_probabilities(guess, is_sampled)
+            if reach and (not tree.drafts or reach[0] >= MIN_REACH_PROBABILITY_WITH_DRAFT):
                 made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(made)
 
-    def count_right(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
-        """Count the guesses of a launch that came true, before the launch's tokens are appended to the requests.
+    def count_correct_guesses(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
+        """Counts the correct guesses of a launch, before the launch's tokens are appended to the requests.
 
-        results: the launch's results.  Returns for each request the largest number of right tokens in one guess of a
-        source beside the draft.
+        Returns for each request the largest number of correct tokens in one guess of a source beside the draft.
         """
         if self.survival is None:
             return [0] * len(results)
@@ -155,51 +156,53 @@ class GuessSources:
         requests: list[str] = []
         candidates: list[np.ndarray] = []
         emitted: list[Sequence[int]] = []
-        for place, ((request, generation, _), result) in enumerate(zip(launch.members, results, strict=True)):
+        for place, ((request, generation, _), result) in enumerate(zip(launch.launched_requests, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
-            num_right[place] = self._count_right(by_slot.get(request.slot, ()), request, result)
+            num_right[place] = self._count_correct_guesses(by_slot.get(request.slot, ()), request, result)
             # The draft skips tokens of a request that never speculates, so its guesses for that request are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
-            if speculates and result.candidates is not None and result.by_source is not None:
+            if speculates and result.candidates is not None and result.counts_by_source is not None:
                 requests.append(request.id)
                 candidates.append(result.candidates)
                 emitted.append(result.tokens)
-                self.by_source += result.by_source
+                self.counts_by_source += result.counts_by_source
         if requests:
-            self._log_if_due()
-            self.survival.add_draft(requests, np.stack(candidates), emitted)
+            self._log_counts()
+            self.survival.count_draft_nodes(requests, np.stack(candidates), emitted)
         return num_right
 
-    def _log_if_due(self) -> None:
+    def _log_counts(self) -> None:
         self.num_counted_rounds += 1
         if self.num_counted_rounds < FIRST_LOGGED_ROUND or self.num_counted_rounds & (self.num_counted_rounds - 1):
             return
         said = (
             f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
-            for name, (rows, expected, found) in zip(ALL_SOURCES, self.by_source, strict=True)
+            for name, (rows, expected, found) in zip(ALL_SOURCES, self.counts_by_source, strict=True)
             if rows
         )
         log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(said))
 
-    def _count_right(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
+    def _count_correct_guesses(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
         assert self.survival is not None
-        drafted = None if result.candidates is None else Candidates.unpack(result.candidates).draft_sequences
-        paths = list(result.own_paths)
+        draft_sequences = (
+            None if result.candidates is None else CandidateNodes.unpack(result.candidates).draft_sequences
+        )
+        paths = list(result.own_text_paths)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
         samples = request.params.temperature > 0
         num_right = [
-            self.survival.add_path(kind, tokens, result.tokens, _shared_length(tokens, drafted), samples)
+            self.survival.count_path(kind, tokens, result.tokens, _shared_length(tokens, draft_sequences), samples)
             for kind, tokens in paths
         ]
         return max(num_right, default=0)
 
 
-def _shared_length(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """Returns how many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
-    if not drafted:
+def _shared_length(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:
+    """Returns how many tokens at the start of a path the draft proposed too.  draft_sequences: see CandidateNodes."""
+    if not draft_sequences:
         return None
-    return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))
+    return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in draft_sequences), len(path))

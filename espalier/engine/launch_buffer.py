@@ -21,10 +21,10 @@ from espalier.layout import LaunchForm, RoundLayout
 from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, guess_numbers_per_slot
 from espalier.speculate.pieces import Pieces
 
-Parts = tuple[tuple[str, int], ...]
+PartSizes = tuple[tuple[str, int], ...]
 # Each part begins at a multiple of this many int64 numbers (16 bytes).  Triton compiles another kernel for an address
 # that is not aligned to 16 bytes.  Without padding, the number of requests would decide which parts are aligned.
-ALIGNMENT = 2
+PART_ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
@@ -32,32 +32,32 @@ class LaunchBuffer:
     """A packed launch: on the host as pack_launch makes it, or a copy on the device.
 
     vector: [n] int64, a NumPy array on the host and a tensor on the device.  Each part is padded with zeros to a
-    multiple of ALIGNMENT.  sizes: (name, length) of each part, in order, without this padding.
+    multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding.
     """
 
     vector: Any
-    sizes: Parts
+    part_sizes: PartSizes
 
     def with_vector(self, vector: Tensor) -> "LaunchBuffer":
         """Returns the same launch, whose vector is this tensor.  vector: a copy of the launch's vector."""
-        return LaunchBuffer(vector, self.sizes)
+        return LaunchBuffer(vector, self.part_sizes)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
         """The parts by name.
 
-        entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
-        prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; snapshot_at, snapshot_row: [B], as in
+        ring_entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens
+        that a prefill pass enters, empty for a round; piece_request_row, piece_token_offset: [P], and piece_last_piece:
+        [B], as in speculate/pieces.py, empty in a form without pieces; snapshot_num_tokens, snapshot_row: [B], as in
         cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
         FIELD.values: the indices and the new values in a field of the slot table.
         """
-        parts = self.vector.split([_aligned_size(size) for _, size in self.sizes])
-        return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
+        parts = self.vector.split([_aligned_size(size) for _, size in self.part_sizes])
+        return {name: part[:size] for (name, size), part in zip(self.part_sizes, parts, strict=True)}
 
     @property
-    def entry(self) -> Tensor:
-        return self.parts["entry"]
+    def ring_entry(self) -> Tensor:
+        return self.parts["ring_entry"]
 
     @property
     def slots(self) -> Tensor:
@@ -71,36 +71,36 @@ class LaunchBuffer:
     def pieces(self) -> Pieces | None:
         """The pieces of a prefill pass; None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
-        return made if made.request.shape[0] else None
+        return made if made.request_row.shape[0] else None
 
     @property
     def snapshots(self) -> SnapshotTargets | None:
         """The snapshots of states that the launch takes; None in a launch without snapshots."""
-        made = SnapshotTargets(self.parts["snapshot_at"], self.parts["snapshot_row"])
+        made = SnapshotTargets(self.parts["snapshot_num_tokens"], self.parts["snapshot_row"])
         return made if made.num_tokens.shape[0] else None
 
     @property
-    def appended(self) -> ScatterUpdate | None:
+    def appended_pages(self) -> ScatterUpdate | None:
         """The new page-table entries of a round, which the round writes itself (gather).  None for a prefill pass."""
         if self.lengths.shape[0]:
             return None
         return ScatterUpdate(self.parts["page_table.at"], self.parts["page_table.values"])
 
-    def apply(self, table: SlotTable) -> None:
-        """Updates the slot table, except for `appended`.  Every launch begins with this call."""
+    def update_slot_table(self, table: SlotTable) -> None:
+        """Updates the slot table, except for `appended_pages`.  Every launch begins with this call."""
         cleared = self.parts["cleared"]
         if cleared.shape[0]:
             table.clear(cleared)
         fields = [name.removesuffix(".at") for name in self.parts if name.endswith(".at")]
-        if self.appended is not None:
+        if self.appended_pages is not None:
             fields.remove("page_table")
         table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 
 def pack_launch(
-    table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_snapshots: bool = False
+    table: SlotTable, launch_input: LaunchInput, ring_entry: int, form: LaunchForm, has_snapshots: bool = False
 ) -> LaunchBuffer:
-    """Packs a launch input.  entry: entry of the results ring; form: the launch's form, padding included.
+    """Packs a launch input.  ring_entry: entry of the results ring; form: the launch's form, padding included.
 
     has_snapshots: whether the vector has snapshots even if the launch has none, because a graph of layers that keep a
     state reads them.
@@ -109,35 +109,35 @@ def pack_launch(
     Raises EspalierError if the slot table or the vector is too small.
     """
     updates = table.init_updates(launch_input.slot_inits)
-    appended = table.page_table_updates(launch_input.appended_pages)
+    appended_pages = table.page_table_updates(launch_input.appended_pages)
     if "page_table" in updates:
-        appended = ScatterUpdate(*map(np.concatenate, zip(updates["page_table"], appended, strict=True)))
-    updates["page_table"] = appended
+        appended_pages = ScatterUpdate(*map(np.concatenate, zip(updates["page_table"], appended_pages, strict=True)))
+    updates["page_table"] = appended_pages
     if not launch_input.is_prefill:
         updates |= _source_updates(table, launch_input)
     parts: dict[str, Sequence[int] | np.ndarray] = {
-        "entry": (entry,),
+        "ring_entry": (ring_entry,),
         "slots": launch_input.slots,
         "lengths": launch_input.lengths,
         **_piece_parts(launch_input, form),
-        "snapshot_at": [at for at, _ in launch_input.snapshots],
+        "snapshot_num_tokens": [at for at, _ in launch_input.snapshots],
         "snapshot_row": [row for _, row in launch_input.snapshots],
         "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
     }
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
-    sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
+    part_sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
     num_snapshots = form.batch if has_snapshots or launch_input.snapshots else 0
-    sizes |= {"snapshot_at": num_snapshots, "snapshot_row": num_snapshots}
+    part_sizes |= {"snapshot_num_tokens": num_snapshots, "snapshot_row": num_snapshots}
     # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
     # all.
-    begins = list(accumulate(map(_aligned_size, sizes.values()), initial=0))
+    begins = list(accumulate(map(_aligned_size, part_sizes.values()), initial=0))
     vector = np.zeros(begins[-1], dtype=np.int64)
-    for begin, (name, size) in zip(begins, sizes.items(), strict=False):
+    for begin, (name, size) in zip(begins, part_sizes.items(), strict=False):
         part = parts[name]
         if len(part):
             vector[begin : begin + size][: len(part)] = part
-    return LaunchBuffer(vector, tuple(sizes.items()))
+    return LaunchBuffer(vector, tuple(part_sizes.items()))
 
 
 def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchForm) -> dict[str, int]:
@@ -146,21 +146,23 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     A zero in an update of the page table writes 0 to cell 0, so the dummy request's first page stays page 0.
     """
     if launch_input.is_prefill:
-        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
+        return {"slots": form.batch, "lengths": form.batch, "piece_last_piece": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
     if count > capacity:
         raise EspalierError(
             f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
             f"follow from {layout}: reserve pages with layout.pages_needed"
         )
-    sizes = {"page_table": capacity}
+    part_sizes = {"page_table": capacity}
     if layout.calibrates_scores:
-        sizes |= {
+        part_sizes |= {
             "guesses": form.batch * guess_numbers_per_slot(layout),
             "survival": NODE_KINDS * layout.steps,
             "skill": form.batch,
         }
-    return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
+    return {"slots": form.batch} | {
+        f"{name}.{part}": size for name, size in part_sizes.items() for part in ("at", "values")
+    }
 
 
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
@@ -189,8 +191,8 @@ def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.nd
         missing, row = form.pieces - len(pieces), form.batch - 1
         end = launch_input.lengths[row] if row < len(launch_input.slots) else 0
         request, offset = np.append(request, np.full(missing, row)), np.append(offset, np.full(missing, end))
-    return {"piece_request": request, "piece_offset": offset, "piece_last": last}
+    return {"piece_request_row": request, "piece_token_offset": offset, "piece_last_piece": last}
 
 
 def _aligned_size(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT

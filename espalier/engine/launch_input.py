@@ -12,15 +12,15 @@ from espalier.attention import CommittedLengths
 from espalier.engine.prefill_policy import PrefillPass
 from espalier.layout import LaunchForm, TreeShape, captured_form
 from espalier.request import Request
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import Guess, SlotInit
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING_FEATURES = SamplingFeatures(sampled=True, filtered=True, penalised=True, biased=True)
 NOTHING_COMMITTED = CommittedLengths((), exact=True)
 # The error of a request whose RequestResult is not finite.
-NOT_FINITE = (
+NOT_FINITE_ERROR = (
     "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
     "valid and other requests continue: check the checkpoint, or use a wider dtype"
 )
@@ -30,29 +30,29 @@ NOT_FINITE = (
 class LaunchInput:
     """One launch: a prefill pass or a round.
 
-    slots: the slots of the batch, in order.  Below, "by slot" means in this order.  needs: the kinds of sampling work
-    in this batch.  num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None
-    for a request that wants no log-probabilities; empty for dummies.  lengths: by slot, the number of tokens that a
-    prefill pass enters; empty for a round.  width: width of the prefill pass; 0 for a round.  pieces: for each piece of
-    a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the offset of its first token;
-    empty if each slot has one piece.  slot_inits: requests that get a slot; only in a prefill pass, because a round's
-    launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already have their slot.
-    cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
-    reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose log-probabilities are
-    wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.  A prefill pass of
-    requests that never speculate has RoundLayout.tree_without_draft.  is_staged: whether the launch is a round that
-    runs in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens that a prefill
-    pass may pick; None if it may pick all.  state_copies: (source, destination) rows of the states, which are copied in
-    this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the snapshot that the
-    launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch
-    takes none.  guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).  survival:
-    [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in SlotTable, for a round of
-    an engine with sources.  committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece
-    for a prefill pass; empty for dummy slots.
+    slots: the slots of the batch, in order.  Below, "by slot" means in this order.  sampling_features: the kinds of
+    sampling work in this batch.  num_logprobs: by slot, how many of the likeliest tokens are reported beside each
+    emitted token; None for a request that wants no log-probabilities; empty for dummies.  lengths: by slot, the number
+    of tokens that a prefill pass enters; empty for a round.  width: width of the prefill pass; 0 for a round.  pieces:
+    for each piece of a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the offset of
+    its first token; empty if each slot has one piece.  slot_inits: requests that get a slot; only in a prefill pass,
+    because a round's launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already
+    have their slot. cleared_pages: free pages of requests whose logits were not finite: their rows become zero before
+    the launch. reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose
+    log-probabilities are wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.
+    A prefill pass of requests that never speculate has RoundLayout.tree_without_draft.  is_staged: whether the launch
+    is a round that runs in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens
+    that a prefill pass may pick; None if it may pick all.  state_copies: (source, destination) rows of the states,
+    which are copied in this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the
+    snapshot that the launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot;
+    empty if the launch takes none.  guesses: (slot, guesses of the host's sources) for requests of a round
+    (speculate/sources).  survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in
+    SlotTable, for a round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in
+    tokens: by slot for a round, by piece for a prefill pass; empty for dummy slots.
     """
 
     slots: tuple[int, ...]
-    needs: SamplingNeeds
+    sampling_features: SamplingFeatures
     num_logprobs: tuple[int | None, ...] = ()
     lengths: tuple[int, ...] = ()
     width: int = 0
@@ -70,7 +70,7 @@ class LaunchInput:
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
-    committed: CommittedLengths = NOTHING_COMMITTED
+    committed_lengths: CommittedLengths = NOTHING_COMMITTED
 
     @property
     def is_prefill(self) -> bool:
@@ -81,27 +81,29 @@ class LaunchInput:
         """Whether no CUDA graph can run the launch, because it is a prefill pass with masks or prompt rows."""
         return self.masks is not None or self.prompt_rows is not None
 
-    def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
+    def form(self, captured_forms: Sequence[LaunchForm] = ()) -> LaunchForm:
         """Returns the form of the launch.  For a prefill pass, it is the first captured form that the pass fits into.
 
-        captured: the forms of prefill passes that are CUDA graphs.  If the pass fits none, its own form is returned.
+        captured_forms: the forms of prefill passes that are CUDA graphs.  If the pass fits none, its own form is
+        returned.
         """
         own = LaunchForm(len(self.slots), self.width, len(self.pieces), self.tree)
         if self.is_eager_only:
             return own
-        return captured_form(captured, self.width, own.pieces or own.batch) or own
+        return captured_form(captured_forms, self.width, own.pieces or own.batch) or own
 
 
 @dataclass(frozen=True)
 class Launch:
     """A launch and its requests.
 
-    members: (request, the request's generation at the launch, whether its whole prefill was launched), in the order of
-    LaunchInput.slots.  guesses: all guesses of the host's sources; the launch input may carry only some of them.
+    launched_requests: (request, the request's generation at the launch, whether its whole prefill was launched), in the
+    order of LaunchInput.slots.  guesses: all guesses of the host's sources; the launch input may carry only some of
+    them.
     """
 
     launch_input: LaunchInput
-    members: list[tuple[Request, int, bool]]
+    launched_requests: list[tuple[Request, int, bool]]
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
 
 
@@ -154,28 +156,28 @@ class TreeSize:
 class RequestResult:
     """The result of a launch for one request.
 
-    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.  finite: False if the token
+    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.  is_finite: False if the token
     after `tokens` was picked from logits that were not finite.  logprobs: rows as in espalier/logprobs.py, one for each
     token; None if the request wants none.  prompt_logprobs: for each row of LaunchInput.prompt_rows, the
-    log-probabilities of the next prompt token; None if no request of the launch wants them.  tree_sum: a number that
-    almost surely differs if trees differ. ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
-    own_paths: (kind, tokens) of the paths from the request's own text.  candidates: [D] int64, as in SlotTable; None if
-    there are none.  by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many
-    acceptances their scores predict, and how many were accepted; None if there are no candidates.
+    log-probabilities of the next prompt token; None if no request of the launch wants them.  tree_checksum: a number
+    that almost surely differs if trees differ. ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is
+    set. own_text_paths: (kind, tokens) of the paths from the request's own text.  candidates: [D] int64, as in
+    SlotTable; None if there are none.  counts_by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were
+    verified, how many acceptances their scores predict, and how many were accepted; None if there are no candidates.
     """
 
     tokens: list[int]
-    finite: bool
+    is_finite: bool
     tree_size: TreeSize = TreeSize()
     tree: DraftTree | None = None
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
-    tree_sum: int = field(default=0, compare=False)
+    tree_checksum: int = field(default=0, compare=False)
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
-    own_paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    own_text_paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
     candidates: np.ndarray | None = field(default=None, compare=False)
-    by_source: np.ndarray | None = field(default=None, compare=False)
+    counts_by_source: np.ndarray | None = field(default=None, compare=False)
 
 
 def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
@@ -186,13 +188,13 @@ def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | 
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
     lengths = dummies if width else ()
-    return LaunchInput(dummies, ALL_SAMPLING, lengths=lengths, width=width, pieces=spread, tree=tree)
+    return LaunchInput(dummies, ALL_SAMPLING_FEATURES, lengths=lengths, width=width, pieces=spread, tree=tree)
 
 
-def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
+def sampling_features_of(requests: list[Request]) -> SamplingFeatures:
     """Returns the kinds of sampling work that these requests need."""
     params = [r.params for r in requests]
-    return SamplingNeeds(
+    return SamplingFeatures(
         sampled=any(p.temperature > 0 for p in params),
         filtered=any(p.has_filters for p in params),
         penalised=any(p.has_penalties for p in params),

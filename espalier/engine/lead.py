@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.engine.executor import Executor, Handle, StagedHandle
+from espalier.engine.executor import Executor, LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskBeamMasks, BeamRows, GuideRows, RowMasks, Trees
-from espalier.engine.ranks import BeamAnswer, RankFailed, Ranks, ResumeRound, SendDecisions, SettleRound
-from espalier.layout import LaunchForm
-from espalier.speculate.round import ModelRunner
+from espalier.engine.masks import AskBeamMasks, BeamMasks, DraftGuideRows, HostTrees, NodeMasks
+from espalier.engine.ranks import BeamAnswer, OtherRanks, RankFailed, ResumeRound, SendDecisions, SettleRound
 
 
 class LeadExecutor:
@@ -20,35 +18,22 @@ class LeadExecutor:
     Every method raises RankFailed if a rank has failed.
     """
 
-    def __init__(self, own_executor: Executor, ranks: Ranks) -> None:
+    def __init__(self, own_executor: Executor, ranks: OtherRanks) -> None:
         self.own_executor = own_executor
+        self.runner = own_executor.runner
+        self.captured_passes = own_executor.captured_passes
+        self.runs_any_tree = own_executor.runs_any_tree
         self.ranks = ranks
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.own_executor.runner
-
-    @property
-    def captured_passes(self) -> tuple[LaunchForm, ...]:
-        return self.own_executor.captured_passes
-
-    @property
-    def runs_any_tree(self) -> bool:
-        return self.own_executor.runs_any_tree
 
     @property
     def failure(self) -> Exception | None:
         return self.ranks.failure
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadHandle(self.ranks, number, self.own_executor.launch(launch_input))
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        with replace_by_rank_failure(self.ranks):
-            number = self.ranks.launch(launch_input)
-            return LeadStagedHandle(self.ranks, number, self.own_executor.launch_staged(launch_input))
+            make_handle = LeadStagedHandle if launch_input.is_staged else LeadLaunchHandle
+            return make_handle(self.ranks, number, self.own_executor.launch(launch_input))
 
     def close(self) -> None:
         if self.ranks.failure is not None:
@@ -64,8 +49,8 @@ class LeadExecutor:
             self.ranks.end()
 
 
-class LeadHandle:
-    def __init__(self, ranks: Ranks, launch_number: int, own_handle: Handle) -> None:
+class LeadLaunchHandle:
+    def __init__(self, ranks: OtherRanks, launch_number: int, own_handle: LaunchHandle) -> None:
         self.ranks = ranks
         self.launch_number = launch_number
         self.own_handle = own_handle
@@ -82,11 +67,11 @@ class LeadHandle:
             return results
 
 
-class LeadStagedHandle(LeadHandle):
-    own_handle: Any  # a StagedHandle
+class LeadStagedHandle(LeadLaunchHandle):
+    own_handle: Any  # a StagedRoundHandle
 
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
-        def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
             answer = ask_beam_masks(tokens, ancestor_bits)
             self.ranks.send(BeamAnswer(answer))
             return answer
@@ -95,18 +80,18 @@ class LeadStagedHandle(LeadHandle):
             self.ranks.send(ResumeRound(guide))
             self.own_handle.resume(guide, ask_for_all)
 
-    def trees(self) -> Trees:
+    def trees(self) -> HostTrees:
         with replace_by_rank_failure(self.ranks):
             return self.own_handle.trees()
 
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         with replace_by_rank_failure(self.ranks):
             self.ranks.send(SettleRound(masks))
             self.own_handle.settle(masks)
 
 
 @contextmanager
-def replace_by_rank_failure(ranks: Ranks) -> Iterator[None]:
+def replace_by_rank_failure(ranks: OtherRanks) -> Iterator[None]:
     """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield

@@ -1,9 +1,9 @@
 """Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
 A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
-If a grammar has used its share of the round's time, another thread may run beside its thread.  If slow grammars have
-also used the part of the limit that is not divided into shares, their threads are abandoned.  An abandoned thread goes
-on at a low priority until its call returns, and its result is dropped.
+Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share,
+another thread starts beside its thread.  When slow grammars have used the other half too, their threads are abandoned.
+An abandoned thread goes on at a low priority until its call returns, and its result is dropped.
 """
 
 import itertools
@@ -18,32 +18,32 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
-# The processor time that all grammars of a round may take together.  Half of the time that they took in the previous
-# round counts too.  Once the time is used up, the engine goes on without the grammars that took more than their share.
-# Ordinary grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that
-# runs when the request arrives, and its own.
+# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
+# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
+# that runs when the request arrives, and the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
-# Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
-MAX_SHARES = 8
+# Half of the time is divided among the grammars.  A share is never less than 1 / MAX_TIME_SHARES of that half.
+MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
-MAX_ABANDONED = 4
+MAX_ABANDONED_THREADS = 4
 # The most threads at a time, not counting abandoned threads.
 MAX_THREADS = 8
 
 # The result of a piece of work whose thread was abandoned.
 TOO_SLOW: Any = object()
-Work = Callable[[int], Any]
+IndexedWork = Callable[[int], Any]
 
 
-class MaskThreads:
+class MaskThreadPool:
     """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take, in
     seconds."""
 
     def __init__(self, limit_s: float = GRAMMAR_LIMIT_S):
         self.limit_s = limit_s
         self.threads: set[_MaskThread] = set()
-        self.queue = _Queue()
-        self._end = weakref.finalize(self, self.queue.end_threads)
+        self.queue = _CallQueue()
+        self._end_threads = weakref.finalize(self, self.queue.end_threads)
 
     @property
     def num_abandoned(self) -> int:
@@ -52,12 +52,12 @@ class MaskThreads:
 
     def run(
         self,
-        work: Work,
+        work: IndexedWork,
         num_pieces: int,
         *,
         all_threads: bool = False,
         used_s: list[float] | None = None,
-        overrun_s: Callable[[float], float] = lambda share_s: 0.0,
+        overrun_s: Callable[[float], float] = lambda time_share_s: 0.0,
     ) -> list[Any]:
         """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
 
@@ -66,16 +66,16 @@ class MaskThreads:
         beyond its shares, given the share in seconds.  all_threads: whether several threads begin at once.  If False,
         one thread begins, and others help if the first does not end soon.
         """
-        share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_SHARES)
-        call = _Call(work, num_pieces, share_s, [0.0] * num_pieces if used_s is None else used_s, has_help=all_threads)
+        time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
+        call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_more_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
-        while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
+        while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_TIME_SHARES):
             self._handle_slow(call, overrun_s)
         if call.error is not None:
             raise call.error
         return call.results
 
-    def _queue_call(self, call: "_Call", num_threads: int) -> None:
+    def _queue_call(self, call: "_PoolCall", num_threads: int) -> None:
         for _ in range(min(num_threads, MAX_THREADS)):
             self.queue.put(call)
         while len(self.threads) < min(num_threads, MAX_THREADS):
@@ -83,25 +83,26 @@ class MaskThreads:
             self.threads.add(thread)
             thread.start()
 
-    def _handle_slow(self, call: "_Call", overrun_s: Callable[[float], float]) -> None:
+    def _handle_slow(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
         """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
-            slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.share_s]
-            beyond_s = sum(job.used_s(thread) - call.share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.share_s) for used in call.finished_s) + overrun_s(call.share_s)
+            slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
+            beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
+            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.finished_s)
+            beyond_s += overrun_s(call.time_share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.index] = job.used_s(thread)
                     call.finished_s.append(call.used_s[job.index])
                     self._abandon(thread)
                     call.num_unfinished -= 1
-            elif call.has_help and all(job.is_slow for _, job in slow):
+            elif call.has_more_threads and all(job.is_slow for _, job in slow):
                 return
             for _, job in slow:
                 job.is_slow = True
         self._queue_call(call, call.num_unfinished if slow else min(call.num_unfinished, available_cores()))
-        call.has_help = True
+        call.has_more_threads = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
         self.threads.remove(thread)
@@ -111,10 +112,10 @@ class MaskThreads:
 
     def close(self) -> None:
         """Ends the threads.  Abandoned threads end by themselves.  Idempotent."""
-        self._end()
+        self._end_threads()
 
 
-class _Queue:
+class _CallQueue:
     """The data that the threads share.  The threads hold no reference to the pool.  So if nobody closes a pool, its
     threads end when the pool is freed.
 
@@ -125,18 +126,18 @@ class _Queue:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: deque[_Call | None] = deque()
+        self.waiting: deque[_PoolCall | None] = deque()
         self.pipe_ends: tuple[int, int] | None = None
         self.num_threads = self.num_abandoned = 0
 
-    def put(self, call: "_Call | None") -> None:
-        """Gives a call to one thread.  None pipe_ends the thread."""
+    def put(self, call: "_PoolCall | None") -> None:
+        """Gives a call to one thread.  None ends the thread."""
         if self.pipe_ends is None:
             self.pipe_ends = os.pipe()
         self.waiting.append(call)
         os.write(self.pipe_ends[1], b".")
 
-    def get(self) -> "_Call | None":
+    def get(self) -> "_PoolCall | None":
         assert self.pipe_ends is not None
         os.read(self.pipe_ends[0], 1)
         return self.waiting.popleft()
@@ -146,7 +147,7 @@ class _Queue:
             self.num_threads += 1
 
     def remove_thread(self) -> None:
-        """Called when a thread pipe_ends.  The last thread closes the pipe."""
+        """Called when a thread ends.  The last thread closes the pipe."""
         with self.lock:
             self.num_threads -= 1
             if not self.num_threads:
@@ -164,7 +165,7 @@ class _Queue:
             self.num_abandoned += 1
 
     def forget_thread(self) -> None:
-        """Called when an abandoned thread pipe_ends."""
+        """Called when an abandoned thread ends."""
         with self.lock:
             self.num_abandoned -= 1
 
@@ -176,19 +177,19 @@ class _Queue:
             self.put(None)
 
 
-class _Call:
-    """One call of MaskThreads.run.
+class _PoolCall:
+    """One call of MaskThreadPool.run.
 
     indices: the numbers of pieces of work that no thread has taken; num_unfinished: how many pieces have no result;
     lock: protects the fields that threads write; all_done: released when all pieces have results; finished_s: seconds
-    that each ended or abandoned piece has used in this round; has_help: whether several threads were started for this
-    call.
+    that each ended or abandoned piece has used in this round; has_more_threads: whether several threads were started
+    for this call.
     """
 
-    def __init__(self, work: Work, count: int, share_s: float, used_s: list[float], has_help: bool):
+    def __init__(self, work: IndexedWork, count: int, time_share_s: float, used_s: list[float], has_more_threads: bool):
         self.work = work
-        self.has_help = has_help
-        self.share_s = share_s
+        self.has_more_threads = has_more_threads
+        self.time_share_s = time_share_s
         self.used_s = used_s
         self.finished_s: list[float] = []
         self.indices = itertools.count()
@@ -202,13 +203,13 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Job:
+class _ThreadJob:
     """A piece of work that a thread is doing.
 
     start_s: the thread's processor time at its begin; is_slow: whether another thread was started because of it.
     """
 
-    call: _Call
+    call: _PoolCall
     index: int
     start_s: float
     is_slow: bool = False
@@ -222,12 +223,12 @@ class _MaskThread(threading.Thread):
     """A thread of the pool.  job: its piece of work; clock: the clock of its processor time, None if the system has no
     such clock."""
 
-    def __init__(self, queue: _Queue):
+    def __init__(self, queue: _CallQueue):
         # The thread is a daemon, so the interpreter does not wait for it at exit.
         super().__init__(name="espalier-masks", daemon=True)
         self.queue = queue
         self.is_abandoned = False
-        self.job: _Job | None = None
+        self.job: _ThreadJob | None = None
         self.clock: int | None = None
         queue.add_thread()
 
@@ -239,7 +240,7 @@ class _MaskThread(threading.Thread):
             # The time is read once for each piece of work, because reading it is a system call.
             now_s = _thread_time(self)
             while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
-                now_s = self._do_job(_Job(call, index, now_s))
+                now_s = self._do_job(_ThreadJob(call, index, now_s))
             if self.is_abandoned:
                 self.queue.forget_thread()
                 return
@@ -248,7 +249,7 @@ class _MaskThread(threading.Thread):
             call = self.queue.get()
         self.queue.remove_thread()
 
-    def _do_job(self, job: _Job) -> float:
+    def _do_job(self, job: _ThreadJob) -> float:
         """Does a piece of work.  Returns the thread's processor time after it, in seconds."""
         call, index, result, error = job.call, job.index, None, None
         self.job = job

@@ -5,20 +5,19 @@ so its request ends.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from torch import Tensor
 
-from espalier.engine.mask_threads import GRAMMAR_LIMIT_S, TOO_SLOW, MaskThreads
+from espalier.engine.mask_threads import GRAMMAR_LIMIT_S, TOO_SLOW, MaskThreadPool
 from espalier.grammar.token_masker import ForcedTokens, TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
-Trees = list[tuple[list[int], list[int]]]
+HostTrees = list[tuple[list[int], list[int]]]
 # One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
 NO_TOKEN_LEFT_ERROR = (
@@ -32,8 +31,7 @@ TOOK_TOO_LONG_ERROR = (
 NO_KNOWN_TOKENS = ForcedTokens([], None)
 
 
-@dataclass(frozen=True)
-class RowMasks:
+class NodeMasks(NamedTuple):
     """Masks of some requests of a batch; the other requests allow all tokens.
 
     rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
@@ -42,13 +40,12 @@ class RowMasks:
     rows: tuple[int, ...]
     masks: np.ndarray
 
-    def full_batch(self, batch: int) -> np.ndarray:
+    def for_full_batch(self, batch: int) -> np.ndarray:
         """Returns the masks of the whole batch, [batch, D, words]."""
-        return _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
+        return _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
-@dataclass(frozen=True)
-class GuideRows:
+class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
     rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
@@ -60,16 +57,15 @@ class GuideRows:
     masks: np.ndarray
     levels: np.ndarray
 
-    def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def for_full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns forced [batch, S], masks [batch, words] and levels [batch].  A row without a grammar has no
         limits."""
         fields = (self.forced, -1), (self.masks, ALL_ALLOWED), (self.levels, 0)
-        forced, masks, levels = (_full_batch(self.rows, values, batch, fill) for values, fill in fields)
+        forced, masks, levels = (_fill_full_batch(self.rows, values, batch, fill) for values, fill in fields)
         return forced, masks, levels
 
 
-@dataclass(frozen=True)
-class BeamRows:
+class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
     forced: [len(rows), K] int64, the token if only one may follow, else -1; masks: [len(rows), K, words] int32.
@@ -79,14 +75,14 @@ class BeamRows:
     forced: np.ndarray
     masks: np.ndarray
 
-    def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    def for_full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns forced [batch, K] and masks [batch, K, words]."""
-        forced = _full_batch(self.rows, self.forced, batch, -1)
-        return forced, _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
+        forced = _fill_full_batch(self.rows, self.forced, batch, -1)
+        return forced, _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
 # Returns the tokens that may follow draft rows.  Arguments: the rows' (tokens, ancestor_bits), on the host.
-AskBeamMasks = Callable[[Tensor, Tensor], BeamRows]
+AskBeamMasks = Callable[[Tensor, Tensor], BeamMasks]
 
 
 class MaskBuilder:
@@ -94,33 +90,33 @@ class MaskBuilder:
 
     steps: levels of the largest tree. guides_forced, guides_mask: whether the draft gets the forced tokens, and the
     allowed tokens; guides_all_levels: whether it gets both at deeper levels too (beam_masks).  False serves to measure
-    the gain of each.  too_slow: maskers that took too long.  Such maskers are never called again.
+    the gain of each.  slow_maskers: maskers that took too long.  Such maskers are never called again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
         self.guides_forced = self.guides_mask = self.guides_all_levels = True
-        self.num_words = mask_words(vocab_size)
+        self.num_mask_words = mask_words(vocab_size)
         self.steps = steps
-        self.threads = MaskThreads()
-        self.too_slow: WeakSet[TokenMasker] = WeakSet()
+        self.threads = MaskThreadPool()
+        self.slow_maskers: WeakSet[TokenMasker] = WeakSet()
         # Processor seconds of each masker: the time of this round, plus half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
-    def node_masks(self, maskers: Maskers, trees: Trees) -> RowMasks:
+    def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:
         """Returns the tokens that may follow each node of each tree."""
         rows = _rows_with_masker(maskers)
-        masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        masks = np.full((len(rows), len(trees[0][0]), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
 
         def fill(place: int, masker: TokenMasker) -> None:
             masker.node_masks(*trees[rows[place]], masks[place])
 
-        answers = self._call_each([maskers[row] for row in rows], fill, all_threads=True)
+        answers = self._call_maskers([maskers[row] for row in rows], fill, all_threads=True)
         slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
         if slow:
             # A copy, because an abandoned thread may still write.
             masks = masks.copy()
             masks[slow] = 0
-        return RowMasks(rows, masks)
+        return NodeMasks(rows, masks)
 
     def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
@@ -132,38 +128,38 @@ class MaskBuilder:
         if not rows:
             return None
         maskers = [picking[row] for row in rows]
-        answers = self._call_each(maskers, lambda _, masker: masker.root_mask(), all_threads=True)
-        masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
-        return RowMasks(rows, np.stack(masks)[:, None]).full_batch(len(batch))
+        answers = self._call_maskers(maskers, lambda _, masker: masker.root_mask(), all_threads=True)
+        masks = [np.zeros(self.num_mask_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
+        return NodeMasks(rows, np.stack(masks)[:, None]).for_full_batch(len(batch))
 
-    def guide_rows(self, maskers: Maskers) -> GuideRows | None:
+    def guide_rows(self, maskers: Maskers) -> DraftGuideRows | None:
         """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
-        masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        masks = np.full((len(rows), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
         most = self.steps if self.guides_forced else 0
-        answers = self._call_each([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
+        answers = self._call_maskers([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
         for place, answer in enumerate(answers):
             known = NO_KNOWN_TOKENS if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
             if known.mask is not None and self.guides_mask:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
-        return GuideRows(rows, forced, masks, levels)
+        return DraftGuideRows(rows, forced, masks, levels)
 
-    def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
         """Returns the tokens that may follow the beams of a level.
 
         tokens, ancestor_bits: as in sampling.mask.HostQuery, on the host.
         """
         rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
-        found = BeamRows(
+        found = BeamMasks(
             rows,
             np.full((len(rows), beams), -1, dtype=np.int64),
-            np.full((len(rows), beams, self.num_words), ALL_ALLOWED, dtype=np.int32),
+            np.full((len(rows), beams, self.num_mask_words), ALL_ALLOWED, dtype=np.int32),
         )
 
         def masks_of(place: int, masker: TokenMasker) -> list[np.ndarray | None]:
@@ -171,12 +167,12 @@ class MaskBuilder:
             return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
 
         if self.guides_all_levels:
-            for place, answer in enumerate(self._call_each([maskers[row] for row in rows], masks_of)):
+            for place, answer in enumerate(self._call_maskers([maskers[row] for row in rows], masks_of)):
                 for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
                     self._write_beam(found, place, beam, mask)
         return found
 
-    def _write_beam(self, found: BeamRows, row: int, beam: int, mask: np.ndarray | None) -> None:
+    def _write_beam(self, found: BeamMasks, row: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
         if self.guides_mask:
@@ -188,33 +184,33 @@ class MaskBuilder:
         """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
         if masker is None:
             return None
-        [is_stuck] = self._call_each([masker], lambda _, masker: masker.is_stuck)
+        [is_stuck] = self._call_maskers([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
             return TOOK_TOO_LONG_ERROR
         return NO_TOKEN_LEFT_ERROR if is_stuck else None
 
-    def _call_each(
-        self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, all_threads: bool = False
+    def _call_maskers(
+        self, maskers: Maskers, call_masker: Callable[[int, TokenMasker], Any], *, all_threads: bool = False
     ) -> list[Any]:
         """Returns question(place, masker) for each masker; TOO_SLOW for a masker that takes or took too long.
 
-        all_threads: as in MaskThreads.run.
+        all_threads: as in MaskThreadPool.run.
         """
 
         def ask(place: int) -> Any:
             masker = maskers[place]
             assert masker is not None
-            return TOO_SLOW if masker in self.too_slow else question(place, masker)
+            return TOO_SLOW if masker in self.slow_maskers else call_masker(place, masker)
 
-        def overrun_s(share_s: float) -> float:
+        def overrun_s(time_share_s: float) -> float:
             others = (used for masker, used in self._used_s.items() if masker not in asked)
-            return sum(max(0.0, used - share_s) for used in others)
+            return sum(max(0.0, used - time_share_s) for used in others)
 
         asked = [masker for masker in maskers if masker is not None]
         used_s = [self._used_s.get(masker, 0.0) for masker in asked]
         answers = self.threads.run(ask, len(asked), all_threads=all_threads, used_s=used_s, overrun_s=overrun_s)
         self._used_s.update(zip(asked, used_s, strict=True))
-        self.too_slow.update(masker for masker, answer in zip(asked, answers, strict=True) if answer is TOO_SLOW)
+        self.slow_maskers.update(masker for masker, answer in zip(asked, answers, strict=True) if answer is TOO_SLOW)
         return answers
 
     def _halve_used_time(self) -> None:
@@ -226,7 +222,7 @@ class MaskBuilder:
         self.threads.close()
 
 
-def _full_batch(rows: Sequence[int], values: np.ndarray, batch: int, fill: int) -> np.ndarray:
+def _fill_full_batch(rows: Sequence[int], values: np.ndarray, batch: int, fill: int) -> np.ndarray:
     """Returns [batch, ...]: `values` at these rows, and `fill` at all others."""
     full = np.full((batch, *values.shape[1:]), fill, dtype=values.dtype)
     full[list(rows)] = values

@@ -61,8 +61,8 @@ def is_prefill_next(
     return tokens_left >= layout.chunk_size or idle_rows >= PASS_OVERHEAD_ROWS
 
 
-def next_pass(
-    layout: RoundLayout, tokens_left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
+def next_prefill_pass(
+    layout: RoundLayout, tokens_left: Sequence[int], max_pass_rows: int, captured_forms: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
     """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
@@ -70,13 +70,16 @@ def next_pass(
     MIN_EAGER_ROWS; nearly as many tokens suffice if the fastest pass leaves tokens for the next pass.  If none has,
     and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is chosen.
 
-    tokens_left: for each request, in order of place, the tokens that it still has to enter; max_rows: the most rows of
-    the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
+    tokens_left: for each request, in order of place, the tokens that it still has to enter; max_pass_rows: the most
+    rows of the pass, at most chunk_size; captured_forms: forms of passes that are CUDA graphs
+    (Executor.captured_passes).
     """
-    passes = [_pass_of(tokens_left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
-    fastest, rows = _fastest_pass([(prefill, _padded_rows(prefill, captured)) for prefill in passes])
-    fitting = [form for form in captured if form.pass_rows <= max_rows]
-    graphs = [(_pass_of(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
+    passes = [
+        _pass_with_width(tokens_left, width, max_pass_rows) for width in layout.chunk_widths if width <= max_pass_rows
+    ]
+    fastest, rows = _fastest_pass([(prefill, _padded_rows(prefill, captured_forms)) for prefill in passes])
+    fitting = [form for form in captured_forms if form.pass_rows <= max_pass_rows]
+    graphs = [(_pass_with_width(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
     most_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
     # If no pass enters all tokens, a few more for the next pass cost little.
     fewest = sum(fastest.lengths) * (NEAR_BEST_RATE if sum(fastest.lengths) < sum(tokens_left) else 1)
@@ -88,9 +91,9 @@ def next_pass(
     return fastest
 
 
-def _padded_rows(prefill: PrefillPass, captured: Sequence[LaunchForm]) -> int:
+def _padded_rows(prefill: PrefillPass, captured_forms: Sequence[LaunchForm]) -> int:
     """Returns the rows of the captured form that the pass is padded to.  Without such a form, returns its own rows."""
-    form = captured_form(captured, prefill.width, prefill.rows // prefill.width)
+    form = captured_form(captured_forms, prefill.width, prefill.rows // prefill.width)
     return prefill.rows if form is None else form.pass_rows
 
 
@@ -104,9 +107,9 @@ def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[Pre
     return max(nearly, key=lambda each: each[0].width)
 
 
-def _pass_of(tokens_left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
+def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int) -> PrefillPass:
     """Returns a pass of pieces of this width.  The pass takes whole pieces of each request in turn, while they fit."""
-    lengths, pieces_left = [], max_rows // width
+    lengths, pieces_left = [], max_pass_rows // width
     for tokens in tokens_left:
         if not pieces_left:
             break

@@ -39,7 +39,7 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# The key of the queue of requests that had a slot before.  These requests go first, and do not use up a client's turn.
+# The key of the queue for preempted requests.  These requests go first, and do not use up their client's turn.
 PREEMPTED_KEY = None
 
 
@@ -115,7 +115,7 @@ def _client_of(request: Request) -> str | None:
 
 
 class WaitingQueue:
-    """All waiting requests, in heaps.  `add` takes O(log n), `take` O(log n + clients), `remove` O(1) on average."""
+    """All waiting requests, in heaps.  `add` takes O(log n), `pop` O(log n + clients), `remove` O(1) on average."""
 
     def __init__(self) -> None:
         self._by_priority: dict[int, FairQueue] = {}
@@ -130,14 +130,6 @@ class WaitingQueue:
     def peek(self) -> Request | None:
         entry = None if not self._valid_numbers else self._by_priority[self._first_priority].peek()
         return None if entry is None else entry.request
-
-    def take(self) -> QueueEntry:
-        """Removes and returns the entry of the request that `peek` returned.  The request gets a slot."""
-        return self._pop(True)
-
-    def set_aside(self) -> QueueEntry:
-        """Removes and returns the same entry as `take`, but the entry will be put back (`put_back`)."""
-        return self._pop(False)
 
     def put_back(self, entry: QueueEntry) -> None:
         """Puts an entry that was set aside back into its old place in the queue."""
@@ -156,7 +148,9 @@ class WaitingQueue:
     def _first_priority(self) -> int:
         return min(self._by_priority)
 
-    def _pop(self, gets_slot: bool) -> QueueEntry:
+    def pop(self, gets_slot: bool) -> QueueEntry:
+        """Removes and returns the entry of the request that `peek` returned.  gets_slot: False if the entry is only set
+        aside, and will be put back (`put_back`)."""
         priority = self._first_priority
         entry = self._by_priority[priority].pop(gets_slot)
         del self._valid_numbers[entry.request]

@@ -1,12 +1,12 @@
-"""Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
+"""Rank 0's connections to the other ranks: messages to the ranks, answers of the ranks, and failed ranks.
 
-Rank 0 schedules.  Rank 0 sends each launch as plain values, and the masks and answers that the host gives during a
-launch.  Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers
-with its own decisions.  A difference from rank 0's decisions is an error.
+Only rank 0 has a scheduler.  It sends each launch as plain values, and the grammar masks that a launch needs.  Every
+rank runs the same launches and samples the same tokens.  So rank 0 sends no tokens: each rank sends its own tokens and
+trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
 
-A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
-if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (it is stopped, or hangs), or if it has not
-started the last launch for MAX_LAG_S.
+A thread watches the other ranks.  If a rank fails, the thread ends all processes and reports one reason.  A rank has
+failed if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (the process is stopped, or hangs), or if
+it has not started the last launch for MAX_LAG_S.
 """
 
 import threading
@@ -18,117 +18,107 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from signal import Signals
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import BeamRows, GuideRows, RowMasks
+from espalier.engine.masks import BeamMasks, DraftGuideRows, NodeMasks
 from espalier.errors import EspalierError
 
 # A rank sends a heartbeat each HEARTBEAT_S.
 HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
-# One failure causes others.  The watch waits this long for further failures, and reports the first cause.
-GRACE_S = 0.5
-# STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  SHUTDOWN_S: the limit for
-# ending a process.
-STARTUP_S, SHUTDOWN_S = 120.0, 5.0
+# One failure causes others.  The thread waits this long for further failures, and reports the first cause.
+FAILURE_GRACE_S = 0.5
+# MAX_STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  MAX_SHUTDOWN_S: the limit
+# for ending a process.
+MAX_STARTUP_S, MAX_SHUTDOWN_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, is stopped, is behind, or has other decisions than rank 0.  All ranks are ended."""
+    """A rank has ended, is stopped, is behind, or has sampled other tokens than rank 0.  All ranks are ended."""
 
 
 # Messages from rank 0.
 
 
-@dataclass(frozen=True)
-class LoadModels:
+class LoadModels(NamedTuple):
     """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
 
     source: Any
 
 
-@dataclass(frozen=True)
-class StartLaunch:
-    """Start a launch.  number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its first
-    stage."""
+class StartLaunch(NamedTuple):
+    """Start a launch.  launch_number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its
+    first stage."""
 
-    number: int
+    launch_number: int
     launch_input: LaunchInput
 
 
-@dataclass(frozen=True)
-class ResumeRound:
-    guide: GuideRows | None
+class ResumeRound(NamedTuple):
+    guide: DraftGuideRows | None
 
 
-@dataclass(frozen=True)
-class BeamAnswer:
+class BeamAnswer(NamedTuple):
     """The answer to the draft's next question."""
 
-    beams: BeamRows
+    beams: BeamMasks
 
 
-@dataclass(frozen=True)
-class SettleRound:
-    masks: RowMasks
+class SettleRound(NamedTuple):
+    masks: NodeMasks
 
 
-@dataclass(frozen=True)
-class SendDecisions:
-    """Send the decisions of this launch, because rank 0 reads its result."""
+class SendDecisions(NamedTuple):
+    """Send the decisions of this launch.  Rank 0 sends this message when it reads the result of the launch."""
 
-    number: int
+    launch_number: int
 
 
-@dataclass(frozen=True)
-class UnloadModels:
+class UnloadModels(NamedTuple):
     """Free the engine."""
 
 
 # Messages to rank 0.
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """A sign of life.  last_launch: the number of the last launch that the rank has taken up."""
+class Heartbeat(NamedTuple):
+    """A message that shows that the process runs.  last_launch: the number of the last launch that the rank started."""
 
     last_launch: int
 
 
-@dataclass(frozen=True)
-class ModelsLoaded:
-    """The rank has loaded.  number: counts the loads from 1; 0 means that the process has started."""
+class ModelsLoaded(NamedTuple):
+    """The rank has loaded its models.  number: counts the loads from 1; 0 means that the process has started."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """The decisions of a launch.  decisions: the result of `decisions_of`."""
+class Decisions(NamedTuple):
+    """The tokens and trees of a launch.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
 
 
-@dataclass(frozen=True)
-class FailureReport:
-    """The rank has failed.  refused: whether the error was an EspalierError; is_memory: whether memory ran out."""
+class FailureReport(NamedTuple):
+    """The rank has failed.  is_refusal: whether the error was an EspalierError; is_out_of_memory: whether memory ran
+    out."""
 
     error: str
-    refused: bool
-    is_memory: bool = False
+    is_refusal: bool
+    is_out_of_memory: bool = False
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
     """Returns tokens, log-probabilities and trees of a launch as bytes.  Ranks that agree have equal bytes."""
     parts = []
     for each in results:
-        parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
+        parts.append(repr((each.tokens, each.is_finite, each.tree_checksum)).encode())
         parts += [rows.tobytes() for rows in (each.logprobs, each.prompt_logprobs) if rows is not None]
     return b"|".join(parts)
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """The part of subprocess.Popen that is used here."""
 
     @property
@@ -145,18 +135,19 @@ class Process(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since its last message; behind_s: seconds for which it has not taken up the last launch.
+    silent_s: seconds since the rank's last message; behind_s: seconds for which the rank has not started the last
+    launch.
     """
 
     rank: int
     connection: Connection
-    process: Process
-    answers: dict[tuple[type, int], Any] = field(default_factory=dict)
+    process: RankProcess
+    received_messages: dict[tuple[type, int], Any] = field(default_factory=dict)
     silent_s: float = 0.0
     behind_s: float = 0.0
     last_launch: int = 0
     has_reported: bool = False
-    failed: FailureReport | None = None
+    failure_report: FailureReport | None = None
     is_disconnected: bool = False
 
     @property
@@ -167,18 +158,18 @@ class Peer:
         with suppress(OSError):
             self.process.kill()
 
-    def exit_code(self, within_s: float) -> int | None:
+    def exit_code(self, timeout_s: float) -> int | None:
         """Waits up to this many seconds for the process to end.  Returns its exit code, None if it still runs."""
         with suppress(Exception):
-            self.process.wait(within_s)
+            self.process.wait(timeout_s)
         return self.process.poll()
 
 
-class Ranks:
+class OtherRanks:
     """Ranks 1 to N - 1.
 
     collectives: rank 0's collectives, which are aborted when a rank fails; None before the ranks are joined.
-    folder: holds the files through which ranks find one another.
+    rendezvous_folder: holds the files through which ranks find one another.
     """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
@@ -186,11 +177,11 @@ class Ranks:
         self.collectives: Any = None
         self.failure: Exception | None = None
         self.num_launched = self.num_loaded = self.num_answered = 0
-        self.folder = TemporaryDirectory(prefix="espalier-ranks-")
+        self.rendezvous_folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._condition = threading.Condition()
         self._is_ending = threading.Event()
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
-        self._watcher = threading.Thread(target=self._watch, name="espalier-ranks", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_peers, name="espalier-ranks", daemon=True)
         self._watcher.start()
 
     def send(self, message: Any) -> None:
@@ -252,22 +243,22 @@ class Ranks:
         Raises RankFailed, or the EspalierError of a rank.
         """
 
-        self._wait_for(lambda: all((message_type, number) in peer.answers for peer in self.peers))
-        return [peer.answers.pop((message_type, number)) for peer in self.peers]
+        self._wait_for(lambda: all((message_type, number) in peer.received_messages for peer in self.peers))
+        return [peer.received_messages.pop((message_type, number)) for peer in self.peers]
 
     def _wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Waits until is_there() is true.  Raises the failure of a rank, if one fails first."""
+        """Waits until is_met() is true.  Raises the failure of a rank, if one fails first."""
         with self._condition:
             self._condition.wait_for(lambda: self.failure is not None or is_met())
             if self.failure is not None:
                 raise self.failure
 
-    def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
-        """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
+    def require_equal(self, launch_number: int, results: Sequence[RequestResult]) -> None:
+        """Compares the tokens and trees of all ranks for a launch.  Raises RankFailed if a rank differs from rank 0."""
         own = decisions_of(results)
-        for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, number), strict=True):
+        for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, launch_number), strict=True):
             if answer.decisions != own:
-                self._fail(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {number}"))
+                self._fail_all(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {launch_number}"))
                 assert self.failure is not None
                 raise self.failure
 
@@ -277,9 +268,9 @@ class Ranks:
         All ranks are ended in both cases.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
+            self._condition.wait_for(lambda: self.failure is not None, 2 * FAILURE_GRACE_S)
         if self.failure is None:
-            self._fail(RankFailed(f"rank 0 has failed: {error}"))
+            self._fail_all(RankFailed(f"rank 0 has failed: {error}"))
             return error
         return self.failure
 
@@ -294,18 +285,18 @@ class Ranks:
             # A rank's process ends when its connection is closed.
             with suppress(OSError):
                 peer.connection.close()
-        deadline = time.monotonic() + (SHUTDOWN_S if self.failure is None else 0)
+        deadline = time.monotonic() + (MAX_SHUTDOWN_S if self.failure is None else 0)
         for peer in self.peers:
             if peer.exit_code(max(deadline - time.monotonic(), 0)) is None:
                 peer.kill()
-                peer.exit_code(SHUTDOWN_S)
+                peer.exit_code(MAX_SHUTDOWN_S)
         if self.failure is None:
             self._abort_collectives()
-        self.folder.cleanup()
+        self.rendezvous_folder.cleanup()
 
     # The watch
 
-    def _watch(self) -> None:
+    def _watch_peers(self) -> None:
         last = time.monotonic()
         while not self._is_ending.is_set() and self.failure is None:
             self._read_messages(HEARTBEAT_S)
@@ -332,43 +323,43 @@ class Ranks:
         if isinstance(message, Heartbeat):
             peer.last_launch = message.last_launch
         elif isinstance(message, FailureReport):
-            peer.failed = message
+            peer.failure_report = message
         else:
             with self._condition:
-                peer.answers[type(message), message.number] = message
+                peer.received_messages[type(message), message.number] = message
                 self._condition.notify_all()
 
-    def _check_peers(self, passed_s: float) -> None:
-        if any(peer.is_disconnected or peer.failed is not None for peer in self.peers):
-            deadline = time.monotonic() + GRACE_S
+    def _check_peers(self, elapsed_s: float) -> None:
+        if any(peer.is_disconnected or peer.failure_report is not None for peer in self.peers):
+            deadline = time.monotonic() + FAILURE_GRACE_S
             while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
                 self._read_messages(left)
             if not self._is_ending.is_set():
-                self._fail(self._first_cause())
+                self._fail_all(self._first_cause())
             return
         for peer in self.peers:
-            peer.silent_s += passed_s
-            peer.behind_s = peer.behind_s + passed_s if peer.last_launch < self.num_launched else 0.0
-            limit = MAX_SILENCE_S if peer.has_reported else STARTUP_S
+            peer.silent_s += elapsed_s
+            peer.behind_s = peer.behind_s + elapsed_s if peer.last_launch < self.num_launched else 0.0
+            limit = MAX_SILENCE_S if peer.has_reported else MAX_STARTUP_S
             if peer.silent_s > limit:
-                self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
+                self._fail_all(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
             elif peer.behind_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:
-                self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
+                self._fail_all(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:
         """Returns the failure to report.  A refusal comes first, then memory that ran out, then a process that has
         ended.  Any other error comes last, because it may be a consequence of these."""
         causes: list[tuple[int, Exception]] = []
         for peer in self.peers:
-            if peer.failed is not None:
-                place = 0 if peer.failed.refused else 1 if peer.failed.is_memory else 3
-                error = f"rank {peer.rank}: {peer.failed.error}"
-                causes.append((place, EspalierError(error) if peer.failed.refused else RankFailed(error)))
+            if peer.failure_report is not None:
+                place = 0 if peer.failure_report.is_refusal else 1 if peer.failure_report.is_out_of_memory else 3
+                error = f"rank {peer.rank}: {peer.failure_report.error}"
+                causes.append((place, EspalierError(error) if peer.failure_report.is_refusal else RankFailed(error)))
             elif peer.is_disconnected:
-                causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(GRACE_S))}")))
+                causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(FAILURE_GRACE_S))}")))
         return min(causes, key=lambda cause: cause[0])[1]
 
-    def _fail(self, failure: Exception) -> None:
+    def _fail_all(self, failure: Exception) -> None:
         with self._condition:
             if self.failure is None:
                 self.failure = failure

@@ -21,7 +21,7 @@ from espalier.logprobs import row_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import ALL_SOURCES
 from espalier.speculate.round import RoundOutput
-from espalier.speculate.sources.calibrate import Candidates
+from espalier.speculate.sources.calibrate import CandidateNodes
 from espalier.speculate.tree import VOID, Tree
 
 
@@ -31,8 +31,8 @@ class ResultColumns:
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
     log-probabilities. own_paths, candidates: as in RoundOutput.  max_top_logprobs: how many likeliest tokens a row of
-    log-probabilities has at most, also by the vocabulary's size.  weights: int64, the factors of tokens and parents in
-    RequestResult.tree_sum.
+    log-probabilities has at most, also by the vocabulary's size.  checksum_weights: int64, the factors of tokens and
+    parents in RequestResult.tree_checksum.
     """
 
     length: slice
@@ -48,7 +48,7 @@ class ResultColumns:
     logprobs: slice
     width: int
     max_top_logprobs: int
-    weights: np.ndarray = field(compare=False)
+    checksum_weights: np.ndarray = field(compare=False)
 
     @classmethod
     def for_layout(cls, layout: RoundLayout, vocab_size: int) -> "ResultColumns":
@@ -64,7 +64,7 @@ class ResultColumns:
             width=ends[-1],
             max_top_logprobs=min(MAX_LOGPROBS, vocab_size),
             # Any large odd numbers; products and sums wrap around.
-            weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
+            checksum_weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
         )
 
 
@@ -82,8 +82,8 @@ class ResultsRing:
         self.without_logprobs = self.ring[..., : self.columns.logprobs.start]
         self.logprobs = self.ring[..., self.columns.logprobs].unflatten(-1, (-1, row_words(MAX_LOGPROBS)))
 
-    def write(self, entry: Tensor, output: RoundOutput) -> None:
-        """Writes the output of a launch to ring entry `entry` [1]."""
+    def write(self, ring_entry: Tensor, output: RoundOutput) -> None:
+        """Writes the output of a launch to ring entry `ring_entry` [1]."""
         path, tree = output.path, output.tree
         parts = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
         # write_results fills all other columns with the void token.  So a launch without a tree has only void nodes.
@@ -95,51 +95,53 @@ class ResultsRing:
             for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
             if part is not None
         }
-        self._write_columns(entry, parts)
-        picked = (output.logits, output.rows, path.tokens, path.length)
-        write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
+        self._write_columns(ring_entry, parts)
+        picked = (output.logits, output.logit_rows, path.tokens, path.length)
+        write_logprobs(self.logprobs, ring_entry, *picked, output.num_logprobs)
 
-    def write_trees(self, entry: Tensor, tree: Tree) -> None:
-        """Writes the trees of a round that is not settled yet to ring entry `entry` [1]."""
-        self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
+    def write_trees(self, ring_entry: Tensor, tree: Tree) -> None:
+        """Writes the trees of a round that is not settled yet to ring entry `ring_entry` [1]."""
+        self._write_columns(ring_entry, {"tokens": tree.tokens, "parents": tree.parents})
 
-    def _write_columns(self, entry: Tensor, fields: dict[str, Tensor]) -> None:
+    def _write_columns(self, ring_entry: Tensor, fields: dict[str, Tensor]) -> None:
         by_column = {getattr(self.columns, name).start: part for name, part in fields.items()}
-        write_results(self.without_logprobs, entry, by_column)
+        write_results(self.without_logprobs, ring_entry, by_column)
 
 
 def read_results(
-    columns: ResultColumns, entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
+    columns: ResultColumns, ring_entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
 ) -> list[RequestResult]:
     """Reads a ring entry [B, width] on the host.  Returns one result for each slot of the launch input.
 
     prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None if no request wants them.
     """
-    length, num_finite = entry[:, columns.length][:, 0].tolist(), entry[:, columns.num_finite][:, 0].tolist()
-    emitted = entry[:, columns.emitted].tolist()
-    is_node = entry[:, columns.tokens] != VOID
-    depths = entry[:, columns.depths] * is_node
-    sums = (entry[:, columns.tokens.start : columns.parents.stop] @ columns.weights).tolist()
-    logprobs = _read_logprobs(columns, entry, launch_input.num_logprobs, num_finite)
-    candidates, by_source = _read_candidates(columns, entry, is_node)
+    length, num_finite = ring_entry[:, columns.length][:, 0].tolist(), ring_entry[:, columns.num_finite][:, 0].tolist()
+    emitted = ring_entry[:, columns.emitted].tolist()
+    is_node = ring_entry[:, columns.tokens] != VOID
+    depths = ring_entry[:, columns.depths] * is_node
+    sums = (ring_entry[:, columns.tokens.start : columns.parents.stop] @ columns.checksum_weights).tolist()
+    logprobs = _read_logprobs(columns, ring_entry, launch_input.num_logprobs, num_finite)
+    candidates, counts_by_source = _read_candidates(columns, ring_entry, is_node)
     of_prompts = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
-        _ranks(columns, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
+        _sibling_ranks(columns, ring_entry, is_node)
+        if launch_input.tree and launch_input.tree.steps
+        else ([], [True] * len(length))
     )
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
             TreeSize(tuple(np.bincount(depths[b])[1:].tolist())),
-            _read_tree(columns, entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
+            _read_tree(columns, ring_entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
             logprobs[b],
             of_prompts[b],
             sums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
-            _own_text_paths(entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
+            _own_text_paths(ring_entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
-            by_source[b],
+            counts_by_source[b],
         )
         for b in range(len(length))
     ]
@@ -152,39 +154,41 @@ def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, 
 
 
 def _read_candidates(
-    columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray
+    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
-    """Returns RequestResult.candidates and RequestResult.by_source of each request."""
+    """Returns RequestResult.candidates and RequestResult.counts_by_source of each request."""
     # A copy, because the next launch with this ring entry overwrites its buffer.
-    found = entry[:, columns.candidates].copy()
+    found = ring_entry[:, columns.candidates].copy()
     if not found.size or (found == VOID).all():
-        return ((None,) * len(entry),) * 2
+        return ((None,) * len(ring_entry),) * 2
     request, node = np.nonzero(is_node & (found != VOID))
-    chance = np.exp(entry[:, columns.scores].astype(np.int32).view(np.float32)[request, node])
-    level, path = np.arange(columns.path.stop - columns.path.start), entry[:, columns.path]
+    chance = np.exp(ring_entry[:, columns.scores].astype(np.int32).view(np.float32)[request, node])
+    level, path = np.arange(columns.path.stop - columns.path.start), ring_entry[:, columns.path]
     is_accepted = np.zeros(found.shape, dtype=bool)
-    rows, depths = np.nonzero((level > 0) & (level < entry[:, columns.length]))
+    rows, depths = np.nonzero((level > 0) & (level < ring_entry[:, columns.length]))
     is_accepted[rows, path[rows, depths]] = True
-    made = np.zeros((len(entry), len(ALL_SOURCES), 3))
+    made = np.zeros((len(ring_entry), len(ALL_SOURCES), 3))
     counted = np.stack((np.ones_like(chance), chance, is_accepted[request, node]), 1)
-    np.add.at(made, (request, Candidates.unpack(found[request, node]).sources), counted)
+    np.add.at(made, (request, CandidateNodes.unpack(found[request, node]).sources), counted)
     return list(found), list(made)
 
 
-def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
+def _sibling_ranks(
+    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray
+) -> tuple[list[list[int]], list[bool]]:
     """Returns two lists with an entry for each request.
 
     The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
     path's end have no meaning.  The second list says whether the path's last node has no child.  Nodes are in the order
     of their scores, so a node's rank is the number of siblings before it.
     """
-    parents = np.where(is_node, entry[:, columns.parents], VOID)
+    parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
-    path, request = entry[:, columns.path], np.arange(len(entry))
+    path, request = ring_entry[:, columns.path], np.arange(len(ring_entry))
     nodes = np.clip(path[:, 1:], 0, parents.shape[1] - 1)
     before = np.arange(parents.shape[1]) < nodes[..., None]
     siblings = parents[:, None] == np.take_along_axis(parents, nodes, 1)[..., None]
-    last = path[request, np.clip(entry[:, columns.length][:, 0] - 1, 0, path.shape[1] - 1)]
+    last = path[request, np.clip(ring_entry[:, columns.length][:, 0] - 1, 0, path.shape[1] - 1)]
     return (before & siblings).sum(-1).tolist(), (parents != last[:, None]).all(1).tolist()
 
 
@@ -196,9 +200,9 @@ def _read_tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTre
     return DraftTree(tokens, parents, depths, scores, row[columns.path][:length].tolist())
 
 
-def read_trees(columns: ResultColumns, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
+def read_trees(columns: ResultColumns, ring_entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
     """Returns (tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` wrote."""
-    return list(zip(entry[:, columns.tokens].tolist(), entry[:, columns.parents].tolist(), strict=True))
+    return list(zip(ring_entry[:, columns.tokens].tolist(), ring_entry[:, columns.parents].tolist(), strict=True))
 
 
 # The functions below copy rows.  A view would keep the rows of the whole batch alive, and the next launch with this
@@ -206,25 +210,27 @@ def read_trees(columns: ResultColumns, entry: np.ndarray) -> list[tuple[list[int
 
 
 def _read_logprobs(
-    columns: ResultColumns, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
+    columns: ResultColumns, ring_entry: np.ndarray, num_wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
     wants; None if it wants none."""
-    if wanted.count(None) == len(wanted):
+    if num_wanted.count(None) == len(num_wanted):
         return (None,) * len(num_emitted)
-    rows = entry[:, columns.logprobs].reshape(len(entry), -1, row_words(MAX_LOGPROBS))
+    rows = ring_entry[:, columns.logprobs].reshape(len(ring_entry), -1, row_words(MAX_LOGPROBS))
     return [
         None if most is None else rows[b, :emitted, : row_words(min(most, columns.max_top_logprobs))].copy()
-        for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
+        for b, (most, emitted) in enumerate(zip(num_wanted, num_emitted, strict=True))
     ]
 
 
-def _read_prompt_logprobs(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
+def _read_prompt_logprobs(
+    rows: Tensor | None, prompt_rows: PromptRows | None, batch: int
+) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
-    if rows is None or asked is None:
+    if rows is None or prompt_rows is None:
         return (None,) * batch
-    every = rows.numpy()
+    every, sizes = rows.numpy(), prompt_rows.num_rows_by_request
     return [
         every[end - size : end, : row_words(count)].copy() if size else None
-        for size, end, count in zip(asked.sizes, accumulate(asked.sizes), asked.counts, strict=True)
+        for size, end, count in zip(sizes, accumulate(sizes), prompt_rows.num_top_logprobs, strict=True)
     ]

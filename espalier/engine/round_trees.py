@@ -67,7 +67,7 @@ class RoundTrees:
         """Count the results of a launch.
 
         results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
-        GuessSources.count_right.
+        GuessSources.count_correct_guesses.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -80,7 +80,7 @@ class RoundTrees:
             verified < len(results) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
             for found in guesses
         ]
-        counted = [at for at, row in enumerate(results) if max_depths[at] > 0 and row.finite]
+        counted = [at for at, row in enumerate(results) if max_depths[at] > 0 and row.is_finite]
         samples = [AcceptSample(max_depths[at], results[at].ranks, results[at].is_leaf, is_short[at]) for at in counted]
         with_lookup = counted if self.has_lookup_trees else ()
         lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(results[at].tokens)) for at in with_lookup]

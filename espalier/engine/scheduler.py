@@ -1,27 +1,26 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only at harvest, or when no
-launch is in flight.  The request's slot and pages are released once.  Each time a request leaves its slot, its
-generation grows.  Results of an older generation are dropped.
+The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only when results are
+processed, or when no launch is in flight.  The request's slot and pages are released once.  Each time a request leaves
+its slot, its generation grows.  Results of an older generation are dropped.
 """
 
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PageBudget, PrefixTree
 from espalier.engine.guesses import NO_GUESSES, GuessSources, SourceGuesses
 from espalier.engine.launch_input import (
-    NOT_FINITE,
+    NOT_FINITE_ERROR,
     Launch,
     LaunchInput,
     RequestResult,
     RoundTrace,
     prompt_rows_of,
-    sampling_needs_of,
+    sampling_features_of,
     slot_init,
 )
 from espalier.engine.masks import MaskBuilder, Maskers
@@ -30,12 +29,12 @@ from espalier.engine.prefill_policy import (
     PASS_OVERHEAD_ROWS,
     PrefillPass,
     is_prefill_next,
-    next_pass,
+    next_prefill_pass,
     pieces_of,
 )
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
-from espalier.engine.state_keeper import IntPairs, NoStates
+from espalier.engine.state_keeper import IntPairs, NoStateKeeper
 from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -47,31 +46,30 @@ class Scheduler:
     """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
 
     on_round: gets a RoundTrace for each request of each round; set it to trace trees.  captured_passes: see Executor;
-    trees: the trees of rounds, by default the layout's; states: None for a model without states; guesses: the guesses
-    of the host's sources, by default without sources.
+    round_trees: by default the layout's trees; state_keeper: None without states; guess_sources: by default none.
     """
 
     def __init__(
         self,
         layout: RoundLayout,
         pool: PagePool,
-        prefixes: PrefixTree | None,
+        prefix_tree: PrefixTree | None,
         rounds_in_flight: int,
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
-        trees: RoundTrees | None = None,
-        states: NoStates | None = None,
-        guesses: GuessSources | None = None,
+        round_trees: RoundTrees | None = None,
+        state_keeper: NoStateKeeper | None = None,
+        guess_sources: GuessSources | None = None,
     ):
         self.layout = layout
-        self.trees = trees or RoundTrees(layout)
+        self.round_trees = round_trees or RoundTrees(layout)
         self.captured_passes = captured_passes
-        self.masks = MaskBuilder(vocab_size, layout.steps)
+        self.mask_builder = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
-        self.prefixes = prefixes
-        self._page_budget = PageBudget(pool, prefixes)
-        self.states = states or NoStates()
-        self.guesses = guesses or GuessSources(layout, ())
+        self.prefix_tree = prefix_tree
+        self._page_budget = PageBudget(pool, prefix_tree)
+        self.state_keeper = state_keeper or NoStateKeeper()
+        self.guess_sources = guess_sources or GuessSources(layout, ())
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -84,21 +82,21 @@ class Scheduler:
         self._last_was_prefill = False
         # The rows that idle slots could have run since the last prefill pass: the cost of delaying the next pass.
         self._idle_rows = 0.0
-        self._chunks: list[OutputChunk] = []
-        self._aborted: list[Request] = []
-        self._last_misfit: tuple[Request, int] | None = None
+        self._output_chunks: list[OutputChunk] = []
+        self._aborted_requests: list[Request] = []
+        self._unfit_request: tuple[Request, int] | None = None
         self._slot_inits: list[SlotInit] = []
         self._appended_pages: list[tuple[int, int, int]] = []
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Ends a request: at the next harvest of a launch that contains it, else before the next launch."""
+        """Ends a request when the result of its next launch is processed; without a launch, before the next one."""
         request.aborted = True
-        self._aborted.append(request)
+        self._aborted_requests.append(request)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._in_flight or self._chunks)
+        return bool(self.waiting or self.running or self._in_flight or self._output_chunks)
 
     def next_launch(self) -> Launch | None:
         """Returns a prefill pass or a round; None if launches must be read first, or if there is nothing to do."""
@@ -114,45 +112,46 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns the grammars of a staged round.  All earlier launches must have been harvested.
+        """Returns the grammars of a staged round.  All earlier results must have been processed.
 
         A request that has left its slot since the launch gets no grammar, because its results will be dropped.
         """
-        return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.members)
+        return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.launched_requests)
 
-    def harvest(self, launch: Launch, results: list[RequestResult]) -> None:
-        """Processes the results of a launch.  Launches are harvested in the order in which they were started."""
+    def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
+        """Processes the results of a launch.  Called in the order in which the launches were started."""
         self._in_flight -= 1
-        num_right = self.guesses.count_right(launch, results)
+        num_right = self.guess_sources.count_correct_guesses(launch, results)
         allowed = [0] * len(results)
-        for i, ((request, generation, is_prefilled), result) in enumerate(zip(launch.members, results, strict=True)):
+        of_requests = zip(launch.launched_requests, results, strict=True)
+        for i, ((request, generation, is_prefilled), result) in enumerate(of_requests):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
-                allowed[i] = self._read_round(request, result)
+                allowed[i] = self._read_round_result(request, result)
             elif self._read_prompt_logprobs(request, result) and is_prefilled:
-                self._read_prompt(request, result)
+                self._read_prefill_result(request, result)
             if request.aborted and not request.is_done:
-                self._finish(request, "abort")
-        self.trees.record(launch.launch_input, results, allowed, num_right)
+                self._finish_request(request, "abort")
+        self.round_trees.record(launch.launch_input, results, allowed, num_right)
 
-    def stop(self, error: str) -> None:
+    def abort_all(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
         self._in_flight = 0
         for request in (*self.waiting, *self.running):
-            self._finish(request, "abort", error)
+            self._finish_request(request, "abort", error)
         self.waiting = WaitingQueue()
 
-    def take_chunks(self) -> list[OutputChunk]:
-        chunks, self._chunks = self._chunks, []
+    def pop_chunks(self) -> list[OutputChunk]:
+        chunks, self._output_chunks = self._output_chunks, []
         return chunks
 
     # Slots
 
     def fits(self, request: Request) -> bool:
         """Returns whether the pool could hold the request to its end if all its pages were free."""
-        needed = self.layout.pages_for(request.max_num_tokens(self.layout.max_context) + self.rounds_in_flight - 1)
-        return needed <= self.pool.num_pages - 1
+        num_rows = request.max_num_tokens(self.layout.max_context) + self.rounds_in_flight - 1
+        return self.layout.pages_for(num_rows) < self.pool.num_pages
 
     def _fill_slots(self) -> None:
         """Gives free slots to waiting requests, in queue order, until one does not fit."""
@@ -160,9 +159,9 @@ class Scheduler:
         try:
             while self.free_slots and (request := self.waiting.peek()) is not None:
                 if self._waits_for_sibling(request):
-                    skipped.append(self.waiting.set_aside())
+                    skipped.append(self.waiting.pop(gets_slot=False))
                 elif self._enter_slot(request):
-                    self.waiting.take()
+                    self.waiting.pop(gets_slot=True)
                 else:
                     return
         finally:
@@ -172,26 +171,25 @@ class Scheduler:
     def _waits_for_sibling(self, request: Request) -> bool:
         """Returns whether a sibling is still computing the same prompt; this request will then share its pages."""
         leader = request.prefix_leader
-        return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
+        return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
     def _enter_slot(self, request: Request) -> bool:
         """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
         missing."""
-        if self._last_misfit == (request, self.pool.num_released):
-            # No page was released since the last try.
-            return False
+        if self._unfit_request == (request, self.pool.num_released):
+            return False  # no page was released since the last try
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
-        drafted = self.trees.has_draft_rows(request)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], drafted)
+        drafted = self.round_trees.has_draft_rows(request)
+        shared = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], drafted)
         self.pool.share(shared)
         end = request.max_num_tokens(self.layout.max_context)
         need = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
-        if not (self._page_budget.could_free(need) and self._page_budget.free_up_to(need)):
+        if not (self._page_budget.could_free(need) and self._page_budget.evict_until_free(need)):
             self.pool.release(shared)
-            self._last_misfit = request, self.pool.num_released
+            self._unfit_request = request, self.pool.num_released
             return False
         request.pages = shared + self.pool.allocate(need)
         request.slot = self.free_slots.pop()
@@ -203,9 +201,9 @@ class Scheduler:
             # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))
         request.prefill_len = request.num_known = prefill_len
-        request.num_prefilled, hit = self.states.enter_slot(request, start, cached)
+        request.num_prefilled, hit = self.state_keeper.enter_slot(request, start, cached)
         request.rounds_in_flight = 0
-        self.guesses.add_request(request)
+        self.guess_sources.add_request(request)
         if not request.output:
             request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.queue_key)
@@ -235,7 +233,7 @@ class Scheduler:
         missing = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._page_budget.free_up_to(missing):
+        if not self._page_budget.evict_until_free(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):
@@ -245,36 +243,37 @@ class Scheduler:
 
     # Launches
 
-    def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
-        tokens_left = [*map(self.states.max_prefill_tokens, prefilling)]
-        prefill = next_pass(self.layout, tokens_left, max_rows, self.captured_passes)
+    def _launch_prefill(self, prefilling: list[Request], max_pass_rows: int) -> Launch:
+        tokens_left = [*map(self.state_keeper.max_prefill_tokens, prefilling)]
+        prefill = next_prefill_pass(self.layout, tokens_left, max_pass_rows, self.captured_passes)
         batch, pieces = prefilling[: len(prefill.lengths)], pieces_of(prefill)
         starts = pieces or [(r, 0) for r in range(len(batch))]
-        committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
+        committed_lengths = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
         prompt_rows = prompt_rows_of(batch, prefill)
-        snapshots = self.states.snapshots_of_pass(batch, prefill.lengths)
+        snapshots = self.state_keeper.snapshots_of_pass(batch, prefill.lengths)
         for request, length in zip(batch, prefill.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill, self._idle_rows = True, 0.0
-        return self._launch(batch, committed, snapshots, self.trees.tree_of_pass(batch), prefill, pieces, prompt_rows)
+        tree = self.round_trees.tree_of_pass(batch)
+        return self._launch(batch, committed_lengths, snapshots, tree, prefill, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         max_committed = tuple(self.layout.max_committed_rows(r.num_known, r.rounds_in_flight) for r in batch)
-        committed = CommittedLengths(max_committed, exact=not any(r.rounds_in_flight for r in batch))
-        snapshots, guesses = self.states.snapshots_of_round(batch), self.guesses.ask_sources(batch)
+        committed_lengths = CommittedLengths(max_committed, exact=not any(r.rounds_in_flight for r in batch))
+        snapshots, guesses = self.state_keeper.snapshots_of_round(batch), self.guess_sources.ask_sources(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch, guesses.lookup_gain)
-        self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
+        tree = self.round_trees.next_tree(batch, guesses.lookup_gain)
+        self._idle_rows += (PASS_OVERHEAD_ROWS + self.round_trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, snapshots, tree, guesses=guesses)
+        return self._launch(batch, committed_lengths, snapshots, tree, guesses=guesses)
 
     def _launch(
         self,
         batch: list[Request],
-        committed: CommittedLengths,
+        committed_lengths: CommittedLengths,
         snapshots: IntPairs,
         tree: TreeShape | None,
         prefill: PrefillPass = NO_PREFILL,
@@ -286,7 +285,7 @@ class Scheduler:
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
-            needs=sampling_needs_of(batch),
+            sampling_features=sampling_features_of(batch),
             num_logprobs=tuple(r.params.logprobs for r in batch),
             lengths=prefill.lengths,
             width=prefill.width,
@@ -298,16 +297,16 @@ class Scheduler:
             prompt_rows=prompt_rows,
             tree=tree,
             is_staged=not prefill.width and any(r.masker for r in batch),
-            masks=self.masks.prompt_masks(batch) if prefill.width else None,
-            state_copies=self.states.take_copies(),
+            masks=self.mask_builder.prompt_masks(batch) if prefill.width else None,
+            state_copies=self.state_keeper.take_copies(),
             snapshots=snapshots,
-            **self.guesses.fields_for(batch, guesses, tree)._asdict(),
-            committed=committed,
+            **self.guess_sources.launch_fields(batch, guesses, tree)._asdict(),
+            committed_lengths=committed_lengths,
         )
         self._appended_pages, self._pages_to_clear = [], []
         self._in_flight += 1
         members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
-        return Launch(launch_input, members, guesses.by_slot)
+        return Launch(launch_input, members, guesses.guesses_by_slot)
 
     # Harvest
 
@@ -315,33 +314,33 @@ class Scheduler:
         """Appends the prompt log-probabilities of a pass.  Returns False if one is NaN, which ends the request."""
         rows = result.prompt_logprobs
         if rows is not None and request.prompt_logprobs.add(rows).has_nan:
-            self._finish(request, "abort", NOT_FINITE)
+            self._finish_request(request, "abort", NOT_FINITE_ERROR)
         return not request.is_done
 
-    def _read_prompt(self, request: Request, result: RequestResult) -> None:
-        if result.finite:
+    def _read_prefill_result(self, request: Request, result: RequestResult) -> None:
+        if result.is_finite:
             self._cache_pages(request, request.prefill_len)
             request.prompt_cached = True
             if request.params.max_tokens == 0:
-                self._finish(request, "length")
+                self._finish_request(request, "length")
             elif result.tokens:
                 self._append_tokens(request, result, [False])
         else:
-            self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
+            self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
 
-    def _read_round(self, request: Request, result: RequestResult) -> int:
+    def _read_round_result(self, request: Request, result: RequestResult) -> int:
         """Returns the depth down to which the request could accept guesses."""
         request.rounds_in_flight -= 1
         before = request.num_known
         request.num_known += len(result.tokens)
         pages = request.pages
         # The target picked the last token, and the draft the others.  Without finite logits, the last is missing.
-        num_accepted = len(result.tokens) - 1 if result.finite else len(result.tokens)
+        num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
-            self.states.on_decoded(request)
-        if not result.finite and not request.is_done:
-            self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
+            self.state_keeper.on_decoded(request)
+        if not result.is_finite and not request.is_done:
+            self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
         max_accept_depth = self.layout.max_accept_depth(request.max_num_tokens(self.layout.max_context), before)
         allowed = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
         depth = min(allowed, result.tree_size.depth)
@@ -358,19 +357,18 @@ class Scheduler:
         reason, kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
         for token in result.tokens:
-            reason = self._push_token(request, token)
-            kept += 1
+            reason, kept = self._push_token(request, token), kept + 1
             if reason:
                 break
         request.from_draft += from_draft[:kept]
-        self.guesses.add_tokens(request, result.tokens[:kept])
+        self.guess_sources.add_tokens(request, result.tokens[:kept])
         logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:kept])
         text = request.detokenizer.take_text(final=reason is not None) if request.detokenizer else ""
         if reason:
             self._set_finished(request, reason)
         if kept:
             content = (result.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
-            self._chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
+            self._output_chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
         return kept
 
     def _push_token(self, request: Request, token: int) -> str | None:
@@ -392,45 +390,47 @@ class Scheduler:
     def _drop_aborted(self) -> None:
         """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
         # The list is replaced before it is read, so an abort that interrupts this method goes to the new list.
-        aborted, self._aborted = self._aborted, []
+        aborted, self._aborted_requests = self._aborted_requests, []
         for request in aborted:
             if request.is_done:
                 continue
             if request.slot is None:
                 self.waiting.remove(request)
             elif self._in_flight:
-                self._aborted.append(request)
+                self._aborted_requests.append(request)
                 continue
-            self._finish(request, "abort")
+            self._finish_request(request, "abort")
 
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
+    def _finish_request(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error
         text = request.detokenizer.take_text(final=True) if request.detokenizer else ""
         self._set_finished(request, reason)
         report = None if request.output else request.prompt_logprobs_to_report
-        chunk = OutputChunk(request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason)
-        self._chunks.append(replace(chunk, error=error))
+        chunk = OutputChunk(
+            request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason, error=error
+        )
+        self._output_chunks.append(chunk)
 
     def _set_finished(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         if request.slot is not None:
-            self._release(request)
-        self.guesses.remove_request(request)
+            self._release_slot(request)
+        self.guess_sources.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
         """Puts a running request back into the queue.  The request keeps its tokens, the prefix cache its pages."""
         self.num_preempted += 1
-        self._release(request)
+        self._release_slot(request)
         self.waiting.add(request)
 
-    def _release(self, request: Request) -> None:
+    def _release_slot(self, request: Request) -> None:
         assert request.slot is not None
         if request.error is None and request.num_known > request.prefill_len:
             # Rounds have added rows; the rows of the prefill were inserted when the prefill's result was read.
             self._cache_pages(request, min(request.num_known, request.num_tokens))
-        self.states.on_slot_released(request)
+        self.state_keeper.on_slot_released(request)
         self.pool.release(request.pages)
-        if request.error == NOT_FINITE:
+        if request.error == NOT_FINITE_ERROR:
             # A library may multiply stale rows by zero, and zero times NaN is NaN.
             self._pages_to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
@@ -443,8 +443,8 @@ class Scheduler:
 
     def _cache_pages(self, request: Request, num_rows: int) -> None:
         """Inserts the full pages of the first `num_rows` rows into the prefix tree.  Later rows may still change."""
-        if self.prefixes is not None:
+        if self.prefix_tree is not None:
             num_full = self.layout.num_full_pages(num_rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
-            self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
-            self.states.on_pages_cached(request, len(tokens))
+            self.prefix_tree.insert(tokens, request.pages[:num_full], self.round_trees.has_draft_rows(request))
+            self.state_keeper.on_pages_cached(request, len(tokens))

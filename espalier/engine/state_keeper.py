@@ -1,14 +1,15 @@
-"""Decides where requests of a model with recurrent states begin, and when snapshots of the states are taken.
+"""For models with recurrent states: decides at which token a request begins to compute, and when the device copies the
+state of a request (a snapshot).
 
-A snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
-the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host knows that it exists
-once that launch is harvested.
+The snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
+the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host counts on the snapshot
+once it has read the result of that launch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from espalier.cache.pages import Snapshots
+from espalier.cache.pages import SnapshotRows
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.cache.states import ZERO_ROW
 from espalier.layout import RoundLayout
@@ -21,7 +22,7 @@ IntPairs = tuple[tuple[int, int], ...]
 NO_SNAPSHOT = (0, ZERO_ROW)
 
 
-class NoStates:
+class NoStateKeeper:
     """The keeper of a model without states.  A request begins where its cached rows end."""
 
     def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
@@ -57,45 +58,46 @@ class NoStates:
     def on_slot_released(self, request: Request) -> None:
         """Called when a request has left its slot."""
 
-    def check(self) -> None:
-        """Checks that every row of a snapshot has one owner.  Raises PageDefect."""
-
 
 @dataclass
 class RequestSnapshots:
     """The snapshots of a running request, as (tokens up to the end of the page, row).
 
-    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that
-    prefill passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
+    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken_snapshots:
+    snapshots that prefill passes take.  pending_snapshot: the snapshot that rounds will take next; last_snapshot: the
+    last snapshot that rounds took.
     """
 
     planned_ends: list[int]
-    taken: list[tuple[int, int]] = field(default_factory=list)
-    pending: tuple[int, int] | None = None
-    last: tuple[int, int] | None = None
+    taken_snapshots: list[tuple[int, int]] = field(default_factory=list)
+    pending_snapshot: tuple[int, int] | None = None
+    last_snapshot: tuple[int, int] | None = None
 
     @property
     def all_snapshots(self) -> list[tuple[int, int]]:
-        return [*self.taken, *(each for each in (self.last, self.pending) if each is not None)]
+        return [
+            *self.taken_snapshots,
+            *(each for each in (self.last_snapshot, self.pending_snapshot) if each is not None),
+        ]
 
 
-class StateKeeper(NoStates):
+class StateKeeper(NoStateKeeper):
     """The keeper of a model with states.
 
-    snapshots: the rows for snapshots.  prefixes: None without a prefix cache; then no snapshots are taken.
+    snapshots: the rows for snapshots.  prefix_tree: None without a prefix cache; then no snapshots are taken.
     decode_interval, prompt_interval: tokens between two snapshots, which are rounded up to whole pages.
     """
 
-    def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):
+    def __init__(self, layout: RoundLayout, prefix_tree: PrefixTree | None, snapshots: SnapshotRows):
         self.layout = layout
-        self.prefixes = prefixes
+        self.prefix_tree = prefix_tree
         self.snapshots = snapshots
         self.tokens_before_end = max(layout.num_recomputed_tokens, 1)
         self.decode_interval, self.prompt_interval = DECODE_SNAPSHOT_INTERVAL, PROMPT_SNAPSHOT_INTERVAL
         self._by_request: dict[Request, RequestSnapshots] = {}
         self._pending_copies: list[tuple[int, int]] = []
-        if prefixes is not None:
-            prefixes.on_removed = snapshots.detach
+        if prefix_tree is not None:
+            prefix_tree.on_removed = snapshots.detach
 
     def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
         assert request.slot is not None
@@ -113,12 +115,12 @@ class StateKeeper(NoStates):
     def _planned_page_ends(self, prefill_len: int, begin: int, num_cached: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: where the prompt leaves the cached text, every
         `prompt_interval`, and the last page end."""
-        if self.prefixes is None:
+        if self.prefix_tree is None:
             return []
         every = self._rounded_to_pages(self.prompt_interval)
-        last = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
-        ends = {num_cached, last, *range(every, last, every)}
-        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last)
+        last_snapshot = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
+        ends = {num_cached, last_snapshot, *range(every, last_snapshot, every)}
+        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_snapshot)
 
     def max_prefill_tokens(self, request: Request) -> int:
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
@@ -135,7 +137,7 @@ class StateKeeper(NoStates):
         end, row = held.planned_ends.pop(0), self.snapshots.allocate()
         if row is None:
             return None
-        held.taken.append((end, row))
+        held.taken_snapshots.append((end, row))
         return end, row
 
     def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
@@ -143,15 +145,15 @@ class StateKeeper(NoStates):
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
         held = self._by_request[request]
-        if held.pending is None and self.prefixes is not None:
+        if held.pending_snapshot is None and self.prefix_tree is not None:
             # The next snapshot is past every length that the slot can have after the rounds in flight.
             at_most = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
             every = self._rounded_to_pages(self.decode_interval)
             end = ((at_most + self.tokens_before_end) // every + 1) * every
             if end - self.tokens_before_end <= at_most + self.layout.extend_width:
                 row = self.snapshots.allocate()
-                held.pending = None if row is None else (end, row)
-        return held.pending
+                held.pending_snapshot = None if row is None else (end, row)
+        return held.pending_snapshot
 
     def _launch_snapshots(self, snapshots: Sequence[tuple[int, int] | None]) -> IntPairs:
         if not any(snapshots):
@@ -164,17 +166,21 @@ class StateKeeper(NoStates):
 
     def on_decoded(self, request: Request) -> None:
         held = self._by_request[request]
-        if held.pending is not None and held.pending[0] <= min(request.num_known, request.num_tokens):
-            if held.last is not None:
-                self.snapshots.release(held.last[1])
-            held.last, held.pending = held.pending, None
+        if held.pending_snapshot is not None and held.pending_snapshot[0] <= min(request.num_known, request.num_tokens):
+            if held.last_snapshot is not None:
+                self.snapshots.release(held.last_snapshot[1])
+            held.last_snapshot, held.pending_snapshot = held.pending_snapshot, None
 
     def on_pages_cached(self, request: Request, rows: int) -> None:
         held = self._by_request[request]
         self.on_decoded(request)
-        taken, held.taken, held.last = [*held.taken, *([held.last] if held.last else [])], [], None
-        for end, row in taken:
-            pages = [] if self.prefixes is None or end > rows else self.prefixes.match(request.tokens[:end])
+        taken_snapshots, held.taken_snapshots, held.last_snapshot = (
+            [*held.taken_snapshots, *([held.last_snapshot] if held.last_snapshot else [])],
+            [],
+            None,
+        )
+        for end, row in taken_snapshots:
+            pages = [] if self.prefix_tree is None or end > rows else self.prefix_tree.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
                 self.snapshots.attach(pages[-1], row)
             else:
@@ -184,17 +190,13 @@ class StateKeeper(NoStates):
         for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshots.release(row)
 
-    def check(self) -> None:
-        held = [row for each in self._by_request.values() for _, row in each.all_snapshots]
-        self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
-
     def _rounded_to_pages(self, tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""
         return self.layout.tokens_in(self.layout.pages_for(tokens))
 
 
 def make_state_keeper(
-    layout: RoundLayout, prefixes: PrefixTree | None, snapshot_rows: Sequence[int] | None
-) -> NoStates:
+    layout: RoundLayout, prefix_tree: PrefixTree | None, snapshot_rows: Sequence[int] | None
+) -> NoStateKeeper:
     """Returns the keeper for a model.  snapshot_rows: the state table's rows for snapshots; None without states."""
-    return NoStates() if snapshot_rows is None else StateKeeper(layout, prefixes, Snapshots(snapshot_rows))
+    return NoStateKeeper() if snapshot_rows is None else StateKeeper(layout, prefix_tree, SnapshotRows(snapshot_rows))

@@ -177,7 +177,9 @@ class Learner:
         """
         runner = llm.engine.executor.runner
         self._target = runner.target
-        drafter: Any = getattr(runner.drafter, "drafter", runner.drafter)  # of a GraftedDrafter, the one with the model
+        drafter: Any = getattr(
+            runner.drafter, "drafter", runner.drafter
+        )  # of a PathMergingDrafter, the one with the model
         self._served: DraftModel = drafter.draft
         Swap(self._served, self._load(self.draft))
         try:

@@ -1,10 +1,10 @@
 """Compiles grammars with xgrammar in threads, tries their masks, and keeps the results.
 
-A request waits WAIT_S for its grammar.  After that the compilation is given up: the request is refused with
+A request waits MAX_WAIT_S for its grammar.  After that the compilation is given up: the request is refused with
 CompilerBusy, because load may be the cause.  A thread cannot be ended, so it runs on, and a retry gets its result.  A
-grammar that takes longer than COMPILE_S is refused for good, unless its compilation succeeds in the end.  While
-MAX_RUNNING threads that were given up run, no compilation can begin, so waiting and new grammars are refused with
-CompilerBusy.  Compiling releases the GIL, so other requests go on.
+grammar that takes longer than MAX_COMPILE_S is refused for good, unless its compilation succeeds in the end.  While
+MAX_RUNNING_COMPILATIONS threads that were given up run, no compilation can begin, so waiting and new grammars are
+refused with CompilerBusy.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -30,10 +30,10 @@ from espalier.text import Tokenizer
 if TYPE_CHECKING:
     import xgrammar
 
-WAIT_S = 10.0
-COMPILE_S = 60.0
+MAX_WAIT_S = 10.0
+MAX_COMPILE_S = 60.0
 # The most compilations at the same time, including abandoned compilations.
-MAX_RUNNING = 4
+MAX_RUNNING_COMPILATIONS = 4
 MAX_THREADS = 8
 # Memory limits, in bytes: of one grammar, and of all grammars that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
@@ -51,17 +51,18 @@ class CompilerBusy(EspalierError):
 
 
 class CompiledGrammar:
-    """A grammar for one tokenizer.  form: xgrammar's compiled form; num_bytes: the memory that it takes."""
+    """A grammar for one tokenizer.  xgrammar_form: xgrammar's compiled form; num_bytes: the memory that it takes."""
 
-    def __init__(self, form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
-        self.form = form
+    def __init__(self, xgrammar_form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
+        self.xgrammar_form = xgrammar_form
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.num_bytes = int(form.memory_size_bytes)
+        self.num_bytes = int(xgrammar_form.memory_size_bytes)
 
-    def masker(self, end_tokens: Sequence[int], after: str | None = None) -> GrammarMasker:
-        """Returns the masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
-        return GrammarMasker(self.form, self.vocab_size, end_tokens, after, self.tokenizer.bytes_of)
+    def masker(self, end_tokens: Sequence[int], start_marker: str | None = None) -> GrammarMasker:
+        """Returns the masker of one output.  end_tokens: allowed only where the grammar ends; start_marker: as in
+        Grammar."""
+        return GrammarMasker(self.xgrammar_form, self.vocab_size, end_tokens, start_marker, self.tokenizer.bytes_of)
 
 
 class GrammarCompiler:
@@ -71,16 +72,18 @@ class GrammarCompiler:
     count from the compilation's begin.  num_given_up: compilations that were given up and still run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = MAX_WAIT_S, time_limit_s: float = MAX_COMPILE_S
+    ):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.wait_s = wait_s
         self.time_limit_s = time_limit_s
         self.num_given_up = 0
-        self._cached: OrderedDict[CacheKey, Future[CompiledGrammar]] = OrderedDict()
+        self._futures: OrderedDict[CacheKey, Future[CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
-        self._running = threading.BoundedSemaphore(MAX_RUNNING)
+        self._running_compilations = threading.BoundedSemaphore(MAX_RUNNING_COMPILATIONS)
         self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
@@ -90,23 +93,23 @@ class GrammarCompiler:
         """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
-            if (known := self._cached.get(key)) is not None:
-                self._cached.move_to_end(key)
+            if (known := self._futures.get(key)) is not None:
+                self._futures.move_to_end(key)
                 return known
             made: Future[CompiledGrammar] = Future()
-            if self.num_given_up == MAX_RUNNING:
+            if self.num_given_up == MAX_RUNNING_COMPILATIONS:
                 made.set_exception(_busy_error())
                 return made
-            self._cached[key] = made
-        threading.Thread(target=self._run, args=(key, grammar, made), name=THREAD_NAME, daemon=True).start()
+            self._futures[key] = made
+        threading.Thread(target=self._run_compilation, args=(key, grammar, made), name=THREAD_NAME, daemon=True).start()
         return made
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar and wait for it.  Raises EspalierError with the reason."""
         return self.submit(grammar).result()
 
-    def _run(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
-        with self._running:
+    def _run_compilation(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
+        with self._running_compilations:
             if future.done():  # refused while it waited
                 return
             lower_priority(threading.get_native_id())  # running streams come first
@@ -122,7 +125,7 @@ class GrammarCompiler:
             with self._lock:
                 if future.done():
                     self.num_given_up -= 1
-                    future = self._cached[key] = Future()
+                    future = self._futures[key] = Future()
                 if isinstance(compiled, EspalierError):
                     future.set_exception(compiled)
                 else:
@@ -140,51 +143,51 @@ class GrammarCompiler:
                     "or use a simpler one"
                 )
             )
-            if self.num_given_up == MAX_RUNNING:
+            if self.num_given_up == MAX_RUNNING_COMPILATIONS:
                 self._refuse_waiting()
         _call_after(self.time_limit_s - self.wait_s, self._refuse, key, future)
 
     def _refuse(self, key: CacheKey, given_up: "Future[CompiledGrammar]") -> None:
         """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
-            if self._cached.get(key) is given_up:
-                self._cached[key] = Future()
+            if self._futures.get(key) is given_up:
+                self._futures[key] = Future()
                 why = f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one"
-                self._cached[key].set_exception(EspalierError(why))
+                self._futures[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
         """Refuses the grammars that still wait.  None can begin before a thread ends, which may never happen."""
-        for key, waiting in [(key, future) for key, future in self._cached.items() if not future.done()]:
+        for key, waiting in [(key, future) for key, future in self._futures.items() if not future.done()]:
             waiting.set_exception(_busy_error())
-            del self._cached[key]
+            del self._futures[key]
 
     def _drop_oldest(self) -> None:
-        done = {key: future for key, future in self._cached.items() if future.done()}
+        done = {key: future for key, future in self._futures.items() if future.done()}
         sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
         total = sum(sizes.values())
         for key, size in sizes.items():
-            if total <= MAX_KEPT_BYTES and len(self._cached) <= MAX_KEPT_GRAMMARS:
+            if total <= MAX_KEPT_BYTES and len(self._futures) <= MAX_KEPT_GRAMMARS:
                 return
-            del self._cached[key]
+            del self._futures[key]
             total -= size
 
     # With xgrammar
 
     def _compile_and_try(self, grammar: Grammar) -> CompiledGrammar:
         # Compile for single bytes first: to compile an ambiguous grammar for all tokens may take hours.
-        try_with_byte_tokens(lambda compiler: compile_form(compiler, grammar))
+        try_with_byte_tokens(lambda compiler: compile_with_xgrammar(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
-        form = compile_form(compiler, grammar)
-        if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
+        xgrammar_form = compile_with_xgrammar(compiler, grammar)
+        if xgrammar_form.memory_size_bytes > MAX_GRAMMAR_BYTES:
             raise EspalierError(
-                f"the grammar needs {form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
+                f"the grammar needs {xgrammar_form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
-        compiled = CompiledGrammar(form, self.tokenizer, self.vocab_size)
+        compiled = CompiledGrammar(xgrammar_form, self.tokenizer, self.vocab_size)
         # A masker needs an end token, and that token's text cannot be written.  So two end tokens are tried.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
-        try_masks(form, num_bytes)
+        try_masks(xgrammar_form, num_bytes)
         return compiled
 
     def _compiler(self, spells_special_tokens: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
@@ -205,7 +208,7 @@ class GrammarCompiler:
             return self._compilers[spells_special_tokens]
 
 
-def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
+def compile_with_xgrammar(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
     text = REWRITE_BY_KIND[grammar.kind](grammar)
     if grammar.kind in ("json_object", "json_schema"):

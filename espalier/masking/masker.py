@@ -23,33 +23,33 @@ class GrammarMasker:
 
     A pushed token is matched only at the next call that needs it, since matching may take long.
 
-    end_tokens: allowed only where the grammar ends.  after: the marker, a text.  Before the marker, every token is
-    allowed except end tokens; behind it, the grammar begins.  If the marker's last token has more text, that text is
+    end_tokens: allowed only where the grammar ends.  start_marker: the marker, a text.  Before the marker, every token
+    is allowed except end tokens; behind it, the grammar begins.  If the marker's last token has more text, that text is
     not checked.  None if the grammar begins at the first token.
     """
 
     def __init__(
         self,
-        form: "xgrammar.CompiledGrammar",
+        xgrammar_form: "xgrammar.CompiledGrammar",
         vocab_size: int,
         end_tokens: Sequence[int],
-        after: str | None,
+        start_marker: str | None,
         bytes_of: Callable[[int], TokenBytes],
     ):
         from xgrammar import GrammarMatcher
 
-        self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
+        self.matcher = GrammarMatcher(xgrammar_form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
         # No grammar allows these tokens.  And xgrammar writes a line to stderr for each one that it is given.
-        self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
-        self.num_words = mask_words(vocab_size)
+        self.special_tokens = frozenset(xgrammar_form.tokenizer_info.special_token_ids).difference(end_tokens)
+        self.num_mask_words = mask_words(vocab_size)
         # xgrammar may set bits beyond the vocabulary.
         self.last_word_mask = (1 << vocab_size % WORD_BITS) - 1 if vocab_size % WORD_BITS else ALL_ALLOWED
-        self.marker = None if after is None else after.encode()
-        self.tail = b""
+        self.start_marker = None if start_marker is None else start_marker.encode()
+        self.text_tail = b""
         self.unmatched_tokens: list[int] = []
         self._has_rejected = False
-        self.mask_before_marker = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.mask_before_marker = np.full(self.num_mask_words, ALL_ALLOWED, dtype=np.int32)
         self.mask_before_marker[-1] &= self.last_word_mask
         for token in end_tokens:
             self.mask_before_marker[token // WORD_BITS] &= ~np.int32(np.uint32(1 << token % WORD_BITS).view(np.int32))
@@ -58,9 +58,9 @@ class GrammarMasker:
         self.unmatched_tokens.append(token_id)
 
     def _match(self, token_id: int) -> None:
-        if self.marker is not None:
-            tail = self._tail_after(self.tail, token_id)
-            self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
+        if self.start_marker is not None:
+            text_tail = self._tail_after(self.text_tail, token_id)
+            self.start_marker, self.text_tail = (None, b"") if text_tail is None else (self.start_marker, text_tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
             # Correct masks never lead here.  A wrong mask ends only this request with an error.
             self._has_rejected = True
@@ -76,17 +76,18 @@ class GrammarMasker:
     def _accept(self, token_id: int) -> bool:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
-    def _tail_after(self, tail: bytes, token_id: int) -> bytes | None:
-        """Returns the output's last bytes after this token; None if the marker is complete.  tail: the bytes before."""
-        assert self.marker is not None
-        text = tail + self.bytes_of(token_id).bytes
-        return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
+    def _tail_after(self, text_tail: bytes, token_id: int) -> bytes | None:
+        """Returns the output's last bytes after this token; None if the marker is complete.  text_tail: the bytes
+        before."""
+        assert self.start_marker is not None
+        text = text_tail + self.bytes_of(token_id).bytes
+        return None if self.start_marker in text else text[max(0, len(text) - len(self.start_marker) + 1) :]
 
     def root_mask(self) -> np.ndarray:
         has_rejected = self.has_rejected
-        if self.marker is not None:
+        if self.start_marker is not None:
             return self.mask_before_marker
-        mask = np.zeros((1, self.num_words), dtype=np.int32)
+        mask = np.zeros((1, self.num_mask_words), dtype=np.int32)
         if not has_rejected and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
             mask[0, -1] &= self.last_word_mask
@@ -99,7 +100,7 @@ class GrammarMasker:
     def forced_tokens(self, max_tokens: int) -> ForcedTokens:
         forced: list[int] = []
         mask = None
-        while not self.has_rejected and self.marker is None and not self.matcher.is_terminated():
+        while not self.has_rejected and self.start_marker is None and not self.matcher.is_terminated():
             mask = self.root_mask()
             only = only_token(mask)
             if only is None or len(forced) == max_tokens:
@@ -113,9 +114,9 @@ class GrammarMasker:
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
         if self.has_rejected:
             return None
-        marker, tail, num_accepted, is_allowed = self.marker, self.tail, 0, True
+        start_marker, text_tail, num_accepted, is_allowed = self.start_marker, self.text_tail, 0, True
         for token in path:
-            if self.marker is not None:
+            if self.start_marker is not None:
                 self._match(token)
                 continue
             is_allowed = not self.matcher.is_terminated() and self._accept(token)
@@ -124,13 +125,13 @@ class GrammarMasker:
             num_accepted += 1
         mask = self.root_mask() if is_allowed and not self.matcher.is_terminated() else None
         self.matcher.rollback(num_accepted)
-        self.marker, self.tail = marker, tail
+        self.start_marker, self.text_tail = start_marker, text_tail
         return mask
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         if self.has_rejected:
             out[:] = 0
-        elif self.marker is None:
+        elif self.start_marker is None:
             self._fill_masks(list(range(len(tokens))), tokens, parents, out)
         else:
             self._fill_masks_before_marker(tokens, parents, out)
@@ -150,7 +151,9 @@ class GrammarMasker:
             else:
                 sibling[youngest[above]] = i
             youngest[above] = i
-        rows = out if len(nodes) == len(out) else np.full((len(nodes), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        rows = (
+            out if len(nodes) == len(out) else np.full((len(nodes), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
+        )
         drafted = torch.tensor([tokens[node] for node in nodes])
         self.matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), drafted, torch.from_numpy(rows))
         if rows is not out:
@@ -158,7 +161,7 @@ class GrammarMasker:
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
-        tails: list[bytes | None] = [self.tail]
+        tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker, the node itself and those below it; completed_at: the inverse map.
         nodes_from: dict[int, list[int]] = {}
         completed_at: dict[int, int] = {}

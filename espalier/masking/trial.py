@@ -25,22 +25,22 @@ MAX_MASK_S = 0.02
 MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
-NUM_TOKENS = 96
+NUM_SAMPLE_TOKENS = 96
 # Longer tokens are not preferred over tokens of this many bytes, because the masks behind them may take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
 # A matcher needs an end token.  The text of this end token cannot be tried.
-END_TOKEN = 0
+TRIAL_END_TOKEN = 0
 
 
 def try_with_byte_tokens(compile_for: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]") -> None:
     """Compile a grammar for a vocabulary of single bytes, and try its masks.  Raises EspalierError."""
     try:
-        form = compile_for(_byte_compiler())
+        xgrammar_form = compile_for(_byte_compiler())
     except Exception:  # the compilation for all tokens will raise it again
         return
-    try_masks(form, np.ones(256, dtype=np.int64))
+    try_masks(xgrammar_form, np.ones(256, dtype=np.int64))
 
 
 @cache
@@ -59,34 +59,38 @@ def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> No
     """
     import xgrammar
 
-    num_bytes = np.where(np.arange(len(num_bytes)) == END_TOKEN, 0, num_bytes)
+    num_bytes = np.where(np.arange(len(num_bytes)) == TRIAL_END_TOKEN, 0, num_bytes)
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
         if time.thread_time() - begun < MAX_TRIAL_S:
-            matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[END_TOKEN])
-            _try_one_text(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
+            matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[TRIAL_END_TOKEN])
+            _try_one_text(
+                matcher, num_bytes, random.Random(seed), repeats_tokens=seed == 0, prefers_long_tokens=seed < 2
+            )
 
 
-def _try_one_text(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
+def _try_one_text(
+    matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats_tokens: bool, prefers_long_tokens: bool
+) -> None:
     """Generate one text and require fast masks.  num_bytes: the bytes of each token, 0 for a token that is not tried.
 
-    repeats: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
+    repeats_tokens: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
     """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
-    length, token = 0, END_TOKEN
-    for _ in range(NUM_TOKENS):
+    length, token = 0, TRIAL_END_TOKEN
+    for _ in range(NUM_SAMPLE_TOKENS):
         took_s = _cpu_seconds_of(matcher.fill_next_token_bitmask, mask)
         # A slow mask or token is timed once more, because the system may have caused the first delay.
         _require_fast(
             took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, length
         )
         allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
-        if not (repeats and allowed[token] and sizes[token]):
+        if not (repeats_tokens and allowed[token] and sizes[token]):
             allowed *= sizes
             if not (longest := allowed.max()):
                 return
-            token = _first_index(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
+            token = _first_index(allowed == longest if prefers_long_tokens else allowed > 0, rng.randrange(len(sizes)))
         limit_s = MAX_S_PER_BYTE * num_bytes[token]
         took_s = _cpu_seconds_of(matcher.accept_token, token)
         if took_s > limit_s:

@@ -85,10 +85,10 @@ def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], pat
         for i, each in enumerate(target_specs)
         if each.shares_with is None and (each.window is None) == (spec.window is None)
     ]
-    if not own or target_specs[own[-1]].keeps != spec.keeps:
-        keeps = target_specs[own[-1]].keeps if own else "no such layer"
+    if not own or target_specs[own[-1]].cache_spec != spec.cache_spec:
+        keeps = target_specs[own[-1]].cache_spec if own else "no such layer"
         raise EspalierError(
-            f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
+            f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {keeps}; use the draft "
             "trained for it"
         )
     # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import Keeps, LatentKV, layers_with_rows, specs_of_rank
+from espalier.cache.layer_spec import CacheSpec, LatentKV, layers_with_rows, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import add_path_to_errors, is_gguf, read_json
@@ -100,7 +100,7 @@ KV_SCALE_NAMES = (
 )
 
 
-def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
+def load_kv_scales(weights: Weights, prefix: str, keeps: CacheSpec) -> KVScales | None:
     """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
     The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
@@ -228,7 +228,7 @@ def make_target(
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.layer_ropes)]
     own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_with is None]
     kv_scales = tuple(
-        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
+        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.cache_spec) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)

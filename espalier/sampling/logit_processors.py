@@ -11,7 +11,7 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 
 @dataclass(frozen=True)
-class SamplingNeeds:
+class SamplingFeatures:
     """The sampling features that a batch's requests need, known to the host at launch.  With none, it is argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
@@ -43,7 +43,7 @@ class DraftedAncestors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SlotSamplingParams:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
     ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
@@ -69,7 +69,7 @@ class SamplingRows:
             vars(self).update(zip(names, columns.unbind(1), strict=True))
 
     @classmethod
-    def gather(cls, slots: BatchState, needs: SamplingNeeds) -> "SamplingRows":
+    def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SlotSamplingParams":
         table, index = slots.table, slots.index
 
         def rows(value: Tensor, needed: bool) -> Tensor | None:
@@ -78,16 +78,20 @@ class SamplingRows:
         return cls(
             ints=table.ints[index],
             floats=table.floats[index],
-            counts=rows(table.counts, needs.penalised),
-            seen=rows(table.seen, needs.penalised),
-            bias_ids=rows(table.bias_ids, needs.biased),
-            bias_values=rows(table.bias_values, needs.biased),
-            stop_ids=rows(table.stop_ids, needs.biased),
+            counts=rows(table.counts, sampling_features.penalised),
+            seen=rows(table.seen, sampling_features.penalised),
+            bias_ids=rows(table.bias_ids, sampling_features.biased),
+            bias_values=rows(table.bias_values, sampling_features.biased),
+            stop_ids=rows(table.stop_ids, sampling_features.biased),
         )
 
 
 def process_logits(
-    logits: Tensor, rows: SamplingRows, needs: SamplingNeeds, positions: Tensor, above: DraftedAncestors | None = None
+    logits: Tensor,
+    rows: SlotSamplingParams,
+    sampling_features: SamplingFeatures,
+    positions: Tensor,
+    drafted_ancestors: DraftedAncestors | None = None,
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
@@ -96,20 +100,20 @@ def process_logits(
     output only.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if needs.biased:
+    if sampling_features.biased:
         logits = _ban_stops(_add_bias(logits, rows), rows, positions)
-    if needs.penalised:
-        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], above))
+    if sampling_features.penalised:
+        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], drafted_ancestors))
     return logits
 
 
-def _add_bias(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _add_bias(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
     assert rows.bias_ids is not None and rows.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
     return logits + bias.scatter_add_(1, rows.bias_ids, rows.bias_values.to(bias.dtype))[:, None]
 
 
-def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _ban_stops(logits: Tensor, rows: SlotSamplingParams, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None
     # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
@@ -118,18 +122,18 @@ def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _output_counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
+def _output_counts(rows: SlotSamplingParams, queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
     """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
-    if above is None:
+    if drafted_ancestors is None:
         return rows.counts[:, None]
     counts = rows.counts[:, None].repeat(1, queries, 1)
-    counted = above.mask() & (above.tokens >= 0)[:, None]
-    ids = above.tokens.clamp(min=0)[:, None].expand_as(counted)
+    counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
+    ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(counted)
     return counts.scatter_add_(2, ids, counted.to(counts.dtype))
 
 
-def _penalise(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
+def _penalise(logits: Tensor, rows: SlotSamplingParams, counts: Tensor) -> Tensor:
     assert rows.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]

@@ -52,51 +52,56 @@ def allows(mask: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DraftGuide:
-    """The next tokens that grammars allow in a batch, known before the tokens are drafted.  The guide changes the
-    drafted tokens, never the emitted tokens.
+    """The tokens that grammars allow next, known before the draft runs.  They limit the drafted tokens, never the
+    emitted tokens.
 
-    forced: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is not
-    forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level 0:
-    not known.  ask: queries the host at each deeper level; None for no queries.
+    forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
+    not forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level
+    0: not known.  query_host: queries the host at each deeper level; None for no queries.
     """
 
-    forced: Tensor
+    forced_tokens: Tensor
     mask: Tensor
     level: Tensor
-    ask: HostQuery | None = None
+    query_host: HostQuery | None = None
 
     @property
     def num_forced(self) -> Tensor:
         """[B]: the number of forced tokens."""
-        return (self.forced >= 0).sum(1)
+        return (self.forced_tokens >= 0).sum(1)
 
-    def for_children(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def allowed_children(
+        self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns for the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
         tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.
         tokens and ancestor_bits are None at level 1. Q may be 1 for all rows.
         """
-        only = self.forced[:, level - 1, None]
+        only_tokens = self.forced_tokens[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
-        if self.ask is None or tokens is None or ancestor_bits is None:
-            return only, mask
-        only_asked, mask_asked = self.ask(tokens, ancestor_bits)
-        return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
+        if self.query_host is None or tokens is None or ancestor_bits is None:
+            return only_tokens, mask
+        only_asked, mask_asked = self.query_host(tokens, ancestor_bits)
+        return torch.where(only_asked >= 0, only_asked, only_tokens), mask_asked & mask
 
-    def for_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
-        """Returns `for_children` of one row at each level first .. first + count - 1, without a query to the host."""
+    def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
+        """Returns what `allowed_children` returns for one row at each of `num_levels` levels.  The host is not
+        asked."""
         levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
-        return self.forced[:, first_level - 1 : first_level - 1 + num_levels], mask
+        return self.forced_tokens[:, first_level - 1 : first_level - 1 + num_levels], mask
 
 
-def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor) -> tuple[Tensor, Tensor]:
+def force_only_children(
+    only_tokens: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor
+) -> tuple[Tensor, Tensor]:
     """If only one token is allowed after a row, make it the row's first child, with the row's own score.
 
-    only: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children; row_scores: [B,
-    Q], the rows' path scores.
+    only_tokens: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children;
+    row_scores: [B, Q], the rows' path scores.
     """
     sure = torch.full_like(scores, -torch.inf)
     sure[..., 0] = row_scores
-    is_forced = (only >= 0)[..., None]
-    return torch.where(is_forced, only[..., None], tokens), torch.where(is_forced, sure, scores)
+    is_forced = (only_tokens >= 0)[..., None]
+    return torch.where(is_forced, only_tokens[..., None], tokens), torch.where(is_forced, sure, scores)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams, process_logits
 
 
 class SampledTokens(NamedTuple):
@@ -32,39 +32,40 @@ class Logprobs(NamedTuple):
 
 def pick(
     logits: Tensor,
-    rows: SamplingRows | None,
-    needs: SamplingNeeds,
+    rows: SlotSamplingParams | None,
+    sampling_features: SamplingFeatures,
     positions: Tensor,
     noise: Tensor | None,
-    above: DraftedAncestors | None = None,
+    drafted_ancestors: DraftedAncestors | None = None,
 ) -> SampledTokens:
     """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
     All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
-    argmax without filters.  noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
+    argmax without filters.  noise: [B, Q, V], None if no row samples; drafted_ancestors: drafted tokens that count as
+    output.
     """
     if rows is not None:
-        logits = process_logits(logits, rows, needs, positions, above)
+        logits = process_logits(logits, rows, sampling_features, positions, drafted_ancestors)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
-        scaled = over_temperature(logits, rows)
-        kept = mask_filtered(scaled, rows) if needs.filtered else scaled
+        scaled = divide_by_temperature(logits, rows)
+        kept = apply_filters(scaled, rows) if sampling_features.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())
 
 
-def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
+def apply_filters(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
     2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    vocab = logits.shape[-1]
-    rank = torch.arange(vocab, device=logits.device)
-    removed = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab)[:, None, None]
+    vocab_size = logits.shape[-1]
+    rank = torch.arange(vocab_size, device=logits.device)
+    removed = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab_size)[:, None, None]
     ratio = torch.exp(ordered - ordered[..., :1])
     mass = (ratio * 2.0**40).long().masked_fill_(removed, 0)
     cumulative = mass.cumsum(-1)
@@ -75,19 +76,19 @@ def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(removed & (rank > 0), -torch.inf))
 
 
-def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
+def divide_by_temperature(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
-def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor) -> Tensor:
+def scores_with_shared_noise(logits: Tensor, rows: SlotSamplingParams, noise: Tensor) -> Tensor:
     """Score a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
     not depend on these scores.
     """
     greedy = (rows.temperature == 0)[:, None, None]
-    return torch.log_softmax(torch.where(greedy, logits, over_temperature(logits, rows) + noise), -1)
+    return torch.log_softmax(torch.where(greedy, logits, divide_by_temperature(logits, rows) + noise), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
@@ -101,36 +102,36 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     return Logprobs(tokens, chosen[..., 0], 1 + (logits > chosen).sum(-1), ids, values)
 
 
-def mix_bits(x: Tensor) -> Tensor:
-    """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
+def mix_bits(bits: Tensor) -> Tensor:
+    """A bijection of 32-bit patterns; every output bit depends on every input bit.  bits: int32, overwritten.
 
     int32 needs half the memory traffic of int64, and its products wrap around.  The >> of int32 copies the sign bit;
     the masks remove the copies.
     """
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= 0x846CA68B - 2**32
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    return x
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= 0x846CA68B - 2**32
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
 
 
-def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def random_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Returns random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
     # The first hashes of both key halves are computed together: [2, B, P].
     begun = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
     k0, k1 = mix_bits(halves ^ mix_bits(halves.flip(0) ^ begun))
-    ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
     return mix_bits(mix_bits(ids ^ k0[..., None]).add_(k1[..., None]))
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more, the largest u would round to
     1.0 in float32, and its noise would be infinite: a large vocabulary would now and then draw a random token.
     """
-    uniform = ((random_bits(seeds, positions, vocab) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
+    uniform = ((random_bits(seeds, positions, vocab_size) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

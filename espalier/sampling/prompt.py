@@ -16,34 +16,34 @@ from espalier.sampling.pick import Logprobs, logprobs
 class PromptRows:
     """The rows of a prefill pass for whose next token a log-probability is reported, known on the host.
 
-    Lists have one entry per request of the batch.  spans: rows [begin, end) of the pass, a request's pieces one after
-    another; counts: how many of the likeliest tokens the request wants besides each token.
+    Lists have one entry per request of the batch.  row_spans: rows [begin, end) of the pass, a request's pieces one
+    after another; num_top_logprobs: how many of the likeliest tokens the request wants besides each token.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    counts: tuple[int, ...]
+    row_spans: tuple[tuple[int, int], ...]
+    num_top_logprobs: tuple[int, ...]
 
     @property
-    def count(self) -> int:
-        return max(self.counts)
+    def max_top_logprobs(self) -> int:
+        return max(self.num_top_logprobs)
 
     @property
-    def sizes(self) -> list[int]:
-        return [end - begin for begin, end in self.spans]
+    def num_rows_by_request(self) -> list[int]:
+        return [end - begin for begin, end in self.row_spans]
 
     def select(self, rows: Tensor) -> Tensor:
         """Take the reported rows of [P, W, ...], request after request: [N, ...]."""
         flat = rows.flatten(0, 1)
-        return torch.cat([flat[begin:end] for begin, end in self.spans])
+        return torch.cat([flat[begin:end] for begin, end in self.row_spans])
 
 
 def prompt_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, num_top: int
+    output_head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, num_top: int
 ) -> Logprobs:
     """Compute log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
 
     max_rows: the most rows with logits in memory at once; num_top: how many likeliest tokens to report besides each.
     """
     pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
-    reported = [logprobs(head(rows), following, num_top) for rows, following in pieces]
+    reported = [logprobs(output_head(rows), following, num_top) for rows, following in pieces]
     return Logprobs(*map(torch.cat, zip(*reported, strict=True)))

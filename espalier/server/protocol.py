@@ -110,9 +110,9 @@ class EngineReport(msgspec.Struct):
 
     num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
     rounds_by_bucket: (batch bucket, whether a CUDA graph was used, number of rounds).  rounds_by_tree: (sizes of a
-    tree, number of rounds).  tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.by_source by name.
-    abort_steps: for each abort since the last report, the engine steps from the abort's arrival to the release of the
-    pages.  learn_stats: None without online learning.
+    tree, number of rounds).  tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.counts_by_source
+    by name.  abort_steps: for each abort since the last report, the engine steps from the abort's arrival to the
+    release of the pages.  learn_stats: None without online learning.
     """
 
     num_steps: int = 0

@@ -93,7 +93,7 @@ class EngineWorker:
                     chunks = self.llm.step()
                     self.num_steps += 1
             except Exception:
-                self._send(self.llm.engine.scheduler.take_chunks())
+                self._send(self.llm.engine.scheduler.pop_chunks())
                 raise
             self._send(chunks)
 
@@ -180,7 +180,7 @@ class EngineWorker:
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []
-        cached = 0 if engine.prefixes is None else len(engine.prefixes)
+        cached = 0 if engine.prefix_tree is None else len(engine.prefix_tree)
         return protocol.EngineReport(
             num_steps=self.num_steps,
             num_waiting=len(scheduler.waiting) + len(self.compiling_prompts),
@@ -190,9 +190,9 @@ class EngineWorker:
             pages_owned=pool.num_pages - 1 - pool.num_free - cached,
             num_preempted=scheduler.num_preempted,
             rounds_by_bucket=self._rounds_by_bucket(),
-            rounds_by_tree=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
-            tree_changes=scheduler.trees.chooser.num_changes,
-            by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
+            rounds_by_tree=[(tree_label(tree), count) for tree, count in scheduler.round_trees.num_rounds.items()],
+            tree_changes=scheduler.round_trees.chooser.num_changes,
+            by_source=dict(zip(ALL_SOURCES, scheduler.guess_sources.counts_by_source.tolist(), strict=True)),
             speculation=engine.totals,
             low_acceptance=is_acceptance_low(engine.totals),
             abort_steps=abort_steps,

@@ -16,13 +16,13 @@ from espalier.slots import BatchState
 class Pieces(NamedTuple):
     """The pieces of a pass.  Pieces of one request are adjacent and in order.
 
-    request: [P], the row of the batch that a piece belongs to; offset: [P], the number of that request's tokens in
-    earlier pieces of the pass; last: [B], the last piece of each request.
+    request_row: [P], the row of the batch that a piece belongs to; token_offset: [P], the number of that request's
+    tokens in earlier pieces of the pass; last_piece: [B], the last piece of each request.
     """
 
-    request: Tensor
-    offset: Tensor
-    last: Tensor
+    request_row: Tensor
+    token_offset: Tensor
+    last_piece: Tensor
 
 
 class LastTokens(NamedTuple):
@@ -47,13 +47,14 @@ class PieceRows:
     """The rows of a prefill pass, one batch row for each piece.
 
     slots: [P], whose prefix_len and num_tokens count the request's earlier pieces; length: [P], tokens of a piece;
-    last: [B], the last piece of each request, None if each request has one piece; requests: [B], the requests' slots.
+    last_piece: [B], the last piece of each request, None if each request has one piece; request_slots: [B], the
+    requests' slots.
     """
 
     slots: BatchState
     length: Tensor
-    last: Tensor | None
-    requests: Tensor
+    last_piece: Tensor | None
+    request_slots: Tensor
 
     @classmethod
     def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
@@ -61,10 +62,11 @@ class PieceRows:
         piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
-        made = gather_slots(slots.table, slots.index[pieces.request])
-        moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
-        return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last, slots.index)
+        made = gather_slots(slots.table, slots.index[pieces.request_row])
+        offset = pieces.token_offset
+        moved = replace(made, prefix_len=made.prefix_len + offset, num_tokens=made.num_tokens + offset)
+        return cls(moved, (length[pieces.request_row] - offset).clamp(max=width), pieces.last_piece, slots.index)
 
     @property
     def last_tokens(self) -> LastTokens:
-        return LastTokens((self.length - 1).clamp(min=0), self.last, self.requests)
+        return LastTokens((self.length - 1).clamp(min=0), self.last_piece, self.request_slots)

@@ -1,11 +1,5 @@
 """One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
-`begin`: the drafter computes its first logits, which need neither a mask nor anything else from the host.
-`propose`: the drafter grows a token tree under the root of each request.
-`verify`: the target runs over all nodes of the trees in one pass.
-`settle`: the target's token is sampled at every node, the longest path of matching tokens is accepted, the path's K/V
-is copied to pages (commit), and the draft runs over the new tokens (extend).
-
 A round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of its own.
 Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
 one launch to the next.  `prefill` does the same work for a chain of known tokens instead of a tree.
@@ -24,7 +18,7 @@ from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, rea
 from espalier.kernels.ops.tree import AcceptedPath, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
@@ -40,7 +34,7 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: the rows that the target's layers keep.  coupled_scores: whether the draft scores children with the noise
+    cache: the rows that the target's layers keep.  shares_noise: whether the draft scores children with the noise
     that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
     trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
     shapes differ from round to round, which a CUDA graph does not allow.
@@ -51,7 +45,7 @@ class ModelRunner:
     cache: ModelCache
     target: CausalLM
     drafter: Drafter
-    coupled_scores: bool = True
+    shares_noise: bool = True
     trims_trees: bool = False
 
     def for_batch(self, batch: int) -> "ModelRunner":
@@ -103,10 +97,14 @@ class ModelRunner:
         runner for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
-    def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
-        """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]."""
+    def sampler(
+        self, slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, width: int
+    ) -> Sampler:
+        """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return make_sampler(slots, needs, first, width, self.target.config.vocab_size, dtype, self.coupled_scores)
+        return make_sampler(
+            slots, sampling_features, first_position, width, self.target.config.vocab_size, dtype, self.shares_noise
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
     path: the emitted tokens; logits: [B, R, V]; num_logprobs: [B], as in BatchState.
-    rows: [B, W], the row of the logits that each emitted token was picked from.
+    logit_rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
     own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
@@ -124,7 +122,7 @@ class RoundOutput:
     path: AcceptedPath
     logits: Tensor
     num_logprobs: Tensor
-    rows: Tensor
+    logit_rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
     own_paths: Tensor | None = None
@@ -147,9 +145,9 @@ class RoundStage:
 
 @dataclass(frozen=True)
 class BegunRound(RoundStage):
-    """The state after the begin stage.  grow: the function that proposes the tree."""
+    """The state after the begin stage.  grow_tree: the function that proposes the tree."""
 
-    grow: GrowTree
+    grow_tree: GrowTree
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class VerifiedRound:
 def decode_round(
     runner: ModelRunner,
     slot_ids: Tensor,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
@@ -184,13 +182,13 @@ def decode_round(
     slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
     request, the snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, slot_ids, needs, appended_pages, snapshots))))
+    return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 
 
 def begin(
     runner: ModelRunner,
     slot_ids: Tensor,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
@@ -198,17 +196,17 @@ def begin(
     runner = runner.for_batch(slot_ids.shape[0])
     drafter = runner.drafter
     slots = gather_slots(runner.table, slot_ids, appended_pages)
-    sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
+    sampler = runner.sampler(slots, sampling_features, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
-    grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
-    return BegunRound(runner, slots, sampler, snapshots, grow)
+    grow_tree = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
+    return BegunRound(runner, slots, sampler, snapshots, grow_tree)
 
 
 def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound:
     """Runs the second stage: drafts a tree for each slot.  guide: the forced and the allowed next tokens of grammars;
     None without grammars."""
     sampler = replace(begun.sampler, guide=guide)
-    tree = begun.grow(sampler)
+    tree = begun.grow_tree(sampler)
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
@@ -233,7 +231,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
-    out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
+    out = runner.target(runner.cache.begin_pass(prefix, nodes, tokens, state_access=access, chosen_rows=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
         out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.captured_inputs)))
@@ -260,7 +258,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.is_real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
+    commit(runner, slots, path, proposed.sampler.sampling_features.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
@@ -294,7 +292,7 @@ def prefill(
     slot_ids: Tensor,
     length: Tensor,
     width: int,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
@@ -310,20 +308,20 @@ def prefill(
     slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
-        snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
+        snapshots = SnapshotTargets(*(values[pieces.request_row] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = read_chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
     last = rows.last_tokens
     reads_all = prompt_rows is not None or runner.reads_all_hidden
-    p = runner.cache.begin(
+    p = runner.cache.begin_pass(
         Prefix(rows.slots.page_table, rows.slots.prefix_len),
         Nodes.chain(positions),
         void_padding(runner, tokens, exists),
         page_rows=page_rows.flatten(),
         commits_by_layer=pieces is not None,
-        needed=None if reads_all else last.row,
-        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
+        needed_row=None if reads_all else last.row,
+        state_access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
     out = runner.target(p)
     p.commit()
@@ -332,8 +330,8 @@ def prefill(
         logprobs = compute_prompt_logprobs(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
     logits = runner.target.logits(last.of_last_pieces(hidden))
-    sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
-    num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
+    sampled = runner.sampler(slots, sampling_features, slots.prefix_len + length, 1).pick_last(logits, mask)
+    num_emitted, _ = advance(slots, length, sampled.tokens, sampling_features.penalised)
     if runner.layout.extends:
         runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
     path = AcceptedPath(
@@ -361,7 +359,7 @@ def compute_prompt_logprobs(
     """
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
-    return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
+    return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.max_top_logprobs)
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_next_rows
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams, process_logits
 from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
-from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
+from espalier.sampling.pick import SampledTokens, divide_by_temperature, gumbel, pick, scores_with_shared_noise
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
@@ -34,16 +34,17 @@ class DraftRows(NamedTuple):
     """The draft's logits of some rows.  The best tokens of a row become its children.
 
     logits: [B, Q, draft vocabulary]; d2t: the target id of each draft id, None if both vocabularies are the same;
-    offset, stride: a row's children have position Sampler.first + offset + row · stride; scores: [B, Q] float32, path
-    scores of the rows; above: the drafted tokens between the root and each row.
+    position_offset, position_stride: a row's children have position Sampler.first_position + position_offset + row ·
+    position_stride; path_scores: [B, Q] float32, path scores of the rows; drafted_ancestors: the drafted tokens between
+    the root and each row.
     """
 
     logits: Tensor
     d2t: Tensor | None
-    offset: int
-    scores: Tensor
-    above: DraftedAncestors | None = None
-    stride: int = 0
+    position_offset: int
+    path_scores: Tensor
+    drafted_ancestors: DraftedAncestors | None = None
+    position_stride: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -55,14 +56,14 @@ class DraftRows(NamedTuple):
 class Sampler(ABC):
     """The sampler of one launch: in plain torch, or with the GPU's kernels.
 
-    first: [B], position of the first token that this launch may sample.
-    coupled: whether the draft's scores use the noise.
+    first_position: [B], position of the first token that this launch may sample.
+    shares_noise: whether the draft's scores use the noise.
     guide: the forced and the allowed next tokens of grammars; None if no request of the batch has a grammar.
     """
 
-    first: Tensor
-    needs: SamplingNeeds
-    coupled: bool
+    first_position: Tensor
+    sampling_features: SamplingFeatures
+    shares_noise: bool
     guide: DraftGuide | None
 
     def pick_nodes(
@@ -79,29 +80,30 @@ class Sampler(ABC):
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
-        return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
+        return self._pick(logits, torch.zeros_like(self.first_position[:, None]), mask, None)
 
     @abstractmethod
     def _pick(
-        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
-        """Samples a token for each row of logits [B, n, V], at position `first` + offsets [B, n].
+        """Samples a token for each row of logits [B, n, V], at position `first_position` + offsets [B, n].
 
-        Penalties count the tokens of `above` except the root (node 0), which the slot has already counted.
+        Penalties count the tokens of `drafted_ancestors` except the root (node 0), which the slot has already counted.
         """
 
-    def children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
+    def best_children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
         only, mask = None, None
         if self.guide is not None:
-            levels = self.guide.for_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
-            only, mask = levels or self.guide.for_children(rows.offset + 1, *(rows.above or (None, None)))
+            level = rows.position_offset + 1
+            at_levels = self.guide.allowed_at_levels(level, rows.num_rows) if rows.position_stride else None
+            only, mask = at_levels or self.guide.allowed_children(level, *(rows.drafted_ancestors or (None, None)))
             mask = mask.expand(-1, rows.num_rows, -1)
-        found = self._best_children(rows, topk, mask)
-        return found if only is None else force_only_children(only, *found, rows.scores)
+        found = self._best_allowed_children(rows, topk, mask)
+        return found if only is None else force_only_children(only, *found, rows.path_scores)
 
     @abstractmethod
-    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the topk best children among the target ids that `mask` allows.  See `children`.
 
         mask: [B, Q, words]; None allows all ids.
@@ -113,7 +115,7 @@ class Sampler(ABC):
     ) -> DepthRows:
         """Writes the best children of each row of a block draft with edges to `out`, [B, R, K] each.
 
-        depth: counts from 0; the children have position `first` + depth.  Returns the rows of the next depth.
+        depth: counts from 0; the children have position `first_position` + depth.  Returns the rows of the next depth.
         """
 
 
@@ -126,30 +128,31 @@ class TorchSampler(Sampler):
     """
 
     vocab_size: int
-    rows: SamplingRows | None
+    rows: SlotSamplingParams | None
     noise: Tensor | None
 
     def _pick(
-        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
-        if not self.needs.penalised:
-            above = None
-        elif above is not None:
-            above = above._replace(tokens=above.tokens.index_fill(1, above.tokens.new_zeros(1), VOID))
-        positions = self.first[:, None] + offsets
-        return pick(apply_mask(logits, mask), self.rows, self.needs, positions, self._noise(offsets), above)
+        if not self.sampling_features.penalised:
+            drafted_ancestors = None
+        elif drafted_ancestors is not None:
+            tokens = drafted_ancestors.tokens
+            drafted_ancestors = drafted_ancestors._replace(tokens=tokens.index_fill(1, tokens.new_zeros(1), VOID))
+        features, positions = self.sampling_features, self.first_position[:, None] + offsets
+        return pick(apply_mask(logits, mask), self.rows, features, positions, self._noise(offsets), drafted_ancestors)
 
-    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logp, ids = self._child_scores(rows, mask)
         best, index = ordered_topk(logp.float(), topk)
-        return (index if ids is None else ids[index]), rows.scores[..., None] + best.clamp(max=0)
+        return (index if ids is None else ids[index]), rows.path_scores[..., None] + best.clamp(max=0)
 
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
-        children = self.children(drafted, out.tokens.shape[2])
+        children = self.best_children(drafted, out.tokens.shape[2])
         return rank_next_rows(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -166,16 +169,17 @@ class TorchSampler(Sampler):
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, d2t, precise)
-        offsets = (rows.offset + rows.stride * torch.arange(rows.num_rows, device=precise.device)).expand(
-            precise.shape[:2]
+        steps = torch.arange(rows.num_rows, device=precise.device)
+        offsets = (rows.position_offset + rows.position_stride * steps).expand(precise.shape[:2])
+        processed = process_logits(
+            precise, self.rows, self.sampling_features, self.first_position[:, None] + offsets, rows.drafted_ancestors
         )
-        processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, rows.above)
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None
-        if not self.coupled:
-            return torch.log_softmax(over_temperature(processed, self.rows), -1), None
-        return coupled_scores(processed, self.rows, noise), None
+        if not self.shares_noise:
+            return torch.log_softmax(divide_by_temperature(processed, self.rows), -1), None
+        return scores_with_shared_noise(processed, self.rows, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
         if self.noise is None:
@@ -188,26 +192,29 @@ class TorchSampler(Sampler):
 class KernelSampler(Sampler):
     """The sampler with the GPU's kernels.
 
-    slot_rows: the slots' parameters, which the kernels always read on the device; `needs` is not used.
+    slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used.
     """
 
     slot_rows: GatheredSlots
 
     def _pick(
-        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
         from espalier.kernels.sampling.pick import sample_triton
 
-        first_above = 0 if above is None else 1
-        found = sample_triton(logits, self.slot_rows, self.first, offsets, above, first_output=first_above, mask=mask)
+        first_above = 0 if drafted_ancestors is None else 1
+        found = sample_triton(
+            logits, self.slot_rows, self.first_position, offsets, drafted_ancestors, first_output=first_above, mask=mask
+        )
         return SampledTokens(*found)
 
-    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         from espalier.kernels.tree.draft_topk import draft_topk_triton
 
-        logits, d2t, offset, scores, above, stride = rows
+        logits, d2t, offset, scores, ancestors, stride = rows
         return draft_topk_triton(
-            *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
+            *(logits, d2t, self.slot_rows, self.first_position, offset, scores, topk),
+            *(ancestors, self.shares_noise, mask, stride),
         )
 
     def next_depth(
@@ -218,42 +225,46 @@ class KernelSampler(Sampler):
 
         # Without a projection, the kernel reads the factors from the table itself.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
-        only, mask = (None, None) if self.guide is None else self.guide.for_children(depth + 1, None, None)
+        only, mask = (None, None) if self.guide is None else self.guide.allowed_children(depth + 1, None, None)
         return edge_topk_triton(
-            edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
+            edges, depth, rows, made, d2t, self.slot_rows, self.first_position, out, self.shares_noise, mask, only
         )
 
 
 def make_sampler(
     slots: BatchState,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     first_position: Tensor,
     width: int,
     vocab_size: int,
     dtype: torch.dtype,
-    coupled: bool = True,
+    shares_noise: bool = True,
 ) -> Sampler:
     """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]; dtype: dtype of the
     noise."""
     if first_position.is_cuda:
-        return kernel_sampler(slots, needs, first_position, coupled)
-    if not needs.any:
-        return TorchSampler(first_position, needs, coupled, None, vocab_size, None, None)
-    rows = SamplingRows.gather(slots, needs)
+        return make_kernel_sampler(slots, sampling_features, first_position, shares_noise)
+    if not sampling_features.any:
+        return TorchSampler(first_position, sampling_features, shares_noise, None, vocab_size, None, None)
+    rows = SlotSamplingParams.gather(slots, sampling_features)
     positions = first_position[:, None] + torch.arange(width, device=first_position.device)
-    noise = gumbel(rows.seed, positions, vocab_size, dtype) if needs.sampled else None
-    return TorchSampler(first_position, needs, coupled, None, vocab_size, rows, noise)
+    noise = gumbel(rows.seed, positions, vocab_size, dtype) if sampling_features.sampled else None
+    return TorchSampler(first_position, sampling_features, shares_noise, None, vocab_size, rows, noise)
 
 
-def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupled: bool = True) -> KernelSampler:
+def make_kernel_sampler(
+    slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, shares_noise: bool = True
+) -> KernelSampler:
     from espalier.kernels.sampling.logit_processors import GatheredSlots
 
-    return KernelSampler(first, needs, coupled, None, GatheredSlots.gather(slots.table, slots.index))
+    return KernelSampler(
+        first_position, sampling_features, shares_noise, None, GatheredSlots.gather(slots.table, slots.index)
+    )
 
 
 def noise_offsets(tree: Tree) -> Tensor:
-    """Returns [B, D]: the position of the token that follows each node, counted from `first`.
+    """Returns [B, D]: the position of the token that follows each node, counted from `first_position`.
 
-    `first` is the position after the root, so the offset is the node's depth.
+    `first_position` is the position after the root, so the offset is the node's depth.
     """
     return tree.depths

@@ -43,14 +43,15 @@ class CandidatePool:
         self.scores: list[Tensor] = []
         self.beams: list[Tensor] = []
 
-    def add(self, tokens: Tensor, scores: Tensor) -> None:
+    def add_level(self, tokens: Tensor, scores: Tensor) -> None:
         """Appends a level: tokens and scores [B, rows, topk] of the children of the root (rows = 1) or of the beams."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
-    def set_beams(self, places: Tensor) -> None:
-        """Sets the beams of the next level.  places: [B, topk], indices of candidates in the level added last."""
-        self.beams.append(places)
+    def set_beams(self, candidate_indices: Tensor) -> None:
+        """Sets the beams of the next level.  candidate_indices: [B, topk], indices of candidates in the level added
+        last."""
+        self.beams.append(candidate_indices)
 
     def select(self, root: Tensor, num_nodes: int) -> Tree:
         """Returns the tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the

@@ -24,7 +24,7 @@ from espalier.models.draft import DraftModel
 from espalier.shards import SINGLE_RANK, Shards
 from espalier.slots import SlotTable
 from espalier.speculate.drafters.base import Drafter
-from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.drafters.path_merging import PathMergingDrafter
 from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
 from espalier.speculate.sources.base import HostSource
@@ -98,7 +98,8 @@ def cache_specs(
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows has the stored dtype of that layer.
     return tuple(
-        spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
+        spec if spec.shares_with is None else replace(spec, cache_spec=specs[spec.shares_with].cache_spec)
+        for spec in specs
     )
 
 
@@ -207,6 +208,6 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     if layout.calibrates_scores:
-        drafter = GraftedDrafter(drafter, layout)
+        drafter = PathMergingDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.slot_tensor_shapes, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_unresolved
 from espalier.engine.engine import Engine
 from espalier.engine.lead import LeadExecutor, replace_by_rank_failure
-from espalier.engine.ranks import Ranks
+from espalier.engine.ranks import OtherRanks
 from espalier.errors import EspalierError
 from espalier.models import (
     DraftConfig,
@@ -169,13 +169,16 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
 
 
 def build_engine_of_ranks(
-    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, load_rank_models: LoadRankModels | None = None
+    ranks: OtherRanks,
+    resolved: ResolvedConfig,
+    requested_pages: int | None,
+    load_rank_models: LoadRankModels | None = None,
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine on this rank and on `ranks`, whose processes are already running.  See build_engine.
     load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
     errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
-    joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
+    joined = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loaded}"
     work = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
     with replace_by_rank_failure(ranks):
         ranks.load(work)

@@ -167,12 +167,16 @@ def measure_launch_memory(
     launches are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
     # In ascending order of batches, a later batch replaces an earlier batch of the same tree, so the largest remains.
-    staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
-    forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
+    staged = {
+        layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.batch_buckets
+    }
+    forms = sorted(layout.round_forms(executor.batch_buckets), key=lambda form: form.batch)
     largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
-    executor.compile([*compiled, *passes, *smaller_prefill_passes(layout, executor.runner.target.config.vocab_size)])
+    executor.compile_kernels(
+        [*compiled, *passes, *smaller_prefill_passes(layout, executor.runner.target.config.vocab_size)]
+    )
     captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
@@ -186,7 +190,7 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    executor.run_dummies(launch_input)
+    executor.run_dummy_launch(launch_input)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     return peak - before

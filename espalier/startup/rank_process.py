@@ -5,13 +5,13 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
-from espalier.engine.follow import Follower
+from espalier.engine.follow import FollowerRank
 
 
 def main(rank: int, fd: int) -> int:
     """Runs a rank until rank 0 ends it, and returns the exit code.  fd: the file descriptor of the socket to rank 0."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
-    return Follower(Connection(fd), rank).run()
+    return FollowerRank(Connection(fd), rank).run()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from espalier.child_process import environment
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Executor
-from espalier.engine.ranks import Peer, Ranks
+from espalier.engine.ranks import OtherRanks, Peer
 from espalier.shards import Collectives, Shards
 from espalier.shards.gloo import GlooCollectives
 from espalier.startup.build import LoadedModels, make_executor, make_runner
@@ -82,14 +82,14 @@ NO_TERMINAL_VARIABLES = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"}
 
 
 @contextmanager
-def starting_ranks(count: int) -> Iterator[Ranks]:
+def starting_ranks(count: int) -> Iterator[OtherRanks]:
     """Starts ranks 1 to count - 1.  They are ended after an error inside the block, else when the engine is closed."""
     peers: list[Peer] = []
     ranks = None
     try:
         for rank in range(1, count):
             peers.append(start_rank(rank))
-        ranks = Ranks(peers)
+        ranks = OtherRanks(peers)
         yield ranks
     except BaseException:
         for peer in peers if ranks is None else ():

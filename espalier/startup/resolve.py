@@ -256,8 +256,8 @@ def resolve(
     setting = (device.type, in_dtype, layout.page_size, info.layer_specs)
     grouped_backend(attention, *setting, info.target_layers, exact_lengths=not overlap)
     if info.draft_layers:
-        exact, left_bound = not overlap and spec.num_recomputed_tokens <= 1, spec.num_recomputed_tokens > 0
-        grouped_backend(draft_attention, *setting, info.draft_layers, left_bound=left_bound, exact_lengths=exact)
+        lacks_first_rows, exact = spec.num_recomputed_tokens > 0, not overlap and spec.num_recomputed_tokens <= 1
+        grouped_backend(draft_attention, *setting, info.draft_layers, lacks_first_rows, exact)
     prefix_cache = _value_or_default(config.prefix_cache, True)
     num_pages, num_snapshots = choose_num_pages_and_snapshots(
         config, layout, info, in_dtype, defaults.memory_share, prefix_cache

@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# The maximum numbers of paths that are grafted onto a tree: paths from the request's own text, and paths from the host.
+# The maximum numbers of paths that are merged into a tree: paths from the request's own text, and paths from the host.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
@@ -20,7 +20,7 @@ def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: to
     """Whether the requests of a batch may share the rows of a verify pass.
     Recurrent layers and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
     been timed on them."""
-    in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
+    in_order = any(isinstance(spec.cache_spec, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not in_order
 
 

@@ -36,7 +36,7 @@ TEACHER_FORCED_STRIDE = 8
 class DraftVariant:
     """One way to draft.
 
-    speculation: None for the user's settings; plant_fault: makes a context in which a fault is planted; coupled_scores:
+    speculation: None for the user's settings; plant_fault: makes a context in which a fault is planted; shares_noise:
     see ModelRunner; teacher_forced: whether teacher forcing is measured too.
     """
 
@@ -44,7 +44,7 @@ class DraftVariant:
     speculation: SpeculationConfig | None = None
     temperature: float = 0.0
     plant_fault: Callable[[], AbstractContextManager[Any]] = nullcontext
-    coupled_scores: bool = True
+    shares_noise: bool = True
     teacher_forced: bool = False
 
 
@@ -81,7 +81,7 @@ def default_variants(steps: int, algorithm: str, has_draft: bool) -> list[DraftV
         ngram,
         DraftVariant(f"{algorithm} tree, wrong ancestors", plant_fault=partial(plant, "wrong-ancestor")),
         DraftVariant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
-        DraftVariant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
+        DraftVariant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, shares_noise=False),
     ]
 
 
@@ -132,8 +132,8 @@ def measure_acceptance(
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
         with variant.plant_fault(), LLM(**_variant_settings(variant, settings)) as llm:
             engine = llm.engine
-            if not variant.coupled_scores:
-                engine = rebuilt_engine(engine, llm.config.graph_batch, coupled_scores=False)
+            if not variant.shares_noise:
+                engine = rebuilt_engine(engine, llm.config.graph_batch, shares_noise=False)
             driven = _continue_prompts(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))

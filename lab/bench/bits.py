@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.config import EngineConfig, ResolvedConfig
-from espalier.engine.ranks import Ranks
+from espalier.engine.ranks import OtherRanks
 from espalier.errors import EspalierError
 from espalier.llm import LLM, PreparedEngine, prepare
 from espalier.request import SamplingParams
@@ -72,7 +72,7 @@ def load_counting_models(config: ResolvedConfig, shards: Shards) -> LoadedModels
     return loaded
 
 
-def count_bits(ranks: Ranks, prepared: PreparedEngine, passes: int) -> BitCounts:
+def count_bits(ranks: OtherRanks, prepared: PreparedEngine, passes: int) -> BitCounts:
     """Run batches of requests until the target has made this many passes."""
     engine, config = build_engine_of_ranks(ranks, prepared.resolved, None, load_counting_models)
     with LLM.from_engine(engine, config, prepared.inputs) as llm:

@@ -118,6 +118,6 @@ class EngineStats:
             busy_chunk_size=layout.max_pass_rows(decoding=True),
             page_size=layout.page_size,
             num_pages=engine.pool.num_pages,
-            prefix_cache=engine.prefixes is not None,
+            prefix_cache=engine.prefix_tree is not None,
             start=start,
         )

@@ -167,14 +167,14 @@ def round_attention_cost(shape: ModelShape, size: RoundSize, value_bytes: tuple[
     num_bytes = flops = 0.0
     for model, queries, of_value in passes:
         for spec in model.specs:
-            if isinstance(spec.keeps, RecurrentState):
-                num_bytes += 2 * batch * state_bytes(spec.keeps)
+            if isinstance(spec.cache_spec, RecurrentState):
+                num_bytes += 2 * batch * state_bytes(spec.cache_spec)
                 continue
             rows = batch * attended_rows(spec, size.context)
             of_keys, of_query = index_cost(model, spec, size.context)
-            index_values = prod(spec.keeps.planes.get(INDEX_PLANE, (0,)))
+            index_values = prod(spec.cache_spec.planes.get(INDEX_PLANE, (0,)))
             # A layer that reads the rows of an earlier one reads them again.
-            num_bytes += of_value * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
+            num_bytes += of_value * (spec.cache_spec.values_per_token - index_values) * rows + batch * of_keys
             flops += queries * (attention_flops(spec) * rows + batch * of_query)
     return PassCost(num_bytes, flops)
 

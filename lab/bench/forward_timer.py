@@ -7,7 +7,7 @@ from typing import Any
 from espalier.bench.drive import rebuilt_engine
 from espalier.engine.engine import Engine
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
-from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.drafters.path_merging import PathMergingDrafter
 
 
 class ForwardTimer:
@@ -37,12 +37,12 @@ def engine_with_timers(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
     runner = engine.executor.runner
     target: Any = ForwardTimer(runner.target, ("logits",))
-    grafted = runner.drafter if isinstance(runner.drafter, GraftedDrafter) else None
+    grafted = runner.drafter if isinstance(runner.drafter, PathMergingDrafter) else None
     drafter = runner.drafter if grafted is None else grafted.drafter
     if not isinstance(drafter, AutoregressiveDrafter):
         return rebuilt_engine(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("fuse",))
     draft.modules = [ForwardTimer(module, ("logits", "output_from_hidden")) for module in drafter.draft.modules]
     timed: Any = type(drafter)(draft, drafter.layout, drafter.cache)
-    timed = timed if grafted is None else GraftedDrafter(timed, grafted.layout)
+    timed = timed if grafted is None else PathMergingDrafter(timed, grafted.layout)
     return rebuilt_engine(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]

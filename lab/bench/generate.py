@@ -17,7 +17,7 @@ from rich.text import Text
 
 from espalier.bench.drive import BenchEngines, EngineVariant, empty_prefix_cache, require_positions, variants_to_compare
 from espalier.config import ResolvedConfig
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, TreeShape
@@ -62,7 +62,7 @@ class RoundClock:
     def on_launch(self, launch_input: LaunchInput) -> None:
         self.launches.append((perf_counter(), 0 if launch_input.is_prefill else len(launch_input.slots)))
 
-    def before_result(self, handle: Handle) -> None:
+    def before_result(self, handle: LaunchHandle) -> None:
         pass
 
     def seconds(self, batch: int) -> float:

@@ -22,7 +22,7 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.tag import check_grammar
 from espalier.llm import LLM
-from espalier.masking.compile import compile_form, token_bytes
+from espalier.masking.compile import compile_with_xgrammar, token_bytes
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
@@ -93,7 +93,7 @@ def run(args: Namespace) -> int:
     for name, way in ways.items():
         with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
-            form = compile_form(_xgrammar_compiler(vocabulary), Grammar.of_json_schema(NOTE_SCHEMA))
+            form = compile_with_xgrammar(_xgrammar_compiler(vocabulary), Grammar.of_json_schema(NOTE_SCHEMA))
             if name == "tree":
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
             measured[name] = _measure_loads(bench, vocabulary, form, args.tokens)
@@ -235,7 +235,7 @@ def measure_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> 
     outputs: dict[str, list[Output]] = {}
     with progress("generating", len(DRAFT_GUIDANCE) + 1) as advance:
         for name, told in DRAFT_GUIDANCE.items():
-            masks = llm.engine.scheduler.masks
+            masks = llm.engine.scheduler.mask_builder
             masks.guides_forced, masks.guides_mask, masks.guides_all_levels = told
             outputs[name] = _generate_values(llm, schemas, max_tokens, speculation=True)
             advance()

@@ -12,7 +12,7 @@ import torch
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput
 from espalier.engine.lead import LeadExecutor
 from espalier.layout import LaunchForm
@@ -43,7 +43,7 @@ class LaunchRecord:
         else:
             self.rounds.append(len(launch_input.slots))
 
-    def before_result(self, handle: Handle) -> None:
+    def before_result(self, handle: LaunchHandle) -> None:
         begun = perf_counter()
         handle.wait()
         self.waited_seconds += perf_counter() - begun

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from rich.text import Text
 
-from espalier.attention import Attention, Nodes, Prefix
+from espalier.attention import AttentionPlan, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.timing import MEASUREMENT_SECONDS, GraphTimer
 from espalier.bench.tune_experts import random_experts
@@ -75,7 +75,7 @@ class PassShape:
 
     @property
     def heads(self) -> str:
-        keeps = self.spec.keeps
+        keeps = self.spec.cache_spec
         kept = f"a row of {keeps.size}" if isinstance(keeps, LatentKV) else f"{keeps.kv_heads} of {keeps.k_size}"
         return f"{self.spec.heads} on {kept}{', FP8' if keeps.dtype == FP8 else ''}"
 
@@ -88,7 +88,7 @@ class PassShape:
     def flops(self) -> int:
         """FLOPs of one layer: both products over the committed rows and, in a chain, over the rows before each row."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
-        keeps = self.spec.keeps
+        keeps = self.spec.cache_spec
         return 2 * self.batch * self.spec.heads * pairs * (keeps.k_size + keeps.v_size)
 
 
@@ -173,11 +173,11 @@ def expert_cases(device: torch.device) -> Iterator[KernelCase]:
             yield expert_case((*sizes, f"{rows}"), shape, *experts, DTYPE, rows)
 
 
-def _planner(attention: Attention, shape: PassShape) -> Callable[[], object]:
+def _planner(attention: AttentionPlan, shape: PassShape) -> Callable[[], object]:
     """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(shape.spec).policy
-    rows = kv_block_rows(shape.spec.keeps.k_size)
+    rows = kv_block_rows(shape.spec.cache_spec.k_size)
     counts_blocks = (policy, count_contiguous_blocks, rows) in prefix.plan_cache
 
     def plan() -> None:
@@ -196,7 +196,7 @@ def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
 
 def prepare_pass(
     shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
-) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
+) -> tuple[AttentionPlan, Callable[[], Sequence[torch.Tensor]]]:
     """Returns (a planned pass over full pages, a function that runs all its layers).  See attention_cases."""
     made = make_pass_inputs(shape, page_size, layers, device, pages_in_order)
     attention = TritonBackend().plan(*made.of_plan)

@@ -225,7 +225,7 @@ def enter_and_step(
     engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes, rounds: int
 ) -> list[Request]:
     """Enters a request for each prompt and runs this many rounds."""
-    engine.scheduler.trees.chooser = chooser
+    engine.scheduler.round_trees.chooser = chooser
     requests = enter_requests(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
     for _ in range(rounds):
         engine.step()
@@ -236,7 +236,10 @@ def timed(
     engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
 ) -> Timed:
     """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
-    requests, num_rounds = enter_and_step(engine, chooser, prompts, sizes, WARM_UP), engine.scheduler.trees.num_rounds
+    requests, num_rounds = (
+        enter_and_step(engine, chooser, prompts, sizes, WARM_UP),
+        engine.scheduler.round_trees.num_rounds,
+    )
     before, ran = sum(request.num_tokens for request in requests), num_rounds.copy()
     begun = perf_counter()
     for _ in range(sizes.rounds):

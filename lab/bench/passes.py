@@ -52,7 +52,7 @@ def attention_flops(spec: LayerSpec) -> int:
 def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[float, float]:
     """Returns (bytes of index keys, in bfloat16, that a request's queries score, FLOPs per query), of one layer."""
     index = None if shape.latent is None else shape.latent.indexer
-    if index is None or INDEX_PLANE not in spec.keeps.planes or context <= index.topk:
+    if index is None or INDEX_PLANE not in spec.cache_spec.planes or context <= index.topk:
         return 0, 0
     return 2 * index.size * context, 2 * index.heads * index.size * context
 
@@ -75,6 +75,6 @@ def prompt_attention_flops(shape: ModelShape, length: int) -> int:
 
 
 def layer_prompt_flops(spec: LayerSpec, length: int) -> int:
-    if isinstance(spec.keeps, RecurrentState):
-        return state_flops(spec.keeps, length)
+    if isinstance(spec.cache_spec, RecurrentState):
+        return state_flops(spec.cache_spec, length)
     return attention_flops(spec) * sum(min(at + 1, spec.window or length) for at in range(length))

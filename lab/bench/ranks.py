@@ -154,7 +154,7 @@ def run(args: Namespace) -> int:
     print_header()
     with starting_ranks(args.ranks) as ranks:
         ranks.wait_until_loaded()
-        joined = str(Path(ranks.folder.name) / "joined")
+        joined = str(Path(ranks.rendezvous_folder.name) / "joined")
         work = CollectiveWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
         with replace_by_rank_failure(ranks):

@@ -2,7 +2,7 @@
 
 The bundled model runs.  All engines are loaded at once and take turns at every prompt, so a busy machine slows them
 equally.  On a CPU the seconds are processor time, which does not depend on other processes.
-"choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
+"choosing" is the share of the time in which nodes are scored, merged, shared out and counted.
 """
 
 from argparse import Namespace
@@ -21,7 +21,7 @@ from espalier.config import SpeculationConfig
 from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.drafters.path_merging import PathMergingDrafter
 from espalier.speculate.tree import Tree
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, progress, write_json
@@ -36,12 +36,12 @@ SOURCE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Functions of a round that serve the other sources and calibrated scores.
 TIMED_FUNCTIONS = (
-    (GraftedDrafter, "_graft"),
-    (GraftedDrafter, "_tree_of_guesses"),
+    (PathMergingDrafter, "_merge_paths"),
+    (PathMergingDrafter, "_tree_of_guesses"),
     (Tree, "best_nodes"),
-    (GuessSources, "ask"),
-    (GuessSources, "of_round"),
-    (GuessSources, "count"),
+    (GuessSources, "ask_sources"),
+    (GuessSources, "launch_fields"),
+    (GuessSources, "count_correct_guesses"),
 )
 NUM_EDITS = 10
 PROSE_CHARACTERS = 600

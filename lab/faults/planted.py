@@ -128,7 +128,7 @@ def _freed_twice(original):
     def release(pool, pages):
         pages = list(pages)
         original(pool, pages)
-        original(pool, [page for page in pages if pool.references(page)][:1])
+        original(pool, [page for page in pages if pool.reference_count(page)][:1])
 
     return release
 
@@ -164,7 +164,7 @@ def _mask_row_kept(original):
 
     def block(drafter, slots):
         hidden = original(drafter, slots)
-        first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.width : drafter.width]
+        first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.block_width : drafter.block_width]
         rows = drafter.cache.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
         drafter.cache.commit(first_mask, rows.flatten())
         return hidden

@@ -59,7 +59,7 @@ RANK_FAULTS = {
         Fault(
             "prompt-of-another-launch",
             "a rank runs a launch with other prompts than rank 0",
-            "espalier.engine.follow:Follower._launch",
+            "espalier.engine.follow:FollowerRank._launch",
             _reversed_prompts,
         ),
         Fault(

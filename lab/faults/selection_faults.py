@@ -58,7 +58,7 @@ def _index_rows_without_topk(original):
 
     def selected(p, layer, plan, planes):
         queries = p.tokens.shape[1]
-        if p._index_queries is not None and queries != p.width:
+        if p._index_queries is not None and queries != p.staged_width:
             rows = torch.arange(planes[1].shape[1])
             wrong_rows = torch.div(rows, max(queries, 1), rounding_mode="floor") + rows % max(queries, 1)
             planes = (planes[0], planes[1][:, wrong_rows])
@@ -71,13 +71,13 @@ SELECTION_FAULTS = (
     Fault(
         "selection-of-parent",
         "a node of a tree attends to the rows that its parent chose",
-        "espalier.attention.base:Attention.select_by_mask",
+        "espalier.attention.base:AttentionPlan.select_by_mask",
         _selection_of_parent,
     ),
     Fault(
         "sibling-selected",
         "a node of a tree may choose the row of its sibling",
-        "espalier.attention.base:Attention.select_by_mask",
+        "espalier.attention.base:AttentionPlan.select_by_mask",
         _selection_of_sibling,
     ),
     Fault(

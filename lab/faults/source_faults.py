@@ -40,13 +40,13 @@ SOURCE_FAULTS = (
     Fault(
         "path-counted-twice",
         "what became of a path is counted twice",
-        "espalier.engine.guesses:GuessSources._count_right",
+        "espalier.engine.guesses:GuessSources._count_correct_guesses",
         _counted_twice,
     ),
     Fault(
         "picks-counted-twice",
         "what became of the draft's nodes is counted twice",
-        "espalier.speculate.sources.survival:Survival.add_draft",
+        "espalier.speculate.sources.survival:SurvivalCounts.count_draft_nodes",
         _counted_twice,
     ),
 )

@@ -30,12 +30,12 @@ def _conv_tail_kept(original):
     """The tail ends in the last row of the tree's width, whether or not that row was accepted."""
 
     def commit(table, access, source):
-        tails = {layer: states.tail[access.slots] for layer, states in table.states.items()}
+        tails = {layer: states.conv_tail[access.slots] for layer, states in table.states.items()}
         original(table, access, source)
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.tail, conv_tail_after(tails[layer], states.inputs[source], whole))
+            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
 
@@ -74,7 +74,7 @@ STATE_FAULTS = (
     Fault(
         "snapshot-of-wrong-page",
         "a request begins with the snapshot of another page",
-        "espalier.cache.pages:Snapshots.mark_used",
+        "espalier.cache.pages:SnapshotRows.mark_used",
         _snapshot_of_wrong_page,
     ),
     Fault(

@@ -295,7 +295,7 @@ def _grow_beam_trees(chain: Chain, roots: Tensor, steps: int, topk: int, num_dra
         best, shift = ordered_topk(chain.draft_logp[places], topk)
         children = (places[..., None] + chain.shifts[shift]) % chain.size
         paths = scores[..., None] + best
-        pool.add(children, paths)
+        pool.add_level(children, paths)
         if level < steps:
             scores, kept = ordered_topk(paths.flatten(1), topk)
             pool.set_beams(kept)

@@ -49,8 +49,8 @@ def _hybrid_shapes(config: ModelConfig, layer: int) -> Shapes:
 def _gemma4_shapes(c: ModelConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer of Gemma 4, for sizes without per-layer inputs and without shared K/V rows."""
     spec, hidden = layer_specs_of(c)[layer], c.hidden_size
-    size, names = spec.keeps.k_size, "qk" if spec.v_is_k else "qkv"
-    rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
+    size, names = spec.cache_spec.k_size, "qk" if spec.v_is_k else "qkv"
+    rows = {"q": c.heads * size, "k": spec.cache_spec.kv_heads * size, "v": spec.cache_spec.kv_heads * size}
     norms = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
     shapes: Shapes = {f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in names}
     shapes |= {"self_attn.o_proj.weight": (hidden, rows["q"]), "layer_scalar": (1,)}

@@ -14,7 +14,7 @@ NORMS_WITHOUT_OFFSET = ("linear_attn.norm.weight",)
 
 def delta_net_shapes(config: ModelConfig, layer: int) -> Shapes | None:
     """Returns the shapes of a DeltaNet of Qwen3.5 and later, under `linear_attn.`; None for an attention layer."""
-    keeps, hidden = layer_specs_of(config)[layer].keeps, config.hidden_size
+    keeps, hidden = layer_specs_of(config)[layer].cache_spec, config.hidden_size
     if not isinstance(keeps, RecurrentState):
         return None
     inner = keeps.heads * keeps.v_size
@@ -43,7 +43,7 @@ def gated_attention_shapes(config: ModelConfig) -> Shapes:
 def nemotron_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer of Nemotron-H.  A layer is one block, under `mixer.`."""
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size
-    keeps, experts, shapes = spec.keeps, config.experts, Shapes()
+    keeps, experts, shapes = spec.cache_spec, config.experts, Shapes()
     if experts is not None and layer in experts.layers:
         count, size, shared = experts.routing.num_experts, experts.intermediate_size, experts.shared_size
         shapes = {"gate.weight": (count, hidden), "gate.e_score_correction_bias": (count,)}

@@ -217,7 +217,7 @@ class TargetTensors:
         if part == "k_norm":
             spec = layer_specs_of(c)[int(name.split(".")[2])]
             # So that scores have a standard deviation of 1, whatever their factor.
-            return spec.keeps.k_size**-0.5 / spec.softmax_scale
+            return spec.cache_spec.k_size**-0.5 / spec.softmax_scale
         return 1.0
 
     @property

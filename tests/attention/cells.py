@@ -82,7 +82,7 @@ def pass_of(
         positions = length[:, None] + (mask.sum(2) - 1).to(device)
         nodes = Nodes(positions, positions, pack_bits(mask).to(device))
     spec = cell.specs[0]
-    kept = spec.keeps
+    kept = spec.cache_spec
     shapes = (spec.heads, kept.k_size), (kept.kv_heads, kept.k_size), (kept.kv_heads, kept.v_size)
     values = [torch.randn(batch, queries, *shape, generator=generator).to(device, pages.dtype) for shape in shapes]
     return Prefix(table, length, cell.first), nodes, values

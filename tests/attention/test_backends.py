@@ -51,8 +51,8 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
 def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, sink=None) -> torch.Tensor:
     """One request, query and head at a time: gather the visible rows, softmax, sum."""
     g = GEOMETRY[layer]
-    kv_heads = g.keeps.kv_heads
-    out = torch.zeros(*q.shape[:3], g.keeps.v_size, dtype=q.dtype)
+    kv_heads = g.cache_spec.kv_heads
+    out = torch.zeros(*q.shape[:3], g.cache_spec.v_size, dtype=q.dtype)
     seen = nodes.visible_rows(None)
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
@@ -71,7 +71,7 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
                 head = h // (g.heads // kv_heads)
                 keys, values = (
                     torch.cat((held[rows, head], new[b, among, head]))
-                    for held, new in zip(g.keeps.read(pages.layers[layer]), (k, v), strict=True)
+                    for held, new in zip(g.cache_spec.read(pages.layers[layer]), (k, v), strict=True)
                 )
                 scores = keys @ q[b, i, h] * g.softmax_scale
                 if g.softcap is not None:
@@ -84,9 +84,12 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
 
 def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
     g, generator = GEOMETRY[layer], torch.Generator().manual_seed(seed)
-    shapes = [(batch, queries, g.heads, g.keeps.k_size), *((batch, rows, *shape) for shape in g.keeps.planes.values())]
+    shapes = [
+        (batch, queries, g.heads, g.cache_spec.k_size),
+        *((batch, rows, *shape) for shape in g.cache_spec.planes.values()),
+    ]
     q, *planes = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return q, *g.keeps.read(planes)
+    return q, *g.cache_spec.read(planes)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_an_unknown_backend_is_refused_by_name():
         backend("flash")
 
 
-NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=Provider.NOTHING, page_sizes=(16, 64))
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), lacks_first_rows=Provider.NOTHING, page_sizes=(16, 64))
 
 
 WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
@@ -206,7 +209,7 @@ def test_support_refuses_by_name(device, dtype, page_size, layer_specs, value):
         NOTHING.require(device, dtype, page_size, layer_specs)
     NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])
     with pytest.raises(EspalierError, match="does not support a prefix whose first rows do not exist"):
-        NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], left_bound=True)
+        NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], lacks_first_rows=True)
 
 
 def test_heads_too_large_for_a_backend_are_refused():

@@ -62,7 +62,7 @@ def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
 )
 def test_whole_rounds_on_a_library_hold_every_property(name, keeps, overlap, page_size):
     """Target and draft, whose rows begin at 1; the library is a stand-in that takes any sizes."""
-    with installed(head_sizes=None, latents=()):
+    with installed(head_sizes=None, latent_rows=()):
         holds(replace(SETUP, attention=name, keeps=keeps, overlap=overlap, page_size=page_size))
 
 
@@ -72,10 +72,10 @@ def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
     fake_cuda(monkeypatch)
     setup = replace(SETUP, attention=name, page_size=16, max_batch=6, chunk_size=256, max_context=300)
     largest_rounds = (largest_prefill_pass(setup.layout, width) for width in setup.layout.chunk_widths)
-    with installed(head_sizes=None, latents=()):
+    with installed(head_sizes=None, latent_rows=()):
         executor = CudaExecutor(setup.engine().executor.runner, graph_batch=0)
         for made in (*largest_rounds, *smaller_prefill_passes(setup.layout, 16)):
-            executor.run_dummies(made)
+            executor.run_dummy_launch(made)
 
 
 @pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.full)])
@@ -94,14 +94,14 @@ def test_three_mtp_layers_on_a_library_hold_every_property(page_size):
         max_context=64,
         chunk_size=16,
     )
-    with installed(head_sizes=None, latents=()):
+    with installed(head_sizes=None, latent_rows=()):
         run_watched(Watch(setup.engine(), "mtp", mtp_reference_of(setup)), traffic())
 
 
 def test_a_planted_fault_is_caught_on_flashinfer():
     """Report 27460: topk 4 over latent rows."""
     setup = replace(SETUP, attention="flashinfer", keeps="latent", topk=4, num_draft_tokens=16)
-    with installed(head_sizes=None, latents=()):
+    with installed(head_sizes=None, latent_rows=()):
         watch = Watch(setup.engine(), setup.algorithm, reference_of(setup), [PROPOSAL])
         with plant("27460"), pytest.raises(AssertionError):
             run_watched(watch, traffic())
@@ -109,7 +109,10 @@ def test_a_planted_fault_is_caught_on_flashinfer():
 
 
 def test_latent_rows_on_flashinfer_are_refused_in_overlap():
-    with installed(head_sizes=None, latents=()), pytest.raises(EspalierError, match="are not known exactly, of layers"):
+    with (
+        installed(head_sizes=None, latent_rows=()),
+        pytest.raises(EspalierError, match="are not known exactly, of layers"),
+    ):
         replace(SETUP, attention="flashinfer", keeps="latent", overlap=True).engine()
 
 

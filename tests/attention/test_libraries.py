@@ -36,7 +36,7 @@ def attends_as_the_reference(name: str, cell: Cell, queries: int, lengths: list[
     plan = made.plan(pages, cell.specs, prefix, nodes)
     reference = backend("reference").plan(pages, cell.specs, Prefix(table, prefix.length, prefix.first_position), nodes)
     for layer, spec in enumerate(cell.specs):
-        sink = None if isinstance(spec.keeps, LatentKV) else torch.randn(spec.heads).double()
+        sink = None if isinstance(spec.cache_spec, LatentKV) else torch.randn(spec.heads).double()
         out, expected = (made.attend(layer, q, k, v, sink) for made in (plan, reference))
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
         for part, expected in zip(plan.attend_prefix(q, layer), reference.attend_prefix(q, layer), strict=True):
@@ -57,7 +57,9 @@ def test_every_cell_runs_or_is_refused(name, page_size):
                 grouped_backend(name, *place)
             except EspalierError as refusal:
                 count["refused"] += 1
-                assert any(f"({limit})" in str(refusal) for limit in backend(name).support.limits.values()), refusal
+                assert any(f"({limit})" in str(refusal) for limit in backend(name).support.limit_reasons.values()), (
+                    refusal
+                )
                 continue
             count["run"] += 1
             attends_as_the_reference(name, cell, FEW_NODES[turn % len(FEW_NODES)], lengths_around(page_size), exact)
@@ -121,7 +123,7 @@ def test_a_graph_without_exact_lengths_is_planned_once(monkeypatch):
         made.prepare(CommittedLengths((700, 700), exact=False, in_graph=True))
         if turn == 1:
             [plan] = made.captured_plans[2].values()
-            monkeypatch.setattr(plan, "_plan", lambda rows: pytest.fail("planned again"))
+            monkeypatch.setattr(plan, "_plan_wrapper", lambda rows: pytest.fail("planned again"))
         out = made.plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
         expected = backend("reference").plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)

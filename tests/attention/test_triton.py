@@ -50,7 +50,7 @@ def pages_in(
     """Pages full of noise and a shuffled page table; the same values in every dtype of the model.  in_fp8: rounded."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
     specs = with_row_dtype(layers, FP8 if in_fp8 else None)
-    scales = {layer: scales_of(layer, spec.keeps, device) for layer, spec in enumerate(specs)}
+    scales = {layer: scales_of(layer, spec.cache_spec, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
     for plane in (each for stack in pages.target for each in stack.stacked):
@@ -68,7 +68,7 @@ def tree(length: torch.Tensor, queries: int, rows: int) -> Nodes:
 
 def drawn(g: LayerSpec, queries: int, rows: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    kept = g.keeps
+    kept = g.cache_spec
     shapes = (queries, g.heads, kept.k_size), (rows, kept.kv_heads, kept.k_size), (rows, kept.kv_heads, kept.v_size)
     return [torch.randn(4, *shape, generator=generator) for shape in shapes]
 
@@ -109,9 +109,9 @@ def test_layers_of_one_pass(kernel_device, shape, first):
     exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length, first), nodes)
     for layer, g in enumerate(GEOMETRY):
         q, k, v = (value.to(kernel_device) for value in drawn(g, queries, rows))
-        if isinstance(g.keeps, LatentKV):
-            k, v = g.keeps.read([k])
-        sinks = (None, SINK[: g.heads].to(kernel_device)) if isinstance(g.keeps, KVHeads) else (None,)
+        if isinstance(g.cache_spec, LatentKV):
+            k, v = g.cache_spec.read([k])
+        sinks = (None, SINK[: g.heads].to(kernel_device)) if isinstance(g.cache_spec, KVHeads) else (None,)
         for sink in sinks:
             out, expected = (
                 made.attend(layer, q, k, v, sink),
@@ -134,11 +134,11 @@ def test_one_query_of_a_chain(kernel_device, in_fp8):
     exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length), chain)
     for layer, g in enumerate(GEOMETRY):
         q, k, v = (value.to(kernel_device) for value in drawn(g, 70, 70))
-        if isinstance(g.keeps, LatentKV):
-            k, v = g.keeps.read([k])
-        sink = SINK[: g.heads].to(kernel_device) if isinstance(g.keeps, KVHeads) else None
+        if isinstance(g.cache_spec, LatentKV):
+            k, v = g.cache_spec.read([k])
+        sink = SINK[: g.heads].to(kernel_device) if isinstance(g.cache_spec, KVHeads) else None
         stored = FP8 if in_fp8 else torch.float32
-        rows = g.keeps.read([k.to(stored)]) if isinstance(g.keeps, LatentKV) else (k.to(stored), v.to(stored))
+        rows = g.cache_spec.read([k.to(stored)]) if isinstance(g.cache_spec, LatentKV) else (k.to(stored), v.to(stored))
         requests = torch.arange(4, device=kernel_device)
         out = made.attend(layer, q[requests, row][:, None], *rows, sink)
         if not in_fp8:
@@ -161,10 +161,10 @@ def test_layers_in_fp8(kernel_device, shape):
     plain = backend("reference").plan(pages_in(torch.float64, kernel_device)[0], GEOMETRY, Prefix(table, length), nodes)
     for layer, g in enumerate(GEOMETRY):
         q, k, v = (value.to(kernel_device) for value in drawn(g, 3, 3))
-        if isinstance(g.keeps, LatentKV):
-            k, v = g.keeps.read([k])
+        if isinstance(g.cache_spec, LatentKV):
+            k, v = g.cache_spec.read([k])
         stored = k.to(FP8)
-        rows = (stored, g.keeps.read([stored])[1]) if isinstance(g.keeps, LatentKV) else (stored, v.to(FP8))
+        rows = (stored, g.cache_spec.read([stored])[1]) if isinstance(g.cache_spec, LatentKV) else (stored, v.to(FP8))
         expected = exact.attend(layer, q.double(), *rows)
         torch.testing.assert_close(made.attend(layer, q, *rows).double(), expected, rtol=0, atol=TOLERANCE)
         # By hand: the same rows times their scales, without scales.
@@ -200,7 +200,7 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
     exact = backend("reference").plan(exact_pages, CHOOSING, Prefix(table, length), nodes)
     for layer, g in enumerate(CHOOSING):
         q, k, _ = (value.to(kernel_device) for value in drawn(g, queries, rows))
-        k, v = g.keeps.read([k.to(FP8) if in_fp8 else k])
+        k, v = g.cache_spec.read([k.to(FP8) if in_fp8 else k])
         of_heads = torch.randn(4, queries, 6, 16, generator=generator), torch.randn(4, queries, 6, generator=generator)
         asking = IndexerQueries(*(value.to(kernel_device) for value in of_heads))
         keys = torch.randn(4, rows, 1, 16, generator=generator).to(kernel_device)
@@ -226,7 +226,7 @@ def test_a_prompt_chooses_in_chunks_of_queries(kernel_device, monkeypatch):
     keys = torch.randn(4, 3, 1, 16, generator=generator).to(kernel_device)
     made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
     whole = made.select(0, asking, keys)
-    monkeypatch.setattr(triton, "MAX_SCORES", 1)
+    monkeypatch.setattr(triton, "MAX_INDEX_SCORES", 1)
     chunked = made.select(0, asking, keys)
     assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
 
@@ -260,7 +260,7 @@ def test_a_sink_over_wide_latent_rows_is_refused(kernel_device):
     q, k, _ = (value.to(kernel_device) for value in drawn(GEOMETRY[layer], 2, 2))
     made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), tree(length, 2, 2))
     with pytest.raises(EspalierError, match="no sinks over wide latent rows; use attention=reference"):
-        made.attend(layer, q, *GEOMETRY[layer].keeps.read([k]), SINK[:3].to(kernel_device))
+        made.attend(layer, q, *GEOMETRY[layer].cache_spec.read([k]), SINK[:3].to(kernel_device))
 
 
 def test_an_empty_batch_is_legal(kernel_device):

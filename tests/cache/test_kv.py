@@ -48,7 +48,7 @@ def test_layers_of_one_shape_share_a_stack():
     assert [stack.layers for stack in pages.draft] == [(3,)]
     for layer, g in enumerate(GEOMETRY):
         k, v = pages.layers[layer]
-        kept = g.keeps
+        kept = g.cache_spec
         assert k.shape[1:] == (kept.kv_heads, kept.k_size) and v.shape[1:] == (kept.kv_heads, kept.v_size)
 
 
@@ -79,7 +79,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
     generator = torch.Generator().manual_seed(page_size)
     staged = {}
     for layer in range(TARGET_LAYERS):
-        g = GEOMETRY[layer].keeps
+        g = GEOMETRY[layer].cache_spec
         k = torch.randn(2, width, g.kv_heads, g.k_size, generator=generator, dtype=torch.float64)
         v = torch.randn(2, width, g.kv_heads, g.v_size, generator=generator, dtype=torch.float64)
         stage(staging, layer, k, v, width, at=0)

@@ -20,9 +20,9 @@ LAYOUT = Setup(page_size=4, max_batch=3).layout
 
 def test_planes_are_read_as_k_and_v():
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 6)
-    assert HEADS.keeps.read((k, v)) == (k, v)
+    assert HEADS.cache_spec.read((k, v)) == (k, v)
     latent = torch.randn(3, 1, 24)
-    keys, values = LATENT.keeps.read((latent,))
+    keys, values = LATENT.cache_spec.read((latent,))
     assert keys is latent and torch.equal(values, latent[..., :16])
     assert values.data_ptr() == latent.data_ptr()
 
@@ -30,7 +30,7 @@ def test_planes_are_read_as_k_and_v():
 def test_layers_that_keep_the_same_are_a_group():
     windowed = replace(HEADS, window=3)
     groups = group_layers((HEADS, LATENT, windowed), range(3))
-    assert list(groups.items()) == [(HEADS.keeps, (0, 2)), (LATENT.keeps, (1,))]
+    assert list(groups.items()) == [(HEADS.cache_spec, (0, 2)), (LATENT.cache_spec, (1,))]
 
 
 def test_pools_and_staging_follow_from_what_layers_keep():

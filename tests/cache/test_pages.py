@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.cache.pages import OutOfPages, PageDefect, PagePool
+from tests.pages import check_pool
 
 
 def test_the_dummy_is_never_handed_out():
@@ -12,7 +13,7 @@ def test_the_dummy_is_never_handed_out():
     assert pool.num_free == 4
     assert pool.allocate(4) == [1, 2, 3, 4]
     assert pool.num_free == 0
-    assert pool.references(0) == 0
+    assert pool.reference_count(0) == 0
 
 
 def test_pages_freed_last_are_handed_out_first_and_in_order():
@@ -36,9 +37,9 @@ def test_a_page_is_free_when_its_last_holder_leaves():
     pages = pool.allocate(1)
     pool.share(pages)
     pool.release(pages)
-    assert (pool.references(1), pool.num_free) == (1, 1)
+    assert (pool.reference_count(1), pool.num_free) == (1, 1)
     pool.release(pages)
-    assert (pool.references(1), pool.num_free) == (0, 2)
+    assert (pool.reference_count(1), pool.num_free) == (0, 2)
 
 
 @pytest.mark.parametrize("verb", ["share", "release"])
@@ -48,7 +49,7 @@ def test_a_page_that_nobody_holds_is_named(verb, page):
     pool.allocate(1)
     with pytest.raises(AssertionError, match=rf"page {page} cannot be {verb}d"):
         getattr(pool, verb)([page])
-    pool.check([[1]], [])
+    check_pool(pool, [[1]], [])
 
 
 def test_releasing_a_page_twice_in_one_call_is_named():
@@ -58,27 +59,27 @@ def test_releasing_a_page_twice_in_one_call_is_named():
 
 
 def spoil_references(pool):
-    pool._references[1] += 1
+    pool._reference_counts[1] += 1
 
 
 def forget_free(pool):
-    pool._free.remove(3)
+    pool._free_pages.remove(3)
 
 
 def free_twice(pool):
-    pool._free.append(3)
+    pool._free_pages.append(3)
 
 
 def free_while_held(pool):
-    pool._free.append(1)
+    pool._free_pages.append(1)
 
 
 def free_the_dummy(pool):
-    pool._free.append(0)
+    pool._free_pages.append(0)
 
 
 def free_the_unknown(pool):
-    pool._free.append(9)
+    pool._free_pages.append(9)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,10 @@ def free_the_unknown(pool):
 def test_check_names_the_page_whose_books_are_wrong(spoil, message):
     pool = PagePool(5)
     pool.share(pool.allocate(2)[:1])
-    pool.check([[1, 2]], [1])
+    check_pool(pool, [[1, 2]], [1])
     spoil(pool)
     with pytest.raises(AssertionError, match=message):
-        pool.check([[1, 2]], [1])
+        check_pool(pool, [[1, 2]], [1])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_check_names_the_page_whose_holders_are_wrong(owned, cached, message):
     pool = PagePool(3)
     pool.allocate(1)
     with pytest.raises(AssertionError, match=message):
-        pool.check(owned, cached)
+        check_pool(pool, owned, cached)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 9)), max_size=60))
@@ -131,7 +132,7 @@ def test_counts_equal_holders_after_any_calls(calls):
             owned.append(list(owned[number % len(owned)]))
         elif verb == "release" and owned:
             pool.release(owned.pop(number % len(owned)))
-        pool.check(owned, [])
+        check_pool(pool, owned, [])
         held = {page for pages in owned for page in pages}
         assert pool.num_free == 7 - len(held)
-        assert all(pool.references(page) == sum(page in pages for pages in owned) for page in range(8))
+        assert all(pool.reference_count(page) == sum(page in pages for pages in owned) for page in range(8))

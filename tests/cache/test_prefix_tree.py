@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from espalier.cache.pages import PageDefect, PagePool
 from espalier.cache.prefix_tree import PrefixTree, page_keys
+from tests.pages import check_pool
 
 
 @dataclass
@@ -82,7 +83,7 @@ class WatchedPool(PagePool):
     def release(self, pages):
         for page in list(pages):
             super().release([page])
-            if not self.references(page):
+            if not self.reference_count(page):
                 self.freed.append(page)
 
 
@@ -209,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_exactly_one_of_free_cached_owned(self):
-        self.pool.check([request.pages for request in self.running], self.tree.pages())
+        check_pool(self.pool, [request.pages for request in self.running], self.tree.pages())
         kept = self.held() | set(self.tree.pages())
         assert self.pool.num_free + len(kept) + 1 == self.pool.num_pages
 
@@ -290,7 +291,7 @@ def test_clear_leaves_a_request_its_pages():
     tree.insert([1, 2], pages)
     tree.clear()
     assert (len(tree), list(tree.pages()), tree.match([1]), tree.evict(1)) == (0, [], [], 0)
-    pool.check([pages], [])
+    check_pool(pool, [pages], [])
     assert cached(pool, tree, [1]) == tree.match([1])
 
 

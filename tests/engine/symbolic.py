@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from espalier.engine.engine import Engine
-from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
@@ -103,10 +102,8 @@ class SymbolicDevice:
         self.runner: ModelRunner
 
     def launch(self, launch_input: LaunchInput) -> "SymbolicDevice.Done":
+        assert not launch_input.is_staged, "nothing is masked here"
         return self.Done(self.run(launch_input))
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        raise AssertionError("nothing is masked here")
 
     @dataclass
     class Done:
@@ -151,7 +148,7 @@ class SymbolicDevice:
                 return rows
             spans = [
                 (max(begin - rows, 0), max(end - rows, 0))
-                for (begin, end), rows in zip(launch_input.prompt_rows.spans, before, strict=True)
+                for (begin, end), rows in zip(launch_input.prompt_rows.row_spans, before, strict=True)
             ]
             of_prompts = map(self._of_prompt, slots, firsts, spans)
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]

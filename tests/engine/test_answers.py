@@ -14,6 +14,7 @@ from tests.engine.test_disturbance import WISHES, all_undisturbed, mixed, some_t
 from tests.engine.watching import run_watched
 from tests.harness import Setup, models, prompts, request
 from tests.oracles.dense import DensePass
+from tests.pages import check_pages
 from tests.pairwise import in_turn_params
 
 TREE = Setup(page_size=2, topk=4, steps=4, num_draft_tokens=16, max_batch=3)
@@ -80,7 +81,7 @@ def test_samples_of_one_prompt(overlap: bool) -> None:
     pieces = []
     while engine.has_work:
         pieces += engine.step()
-        engine.check_pages()
+        check_pages(engine)
     engine.close()
     for r in requests:
         assert [t for p in pieces if p.index == r.index for t in p.token_ids] == r.output

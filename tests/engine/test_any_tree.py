@@ -13,7 +13,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
 from espalier.layout import PLAIN_TREE, TARGET_ONLY, LaunchForm, TreeShape
-from espalier.speculate.drafters import grafted
+from espalier.speculate.drafters import path_merging
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
 from tests.gpu.traffic import mixed, run_staggered
@@ -71,7 +71,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
     setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
     engine, requests = setup.engine(), mixed(6, max_tokens=11)
     chooser = AnyTree((*(SOURCED if setup.text_paths else SMALL), setup.layout.tree))
-    engine.scheduler.trees.chooser = chooser
+    engine.scheduler.round_trees.chooser = chooser
     run_staggered(engine, requests, every=2)
     for r in requests:
         assert r.output == plainly(setup, r).tokens, r.id
@@ -81,7 +81,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
 def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
     setup = Setup(**TREE)
     engine, plain = setup.engine(), run(setup.plain().engine(), asked(2, 1.2))
-    engine.scheduler.trees.chooser = AnyTree((*SMALL, setup.layout.tree))
+    engine.scheduler.round_trees.chooser = AnyTree((*SMALL, setup.layout.tree))
     assert run(engine, asked(2, 1.2)).tokens == plain.tokens
 
 
@@ -95,7 +95,7 @@ STAYING = [
 @pytest.mark.parametrize(("setup", "without"), STAYING, ids=["eagle3", "mtp", "sources"])
 def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup, without: TreeShape) -> None:
     engine = setup.engine()
-    engine.scheduler.trees.chooser = AnyTree((without, without, setup.layout.tree))
+    engine.scheduler.round_trees.chooser = AnyTree((without, without, setup.layout.tree))
     oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
     run_watched(Watch(engine, setup.algorithm, oracle, (INCREMENTAL, READY)), mixed(3, max_tokens=9))
 
@@ -107,7 +107,7 @@ def test_any_tree_crosses_to_every_rank() -> None:
     requests = [mixed(4, max_tokens=8), mixed(4, max_tokens=8)]
     for trees, dataset_of_flags in zip((None, chooser), requests, strict=True):
         engine = group.engine(setup, case.files)
-        engine.scheduler.trees.chooser = trees or engine.scheduler.trees.chooser
+        engine.scheduler.round_trees.chooser = trees or engine.scheduler.round_trees.chooser
         # Ranks compare the sums of their trees.
         run(engine, dataset_of_flags)
     group.finish()
@@ -121,7 +121,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
-    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
+    monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
@@ -136,12 +136,12 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
             return super().choose(batch, drafting, context)
 
     chooser = OfBucket(())
-    engine.scheduler.trees.chooser = chooser
+    engine.scheduler.round_trees.chooser = chooser
     FakeGraph.replayed = 0
     run_staggered(engine, requests, every=2)
     assert [r.output for r in requests] == wanted
     assert len(set(chooser.picked)) == 4 and FakeGraph.replayed >= len(chooser.picked)
-    assert engine.scheduler.trees.num_rounds.total() == len(chooser.picked)
+    assert engine.scheduler.round_trees.num_rounds.total() == len(chooser.picked)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
@@ -161,7 +161,7 @@ def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
     run_staggered(engine, requests, every=2)
     assert [r.output for r in requests] == wanted
     tree_without_draft = TARGET_ONLY if algorithm == "eagle3" else PLAIN_TREE
-    rounds = engine.scheduler.trees.num_rounds
+    rounds = engine.scheduler.round_trees.num_rounds
     assert list(rounds) == [tree_without_draft] and FakeGraph.replayed >= rounds[tree_without_draft] > 6
 
 
@@ -169,7 +169,7 @@ def test_samples_are_what_the_trees_say() -> None:
     """Ranks, and where a path ends, against the traced trees."""
     setup = Setup(**{**TREE, "max_batch": 3})
     engine: Engine = setup.engine()
-    engine.scheduler.trees.chooser = AnyTree((*SMALL[1:], setup.layout.tree))
+    engine.scheduler.round_trees.chooser = AnyTree((*SMALL[1:], setup.layout.tree))
     launch, checked = engine.executor.launch, 0
 
     def traced(launch_input: LaunchInput) -> Any:

@@ -15,6 +15,7 @@ from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from tests.engine.test_disturbance import all_undisturbed
 from tests.harness import Setup, prompts, request
+from tests.pages import check_pages
 
 CONTEXT = 64
 in_overlap = pytest.mark.parametrize(
@@ -51,12 +52,12 @@ def test_refused_and_nobody_notices(overlap: bool) -> None:
     for case in BAD:
         assert engine.has_work, "nobody is there to notice"
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         refused(engine, case)
     engine.add(requests[2])
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     engine.close()
     all_undisturbed(Setup(max_context=CONTEXT), requests)
 

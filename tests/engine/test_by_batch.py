@@ -16,6 +16,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import plainly
 from tests.gpu.traffic import mixed, run_staggered
 from tests.harness import Setup, prompts, request, run
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params
 
 # Rounds of 1 have the configured tree; those of 2, of 4 and of 6 are small ones of several forms.
@@ -82,12 +83,12 @@ def test_few_pages_preemptions_and_aborts_change_nothing():
         engine.add(r)
         for _ in range(random.randint(0, 3)):
             engine.step()
-            engine.check_pages()
+            check_pages(engine)
         if random.random() < 0.15:
             engine.abort(random.choice(requests[: r.arrival_index + 1]).id)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     assert engine.scheduler.num_preempted > 0
     for r in requests:
         tokens = plainly(replace(SETUP, max_context=64), r).tokens

@@ -42,7 +42,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monke
 
     def launching(launch_input: LaunchInput):
         if launch_input.is_prefill:
-            passes.add((launch_input.is_eager_only, executor.form(launch_input) in executor.graphs))
+            passes.add((launch_input.is_eager_only, executor.form_of(launch_input) in executor.graphs))
         return launch(launch_input)
 
     monkeypatch.setattr(executor, "launch", launching)

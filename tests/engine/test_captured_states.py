@@ -18,7 +18,7 @@ SETUP = Setup(
 
 def two_turns(engine: Engine) -> list[list[int]]:
     """Five requests over three slots, then each text goes on; the engine's second turn begins at snapshots."""
-    engine.scheduler.states.decode_interval = 5
+    engine.scheduler.state_keeper.decode_interval = 5
     close, engine.close = engine.close, lambda: None  # type: ignore[method-assign]
     first = [asked(i, prompt) for i, prompt in enumerate(prompts(11, [23, 1, 34, 18, 40]))]
     said = run(engine, first).tokens

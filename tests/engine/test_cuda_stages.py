@@ -86,7 +86,7 @@ def test_a_staged_round_is_freed_without_a_garbage_collection(monkeypatch):
     engine = engine_on_fake_cuda(setup, EAGER)
     gc.collect()
     with no_garbage_collection():
-        engine.executor.run_dummies(replace(dummy_launch(2), is_staged=True))
+        engine.executor.run_dummy_launch(replace(dummy_launch(2), is_staged=True))
         assert [each() for each in alive] == [None]
         run(engine, [each for each in asked(2, 0.0, count=5, max_tokens=9) if each.masker is not None])
         assert len(alive) > 5

@@ -9,6 +9,7 @@ from espalier.layout import RoundLayout
 from espalier.request import Request, SamplingParams
 from tests.engine.symbolic import SymbolicDevice, continuation, symbolic_engine
 from tests.harness import request
+from tests.pages import check_pages
 
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
@@ -39,7 +40,7 @@ def test_admitted_in_order_of_arrival(overlap: bool) -> None:
     entered: list[int] = []
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         entered += [r.arrival_index for r in engine.scheduler.running if r.arrival_index not in entered]
     assert entered == sorted(entered)
 
@@ -66,7 +67,7 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
     engine.scheduler._preempt = preempt  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
         assert not (running and waiting) or running[-1].arrival_index < next(iter(waiting)).arrival_index
     assert victims
@@ -132,5 +133,5 @@ def test_samples_do_not_hold_up_others(overlap: bool) -> None:
     assert sibling.cached_tokens == 60
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     assert all((r.output, r.finish_reason) == continuation(r, 128) for r in (leader, sibling, other))

@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.state import gather_slots
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Guess, SlotTable
 from tests.harness import Setup, request
 
@@ -53,7 +53,7 @@ def device_launch(
 ) -> LaunchBuffer:
     packed = pack_launch(into, launch_input, entry, LaunchForm(batch, launch_input.width, pieces))
     arrived = packed.with_vector(torch.from_numpy(packed.vector))
-    arrived.apply(into)
+    arrived.update_slot_table(into)
     return arrived
 
 
@@ -61,10 +61,10 @@ def test_an_admission_fills_its_slot_and_no_other():
     into = table()
     slot_inits = entering(2, [3, 1, 3, 8], [5, 5])
     launch_input = LaunchInput(
-        (2, 3), SamplingNeeds(), lengths=(3, 2), width=16, slot_inits=(slot_inits,), appended_pages=((3, 1, 9),)
+        (2, 3), SamplingFeatures(), lengths=(3, 2), width=16, slot_inits=(slot_inits,), appended_pages=((3, 1, 9),)
     )
     arrived = device_launch(into, launch_input, batch=2, entry=1)
-    assert (arrived.entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
+    assert (arrived.ring_entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
     ints = dict(zip(INT_COLUMNS, into.ints[2].tolist(), strict=True))
     assert ints == {
         "prefix_len": 1,
@@ -110,13 +110,13 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
     slots = tuple(range(1, batch + 1))
     forms = {
         pack_launch(
-            into, LaunchInput(slots, SamplingNeeds(), appended_pages=appended_pages), entry, LaunchForm(batch)
-        ).sizes
+            into, LaunchInput(slots, SamplingFeatures(), appended_pages=appended_pages), entry, LaunchForm(batch)
+        ).part_sizes
         for entry, appended_pages in ((0, ()), (1, most[:1]), (2, most))
     }
     assert len(forms) == 1
     with pytest.raises(EspalierError, match="its launch input holds"):
-        launch_input = LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1)))
+        launch_input = LaunchInput((1,), SamplingFeatures(), appended_pages=(*most, (1, 1, 1)))
         pack_launch(into, launch_input, 0, LaunchForm(batch))
 
 
@@ -128,15 +128,15 @@ def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
     sent[0] = 0
     guess = Guess(5, 3, (1, 2))
     made = [
-        LaunchInput((1,), SamplingNeeds(), guesses=((1, (guess, guess, guess)),), survival=sent),
-        LaunchInput((1,), SamplingNeeds()),
-        LaunchInput((1,), SamplingNeeds(), guesses=((1, (guess,)),)),
+        LaunchInput((1,), SamplingFeatures(), guesses=((1, (guess, guess, guess)),), survival=sent),
+        LaunchInput((1,), SamplingFeatures()),
+        LaunchInput((1,), SamplingFeatures(), guesses=((1, (guess,)),)),
     ]
     sizes = set()
     for launch_input in made:
         packed = pack_launch(into, launch_input, 0, LaunchForm(batch))
-        packed.with_vector(torch.from_numpy(packed.vector)).apply(into)
-        sizes.add(packed.sizes)
+        packed.with_vector(torch.from_numpy(packed.vector)).update_slot_table(into)
+        sizes.add(packed.part_sizes)
         assert torch.equal(into.survival, torch.from_numpy(sent)), "sent once, and kept"
     assert len(sizes) == 1
     row = [5, 3, 1, 2] + [-1] * (into.guesses.shape[2] - 4)
@@ -146,33 +146,35 @@ def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
 def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
     into = table()
     into.page_table.fill_(0)
-    arrived = device_launch(into, LaunchInput((3,), SamplingNeeds(), appended_pages=((3, 2, 8),)), batch=3)
+    arrived = device_launch(into, LaunchInput((3,), SamplingFeatures(), appended_pages=((3, 2, 8),)), batch=3)
     assert arrived.slots.tolist() == [3, 0, 0]
     assert not into.page_table.any(), "a round writes its pages itself"
-    gather_slots(into, arrived.slots, arrived.appended)
+    gather_slots(into, arrived.slots, arrived.appended_pages)
     assert into.page_table.nonzero().tolist() == [[3, 2]]
 
 
 def test_a_prefill_pass_is_padded_with_requests_and_pieces_without_tokens():
     """The request in row 0 has tokens for two pieces and a part of a third; the next one for one."""
     launch_input = LaunchInput(
-        (2, 1), SamplingNeeds(), lengths=(37, 16), width=16, pieces=((0, 0), (0, 16), (0, 32), (1, 0))
+        (2, 1), SamplingFeatures(), lengths=(37, 16), width=16, pieces=((0, 0), (0, 16), (0, 32), (1, 0))
     )
     padded = device_launch(table(), launch_input, 3, pieces=6)
     assert padded.slots.tolist() == [2, 1, 0] and padded.lengths.tolist() == [37, 16, 0]
     made = padded.pieces
-    assert made is not None and made.request.tolist() == [0, 0, 0, 1, 2, 2] and made.last.tolist() == [2, 3, 0]
-    lengths = (padded.lengths[made.request] - made.offset).clamp(max=16)
+    assert (
+        made is not None and made.request_row.tolist() == [0, 0, 0, 1, 2, 2] and made.last_piece.tolist() == [2, 3, 0]
+    )
+    lengths = (padded.lengths[made.request_row] - made.token_offset).clamp(max=16)
     assert lengths.tolist() == [16, 16, 5, 16, 0, 0]
     # Without room for another request, the padding belongs to the last one.
     made = device_launch(table(), launch_input, 2, pieces=6).pieces
-    assert made is not None and made.request.tolist() == [0, 0, 0, 1, 1, 1] and made.last.tolist() == [2, 3]
-    assert made.offset.tolist() == [0, 16, 32, 0, 16, 16]
+    assert made is not None and made.request_row.tolist() == [0, 0, 0, 1, 1, 1] and made.last_piece.tolist() == [2, 3]
+    assert made.token_offset.tolist() == [0, 16, 32, 0, 16, 16]
 
 
 def test_a_captured_pass_finds_its_numbers_where_the_graph_reads_them():
     """Whatever else a launch does: what updates the slot table comes after."""
-    launch_input = LaunchInput((2,), SamplingNeeds(), lengths=(3,), width=16)
+    launch_input = LaunchInput((2,), SamplingFeatures(), lengths=(3,), width=16)
     entered = replace(launch_input, slot_inits=(entering(2, [3, 1, 3, 8], [5, 5]),), appended_pages=((3, 1, 9),))
     form = LaunchForm(2, 16, 4)
     graph, launch = (pack_launch(table(), each, 1, form).vector for each in (launch_input, entered))
@@ -182,7 +184,7 @@ def test_a_captured_pass_finds_its_numbers_where_the_graph_reads_them():
 def test_a_page_past_the_table_is_refused():
     for slot, column in ((1, LAYOUT.table_width), (LAYOUT.num_slots, 0)):
         with pytest.raises(EspalierError, match="asks for page"):
-            launch_input = LaunchInput((1,), SamplingNeeds(), appended_pages=((slot, column, 1),))
+            launch_input = LaunchInput((1,), SamplingFeatures(), appended_pages=((slot, column, 1),))
             pack_launch(table(), launch_input, 0, launch_input.form())
 
 
@@ -196,8 +198,8 @@ def test_what_grows_between_two_launches_fits_a_launch_input():
 
 
 def test_vectors_are_integers():
-    packed = pack_launch(table(), LaunchInput((), SamplingNeeds()), 0, LaunchForm(0))
-    assert packed.vector.dtype == np.int64 and [size for name, size in packed.sizes if name == "entry"] == [1]
+    packed = pack_launch(table(), LaunchInput((), SamplingFeatures()), 0, LaunchForm(0))
+    assert packed.vector.dtype == np.int64 and [size for name, size in packed.part_sizes if name == "ring_entry"] == [1]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -205,7 +207,7 @@ def test_every_part_begins_at_sixteen_bytes(batch):
     """Else Triton would compile other kernels for another number of requests."""
     launch_input = LaunchInput(
         (2, 3, 1)[:batch],
-        SamplingNeeds(),
+        SamplingFeatures(),
         lengths=(20, 2, 1)[:batch],
         width=16,
         pieces=((0, 0), (0, 16), (1, 0), (2, 0))[: batch + 1],

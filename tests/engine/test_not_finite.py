@@ -17,6 +17,7 @@ from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, pairwise_params
 
 BROKEN = 13
@@ -91,9 +92,9 @@ def mates_and_victims() -> list[Request]:
 
 def nothing_broken_is_cached(engine: Engine) -> None:
     pages = engine.executor.runner.pages
-    assert engine.prefixes is not None
-    for page, node in engine.prefixes._nodes.items():
-        begins = node.parent is engine.prefixes._root
+    assert engine.prefix_tree is not None
+    for page, node in engine.prefix_tree._nodes.items():
+        begins = node.parent is engine.prefix_tree._root
         for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
             # The draft's row of a sequence's first token does not exist: there the last owner's stands.
             rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)
@@ -107,7 +108,7 @@ def nothing_broken_is_free(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     pages = engine.executor.runner.pages
-    free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.references(page)]
+    free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.reference_count(page)]
     for plane in (each for stack in (*pages.target, *pages.draft) for each in stack.stacked):
         rows = plane.unflatten(1, (pages.num_pages, pages.page_size))[:, free]
         assert rows.isfinite().all()
@@ -132,7 +133,7 @@ def test_fails_by_name_and_alone(page_size: int, overlap: bool, drafts_it: bool,
             engine.add(r)
         while engine.has_work:
             pieces += engine.step()
-            engine.check_pages()
+            check_pages(engine)
             nothing_broken_is_cached(engine)
         for r in batch:
             said = plainly(r)
@@ -167,7 +168,7 @@ def test_a_broken_token_that_is_emitted(overlap: bool) -> None:
         engine.add(r)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         nothing_broken_is_cached(engine)
     assert [(r.output, r.finish_reason) for r in requests[:2]] == [([BROKEN], "abort"), ([BROKEN], "stop")]
     assert requests[1].error is None

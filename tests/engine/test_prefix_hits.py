@@ -10,6 +10,7 @@ from tests.engine.alone import alone
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import VOCAB, Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params, pairwise_params
 
 BASE = prompts(11, [36])[0]
@@ -40,7 +41,7 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
         page_size=page_size, topk=4, steps=3, num_draft_tokens=10, overlap=overlap, max_batch=2, num_pages=600
     )
     engine = setup.engine()
-    assert engine.prefixes is not None
+    assert engine.prefix_tree is not None
     shared = SharedPages(engine)
     hits = [0, 1, 15, 16, 17, 19] if page_size == 16 else list(range(len(base)))
     requests = [request(0, base, SHORT)] + [parting(1 + i, hit, tail) for i, hit in enumerate(hits)]
@@ -49,7 +50,7 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
         engine.add(r)
         while engine.has_work:
             engine.step()
-            engine.check_pages()
+            check_pages(engine)
             shared.check()
     engine.close()
     assert shared.compared > 100 // page_size
@@ -73,8 +74,8 @@ def test_hits_while_their_owner_still_runs(page_size: int, algorithm: str) -> No
     engine = setup.engine()
 
     def evict(step: int) -> None:
-        if step % 4 == 3 and engine.prefixes is not None:
-            engine.prefixes.evict(2)
+        if step % 4 == 3 and engine.prefix_tree is not None:
+            engine.prefix_tree.evict(2)
 
     run_watched(engine, [(1 + 2 * i, r) for i, r in enumerate(requests)], evict)
     assert sum(r.cached_tokens for r in requests) > 0
@@ -137,4 +138,4 @@ def run_to_end(engine: Engine, r: Request) -> None:
     engine.add(r)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)

@@ -20,6 +20,7 @@ from espalier.speculate.logit_slices import MAX_PROMPT_LOGIT_BYTES, max_logit_ro
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import DTYPE, VOCAB, Setup, directories, prompts, request
 from tests.models.reference import load_reference, reference_logits
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params, pairwise_params
 
 SETUP = Setup(page_size=2, topk=4, steps=3, num_draft_tokens=10, max_batch=3, chunk_size=16)
@@ -153,7 +154,7 @@ class TestPrefixHits:
             engine.add(r)
             while engine.has_work:
                 engine.step()
-                engine.check_pages()
+                check_pages(engine)
                 shared.check()
         engine.close()
         assert shared.compared and (first.cached_tokens, again.cached_tokens) == (0, 40 // page_size * page_size)
@@ -205,7 +206,7 @@ def run_on(engine: Engine, r: Request) -> None:
     engine.add(r)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         shared.check()
 
 
@@ -277,7 +278,7 @@ def watch_sizes(engine: Engine, sizes: list[int]) -> None:
     right = engine.executor.run
 
     def run(launch_input: LaunchInput) -> list[RequestResult]:
-        sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.sizes)
+        sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.num_rows_by_request)
         return right(launch_input)
 
     engine.executor.run = run  # type: ignore[method-assign]

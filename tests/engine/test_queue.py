@@ -21,9 +21,11 @@ def test_requests_stand_by_priority_then_arrival_then_as_they_came(calls):
         elif verb == "remove" and expected:
             queue.remove(expected.pop(value % len(expected)))
         elif verb == "take" and expected:
-            assert queue.take().request is expected.pop(0)
+            assert queue.pop(gets_slot=True).request is expected.pop(0)
         elif verb == "pass over" and expected:
-            passed_over = [queue.set_aside() for _ in range(min(value, len(expected))) if queue.peek() is not None]
+            passed_over = [
+                queue.pop(gets_slot=False) for _ in range(min(value, len(expected))) if queue.peek() is not None
+            ]
             assert [entry.request for entry in passed_over] == expected[: len(passed_over)]
             for entry in passed_over:
                 queue.put_back(entry)
@@ -70,7 +72,7 @@ def test_clients_that_wait_are_served_in_turns(calls):
             queue.remove(waiting.pop(number % len(waiting)))
         elif verb == "take" and waiting:
             first = queue.peek()
-            assert queue.take().request is first
+            assert queue.pop(gets_slot=True).request is first
             assert first.priority == min(each.priority for each in waiting)
             alike = [each for each in waiting if each.priority == first.priority]
             assert bool(first.generation) == any(each.generation for each in alike)
@@ -98,7 +100,7 @@ def test_a_client_that_comes_back_one_at_a_time_takes_no_more_than_its_turn():
         added = request(number, [1])
         added.client, added.arrival_index = "one", number
         queue.add(added)
-        while queue.peek() is not None and "one" not in (taken := queue.take().request.client):
+        while queue.peek() is not None and "one" not in (taken := queue.pop(gets_slot=True).request.client):
             order += taken[0]
         order += "o"
     assert "oo" not in order and "mmm" not in order

@@ -11,6 +11,7 @@ from tests.engine.symbolic import continuation, symbolic_engine
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.traffic import pages_beyond
 from tests.harness import Setup, prompts, request
+from tests.pages import check_pages
 
 BIG = Setup(
     page_size=256, topk=8, steps=5, num_draft_tokens=64, max_batch=8, max_context=1024, chunk_size=512, num_pages=33
@@ -31,7 +32,7 @@ def largest_excess(engine: Engine, requests: list[Request]) -> int:
     excess = []
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         excess += [pages_beyond(engine, r) for r in engine.scheduler.running]
     engine.close()
     assert max(excess) == 0, "what is needed is held, or the figure means nothing"

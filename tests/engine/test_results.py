@@ -10,7 +10,7 @@ from espalier.engine.results import ResultsRing, read_results
 from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.kernels.ops.tree import AcceptedPath
 from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import Tree
@@ -54,7 +54,7 @@ def rows_of(
     wanted: tuple[int | None, ...] = (),
 ):
     rows = None if spans is None else PromptRows(spans, (2,) * batch)
-    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), wanted, reports_trees=reports_trees, prompt_rows=rows)
+    launch_input = LaunchInput((1,) * batch, SamplingFeatures(), wanted, reports_trees=reports_trees, prompt_rows=rows)
     return read_results(results.columns, results.ring[entry, :batch].numpy(), prompt, launch_input)
 
 
@@ -78,9 +78,9 @@ def test_other_trees_have_other_sums():
         *(TREE._replace(tokens=tokens) for tokens in changed),
         TREE._replace(parents=TREE.parents.roll(1, 1)),
     ]
-    sums = [rows_of(written(replace(ROUND, tree=tree), 0), 0, 2)[0].tree_sum for tree in trees]
+    sums = [rows_of(written(replace(ROUND, tree=tree), 0), 0, 2)[0].tree_checksum for tree in trees]
     assert len(set(sums)) == len(trees)
-    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, reports_trees=False)[0].tree_sum
+    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, reports_trees=False)[0].tree_checksum
 
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():

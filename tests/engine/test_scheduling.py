@@ -52,8 +52,8 @@ class PoisonedTraffic(SymbolicTraffic):
         super().check_running()
         device = self.engine.executor
         assert isinstance(device, SymbolicDevice)
-        if self.engine.prefixes is not None:
-            assert not device.poisoned & set(self.engine.prefixes.pages()), "NaN in the prefix tree"
+        if self.engine.prefix_tree is not None:
+            assert not device.poisoned & set(self.engine.prefix_tree.pages()), "NaN in the prefix tree"
 
     def check_answer(self, r: Request) -> None:
         tokens, _ = self.expected(r)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.engine import mask_threads
 from espalier.engine.engine import Engine
-from espalier.engine.mask_threads import MAX_ABANDONED, MAX_SHARES, TOO_SLOW, MaskThreads
+from espalier.engine.mask_threads import MAX_ABANDONED_THREADS, MAX_TIME_SHARES, TOO_SLOW, MaskThreadPool
 from espalier.engine.masks import TOOK_TOO_LONG_ERROR
 from espalier.kernels.ops import drafts
 from espalier.masking.compile import CompilerBusy, GrammarCompiler
@@ -107,7 +107,7 @@ def test_others_get_every_token_that_they_get_alone(question, number, where, ove
     planted = stuck_at(question, number, go_on)
     requests = asked(0, 1.2, lambda grammar: planted(grammar) if next(stuck) else masker_of(grammar), count=6)
     engine = make_engine(setup, where, monkeypatch)
-    engine.scheduler.masks.threads.limit_s = LIMIT_S
+    engine.scheduler.mask_builder.threads.limit_s = LIMIT_S
     ran = run(engine, requests).requests
     for i, (each, right) in enumerate(zip(ran, expected, strict=True)):
         if i in (0, 4):
@@ -129,7 +129,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 def test_a_thread_is_abandoned_for_the_time_that_it_uses_and_not_for_the_time_that_it_waits():
     """A busy machine ends no request."""
-    threads, began = MaskThreads(0.02), threading.Event()
+    threads, began = MaskThreadPool(0.02), threading.Event()
 
     def work(place: int) -> int:
         if place == 1:
@@ -146,7 +146,7 @@ def test_a_thread_is_abandoned_for_the_time_that_it_uses_and_not_for_the_time_th
     wait_until(lambda: not threads.num_abandoned)
 
 
-class TickingThreads(MaskThreads):
+class TickingThreads(MaskThreadPool):
     """Threads whose time goes on by tick_s when the engine looks at them, so it does not depend on the machine."""
 
     def __init__(self, tick_s: float):
@@ -175,7 +175,7 @@ def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, all_th
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mask_threads, "_thread_time", lambda thread: threads.now_s)
         assert threads.run(work, len(kinds), all_threads=all_threads, used_s=used_s) == right
-        shares_s = num_slow * threads.limit_s / 2 / min(len(kinds), MAX_SHARES)
+        shares_s = num_slow * threads.limit_s / 2 / min(len(kinds), MAX_TIME_SHARES)
         # Each is seen at most one tick late.
         assert sum(used_s) < shares_s + threads.limit_s / 2 + (num_slow + 1) * tick_s
         go_on.set()
@@ -184,7 +184,7 @@ def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, all_th
 
 
 def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
-    threads = MaskThreads(0.4)
+    threads = MaskThreadPool(0.4)
     work = [lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", SECONDS_OF_HASHES // 2), lambda: 1]
     used_s, overrun_s = [5.0, 0.0], lambda share_s: 5.0
     assert threads.run(lambda place: work[place](), 2, used_s=used_s, overrun_s=overrun_s) == [TOO_SLOW, 1]
@@ -194,14 +194,14 @@ def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
 def test_others_help_where_the_first_piece_of_work_does_not_end_soon(monkeypatch):
     monkeypatch.setattr(mask_threads, "available_cores", lambda: 2)
     monkeypatch.setattr(mask_threads, "_thread_time", lambda thread: 0.0)
-    threads, both = MaskThreads(), threading.Barrier(2)
+    threads, both = MaskThreadPool(), threading.Barrier(2)
     assert sorted(threads.run(lambda place: both.wait(10), 2)) == [0, 1]
     threads.close()
 
 
 AT_EXIT = """
 import hashlib, threading, time
-from espalier.engine.mask_threads import TOO_SLOW, MaskThreads
+from espalier.engine.mask_threads import TOO_SLOW, MaskThreadPool
 from espalier.masking.compile import THREAD_NAME
 
 def work(place):
@@ -209,7 +209,7 @@ def work(place):
     print("mask")
 
 threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD_NAME, daemon=True).start()
-assert MaskThreads(0.02).run(work, 1) == [TOO_SLOW]
+assert MaskThreadPool(0.02).run(work, 1) == [TOO_SLOW]
 """
 
 
@@ -220,7 +220,7 @@ def test_the_interpreter_ends_behind_the_threads_that_are_in_xgrammar():
 
 
 def test_what_a_piece_of_work_raises_is_raised():
-    threads = MaskThreads()
+    threads = MaskThreadPool()
     with pytest.raises(ZeroDivisionError):
         threads.run(lambda place: 1 // place, 3)
     assert threads.run(lambda place: place, 3) == [0, 1, 2]
@@ -229,10 +229,10 @@ def test_what_a_piece_of_work_raises_is_raised():
 
 def test_while_many_are_abandoned_grammars_are_refused_and_others_go_on(go_on):
     with LLM(max_batch=2, max_context=64) as llm:
-        threads = llm.engine.scheduler.masks.threads
+        threads = llm.engine.scheduler.mask_builder.threads
         threads.limit_s = LIMIT_S
         form, free = SamplingParams(grammar=Grammar("regex", "[ab]{3}")), SamplingParams(max_tokens=3)
-        assert threads.run(lambda _: go_on.wait(60), MAX_ABANDONED) == [TOO_SLOW] * MAX_ABANDONED
+        assert threads.run(lambda _: go_on.wait(60), MAX_ABANDONED_THREADS) == [TOO_SLOW] * MAX_ABANDONED_THREADS
         with pytest.raises(CompilerBusy, match="retry later"):
             llm.generate(["a"], form)
         assert len(llm.generate(["a"], free)[0].token_ids) == 3
@@ -276,7 +276,7 @@ def walk(compiler: GrammarCompiler, seed: int) -> str:
         masker = compiler.compile(Grammar("ebnf", random_ebnf(rng))).masker((0,))
     except EspalierError as error:
         return "ambiguous" if "too ambiguous" in str(error) else "refused"
-    threads = MaskThreads()
+    threads = MaskThreadPool()
     for _ in range(48):
         [mask] = threads.run(lambda _: masker.root_mask(), 1)
         if mask is TOO_SLOW:

@@ -8,6 +8,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from tests.harness import Setup, prompts, request
+from tests.pages import check_pages
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -31,8 +32,8 @@ def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
             engine.step()
     assert [r.finish_reason for r in requests] == ["abort"] * 3
     assert all("MemoryError: no memory is left" in (r.error or "") for r in requests)
-    engine.check_pages()
-    assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages
+    check_pages(engine)
+    assert engine.pool.num_free + len(engine.prefix_tree) + 1 == engine.pool.num_pages
     assert {piece.request_id for piece in engine.step()} == {r.id for r in requests}
     assert not engine.has_work
     with pytest.raises(EspalierError, match=r"the engine stopped.*make another"):

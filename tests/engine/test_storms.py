@@ -13,6 +13,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.symbolic import VOCAB, continuation, symbolic_engine
 from tests.engine.traffic import TRUNK
 from tests.harness import request
+from tests.pages import check_pages
 from tests.pairwise import fewer
 
 
@@ -48,7 +49,7 @@ def watch(engine: Engine) -> None:
                 "somebody was overtaken"
             )
         if launch is not None:
-            members = [r for r, _, _ in launch.members]
+            members = [r for r, _, _ in launch.launched_requests]
             others = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
             decoding = [r for r in others if not r.ends_in_flight(layout.max_context)]
             is_read = any(r.streamed for r in decoding)
@@ -89,14 +90,14 @@ def storm(seed: int) -> int:
             engine.add(requests[-1])
         if random.random() < 0.03 and requests:
             engine.abort(random.choice(requests).id)
-        if random.random() < 0.05 and engine.prefixes is not None:
-            engine.prefixes.evict(3)
+        if random.random() < 0.05 and engine.prefix_tree is not None:
+            engine.prefix_tree.evict(3)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         if turn > 60 and not engine.has_work:
             break
     assert not engine.has_work, "the engine goes nowhere"
-    assert engine.pool.num_free + len(engine.prefixes or ()) + 1 == pages
+    assert engine.pool.num_free + len(engine.prefix_tree or ()) + 1 == pages
     for r in requests:
         tokens, reason = continuation(r, layout.max_context)
         if r.finish_reason == "abort":

@@ -10,6 +10,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, SamplingParams
 from tests.harness import VOCAB, request
+from tests.pages import check_pages, check_pool
 
 TRUNK = [(7 * i * i + 3 * i) % VOCAB for i in range(200)]
 
@@ -91,8 +92,8 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:
-        if self.engine.prefixes is not None:
-            self.engine.prefixes.evict(count)
+        if self.engine.prefix_tree is not None:
+            self.engine.prefix_tree.evict(count)
 
     @rule(count=st.integers(1, 30))
     def take_pages(self, count: int) -> None:
@@ -108,8 +109,8 @@ class Traffic(RuleBasedStateMachine):
     def every_page_has_one_place(self) -> None:
         if not hasattr(self, "engine"):
             return
-        cached = self.engine.prefixes.pages() if self.engine.prefixes is not None else ()
-        self.engine.pool.check([*(r.pages for r in self.engine.scheduler.running), self.held], cached)
+        cached = self.engine.prefix_tree.pages() if self.engine.prefix_tree is not None else ()
+        check_pool(self.engine.pool, [*(r.pages for r in self.engine.scheduler.running), self.held], cached)
 
     def check_running(self) -> None:
         self.every_page_has_one_place()
@@ -138,8 +139,8 @@ class Traffic(RuleBasedStateMachine):
             self.engine.close()
 
     def check_end(self) -> None:
-        self.engine.check_pages()
-        pool, prefixes = self.engine.pool, self.engine.prefixes
+        check_pages(self.engine)
+        pool, prefixes = self.engine.pool, self.engine.prefix_tree
         assert pool.num_free + (0 if prefixes is None else len(prefixes)) + 1 == pool.num_pages
         assert sorted(self.engine.scheduler.free_slots) == list(range(1, self.engine.layout.num_slots))
         for r in self.requests:

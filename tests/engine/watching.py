@@ -10,6 +10,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.request import Request
 from tests.engine.traffic import pages_beyond
+from tests.pages import check_pages
 
 LONGEST_SLEEP = 0.002
 
@@ -38,8 +39,8 @@ class SharedPages:
         self.compared = 0
 
     def check(self) -> None:
-        assert self.engine.prefixes is not None
-        nodes = dict(self.engine.prefixes._nodes)
+        assert self.engine.prefix_tree is not None
+        nodes = dict(self.engine.prefix_tree._nodes)
         content = self.content_of(list(nodes))
         before, after = ({page: i for i, page in enumerate(seen)} for seen in (self.nodes, nodes))
         kept = [page for page, node in self.nodes.items() if nodes.get(page) is node]
@@ -62,7 +63,7 @@ def run_watched(
 ) -> int:
     """Add each request before its step, run to the end, hold pages to account after each; returns the steps taken."""
     pending = sorted(arrivals, key=lambda pair: pair[0])
-    shared = SharedPages(engine) if engine.prefixes is not None else None
+    shared = SharedPages(engine) if engine.prefix_tree is not None else None
     step = 0
     while pending or engine.has_work:
         while pending and pending[0][0] <= step:
@@ -70,13 +71,13 @@ def run_watched(
         if each_step is not None:
             each_step(step)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         assert all(pages_beyond(engine, r) <= 0 for r in engine.scheduler.running)
         if shared is not None:
             shared.check()
         step += 1
         assert step < 5000, "the engine goes nowhere"
-    cached = 0 if engine.prefixes is None else len(engine.prefixes)
+    cached = 0 if engine.prefix_tree is None else len(engine.prefix_tree)
     assert engine.pool.num_free + cached + 1 == engine.pool.num_pages
     engine.close()
     return step

@@ -81,7 +81,6 @@ def delay_streams(engine: Engine, random: Random) -> None:
         return start_readback(*args)
 
     executor.launch = delayed_launch(executor.launch)  # type: ignore[method-assign]
-    executor.launch_staged = delayed_launch(executor.launch_staged)  # type: ignore[method-assign]
     executor.start_readback = starting_late  # type: ignore[method-assign]
 
 

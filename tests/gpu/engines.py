@@ -129,7 +129,9 @@ class DeviceSetup(Setup):
 def _reference(paths: tuple[Path, Path], speculative: bool, target_fp8: bool, draft_fp8: bool) -> Reference:
     models = loaded(paths, speculative, torch.float64, torch.device("cpu"), MAX_POSITIONS)
     scales, draft_scales = (
-        [ones(spec.keeps.kv_heads, len(spec.keeps.planes)) for spec in model.layer_specs] if in_fp8 and model else None
+        [ones(spec.cache_spec.kv_heads, len(spec.cache_spec.planes)) for spec in model.layer_specs]
+        if in_fp8 and model
+        else None
         for model, in_fp8 in zip(models, (target_fp8, draft_fp8), strict=True)
     )
     return Reference(*models, scales=scales, draft_scales=draft_scales)

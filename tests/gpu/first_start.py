@@ -24,6 +24,7 @@ from tests.gpu.traffic import asked, mixed
 from tests.grammar.test_lossless import asked as under_grammars
 from tests.grammar.test_lossless import check_all_in_grammar
 from tests.harness import prompts
+from tests.pages import check_pages
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN_TREE))
@@ -110,7 +111,7 @@ def watched_captures() -> list[Any]:
 def _run(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
 
 
 def main() -> None:

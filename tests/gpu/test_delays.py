@@ -11,6 +11,7 @@ from tests.gpu.delays import SEGMENTS, delay_segments, delay_streams, host_sleep
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed
 from tests.harness import run
+from tests.pages import check_pages
 
 SETUP = DeviceSetup(
     page_size=3, topk=3, steps=3, num_draft_tokens=12, max_batch=4, max_context=64, attention="reference", num_pages=60
@@ -41,7 +42,7 @@ def test_sleeps_change_nothing(seed, algorithm, graph_batch, monkeypatch, put_on
     while engine.has_work:
         host_sleep(random)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         steps += 1
     engine.close()
     assert [r.output for r in requests] == right

@@ -13,6 +13,7 @@ import torch
 from espalier import LLM, EspalierError, SamplingParams
 from tests.gpu.conftest import FIGURES
 from tests.gpu.engines import make_executor
+from tests.pages import check_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +94,7 @@ def test_ctrl_c_leaves_an_engine_that_goes_on(press, right):
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, LONG, on_chunk=press(llm))
         assert not (llm.engine.scheduler.running or llm.engine.scheduler.waiting)
-        llm.engine.check_pages()
+        check_pages(llm.engine)
         assert said(llm) == right
 
 

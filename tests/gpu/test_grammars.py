@@ -18,6 +18,7 @@ from tests.gpu.test_no_sync import no_sync
 from tests.grammar.test_ahead import record
 from tests.grammar.test_lossless import END, asked, check_all_in_grammar, masker_of
 from tests.harness import Ran, prompts, request, run
+from tests.pages import check_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +99,7 @@ def test_sleeps_change_nothing(seed, graphs, monkeypatch):
     while engine.has_work:
         host_sleep(random)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     engine.close()
     assert [each.output for each in requests] == right
 
@@ -124,7 +125,7 @@ def test_the_host_waits_for_trees_and_results_alone(monkeypatch, put_on_record):
         engine.step()
     executor, stages = make_executor(engine), 0
     assert sorted(executor.stage_graphs) == [1, 2, 3, 4]
-    launch_staged = executor.launch_staged
+    launch = executor.launch
 
     def watched(call: Any) -> Any:
         def calling(*args: Any) -> Any:
@@ -136,11 +137,13 @@ def test_the_host_waits_for_trees_and_results_alone(monkeypatch, put_on_record):
         return calling
 
     def launching(launch_input: Any) -> Any:
-        handle = watched(launch_staged)(launch_input)
+        if not launch_input.is_staged:
+            return launch(launch_input)
+        handle = watched(launch)(launch_input)
         handle.resume, handle.settle = watched(handle.resume), watched(handle.settle)
         return handle
 
-    monkeypatch.setattr(executor, "launch_staged", launching)
+    monkeypatch.setattr(executor, "launch", launching)
     run(engine, [])
     assert stages >= 6
     put_on_record(FIGURES, f"sync debug mode 'error', rounds with a grammar: {stages} stages")

@@ -69,7 +69,7 @@ def test_requests_that_never_speculate(algorithm, put_on_record):
     one = setup.engine()
     twin = check(one, setup.engine(), put_on_record, speculation=False)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
-    assert list(one.scheduler.trees.num_rounds) == [setup.layout.tree_without_draft]
+    assert list(one.scheduler.round_trees.num_rounds) == [setup.layout.tree_without_draft]
 
 
 SOURCED = [{"text_paths": 2, "sent_paths": 2, "shared_rows": 3}, {"shared_rows": 3}, {"text_paths": 2, "drafts": False}]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request
@@ -19,6 +19,7 @@ from tests.gpu.engines import DeviceSetup
 from tests.gpu.near_ties import NearTie, judged, oracle, report
 from tests.gpu.traffic import mixed
 from tests.harness import Setup
+from tests.pages import check_pages
 from tests.properties.summary import spelled
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +62,7 @@ class Storm:
         self.launch_ = self.engine.executor.launch
         self.engine.executor.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         if not launch_input.is_prefill:
             self.rounds[len(launch_input.slots)] += 1
         return self.launch_(launch_input)
@@ -92,7 +93,7 @@ class Storm:
 
     def step(self) -> None:
         self.engine.step()
-        self.engine.check_pages()
+        check_pages(self.engine)
 
     def figures(self, name: str) -> str:
         ends = Counter(str(r.finish_reason) for r in self.requests)

@@ -71,8 +71,8 @@ def talk(watch: Watch, turns: int, told: int, said: int) -> dict[str, object]:
         known = max(0, len(so_far) - len(new) - 1)
         assert r.cached_tokens >= known // engine.layout.page_size * engine.layout.page_size
         so_far = so_far + r.output
-    assert engine.prefixes is not None and len(engine.prefixes) == (len(so_far) - 1) // engine.layout.page_size
-    assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages, "a page has leaked"
+    assert engine.prefix_tree is not None and len(engine.prefix_tree) == (len(so_far) - 1) // engine.layout.page_size
+    assert engine.pool.num_free + len(engine.prefix_tree) + 1 == engine.pool.num_pages, "a page has leaked"
     return figures
 
 

@@ -10,6 +10,7 @@ import torch
 from espalier import LLM, EspalierError, SamplingParams
 from espalier.startup.measure_memory import MEMORY_MARGIN
 from tests.gpu.conftest import FIGURES
+from tests.pages import check_pages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +42,7 @@ def full(llm: LLM, prompt: int, logprobs: int | None = None) -> list[int]:
     rows = [[(31 * i * j + 7 * j + i) % 6000 + 4 for j in range(prompt)] for i in range(llm.config.layout.max_batch)]
     outputs = llm.generate(rows, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=logprobs))
     assert [output.finish_reason for output in outputs] == ["length"] * len(outputs)
-    llm.engine.check_pages()
+    check_pages(llm.engine)
     return [len(output.token_ids) for output in outputs]
 
 

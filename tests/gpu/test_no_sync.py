@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 from tests.gpu.conftest import FIGURES, PROFILE
@@ -46,7 +46,7 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     executor, seen = make_executor(engine), Counter[str]()
     launch = executor.launch
 
-    def launching(launch_input: LaunchInput) -> Handle:
+    def launching(launch_input: LaunchInput) -> LaunchHandle:
         reports = any(n is not None for n in (*launch_input.num_logprobs, launch_input.prompt_rows))
         asked = "with logprobs" if reports else ""
         how = "eager" if executor.graph_of(launch_input) is None else "graph"
@@ -131,7 +131,7 @@ def profiled_rounds(llm: LLM, path: Path) -> Trace:
     engine, executor = llm.engine, make_executor(llm.engine)
     launch = executor.launch
 
-    def launching(launch_input: LaunchInput) -> Handle:
+    def launching(launch_input: LaunchInput) -> LaunchHandle:
         with record_function(LAUNCH):
             return launch(launch_input)
 

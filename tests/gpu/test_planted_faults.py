@@ -11,7 +11,7 @@ import torch
 
 import espalier.engine.cuda as cuda
 from espalier.cache.kv import PagedKV
-from espalier.engine.cuda import CudaExecutor, CudaHandle, HostEntry
+from espalier.engine.cuda import CudaExecutor, CudaLaunchHandle, HostEntry
 from espalier.engine.engine import Engine
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.results import ResultsRing, read_results
@@ -112,17 +112,17 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
-    def result(self: CudaHandle) -> Any:
+    def result(self: CudaLaunchHandle) -> Any:
         entry = self.host.results[: len(self.launch_input.slots)].numpy()
         return read_results(self.results.columns, entry, self.prompt_logprobs, self.launch_input)
 
-    patch.setattr(CudaHandle, "result", result)
+    patch.setattr(CudaLaunchHandle, "result", result)
 
 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is given the same buffers for its results, though those of the launch before are not read."""
-    first = executor.ring[0]
-    executor.ring = [HostEntry(first.entry, host.vector, first.results) for host in executor.ring]
+    first = executor.host_ring[0]
+    executor.host_ring = [HostEntry(first.entry_index, host.vector, first.results) for host in executor.host_ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
 from tests.harness import prompts, request
+from tests.pages import check_pages
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -56,6 +57,6 @@ def run_staggered(engine: Engine, requests: Sequence[Request], every: int) -> No
         if waiting and step % every == 0:
             engine.add(waiting.pop(0))
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         step += 1
     engine.close()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 
 # Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
@@ -35,7 +35,7 @@ class Twin:
         self.replayed: Counter[int] = Counter()
         self.num_passes = self.num_eager = 0
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         launch_input = replace(launch_input, reports_trees=True)
         if self.graphs.graph_of(launch_input) is None:
             self.num_eager += 1
@@ -74,7 +74,7 @@ def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
             yield f"committed {what} of layer {layer}", buffer
     states = executor.runner.cache.states
     for index, stack in enumerate(states.stacks if states is not None else ()):
-        for what, values in (("tails", stack.tail), ("states", stack.recurrent)):
+        for what, values in (("tails", stack.conv_tail), ("states", stack.recurrent_state)):
             if values is not None:
                 # The first row is of dummies, the last one takes what nobody keeps.
                 yield f"{what} of stack {index}", values[:, 1:-1]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from espalier.engine.cuda import CudaExecutor
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops.attention import latent_attention, tree_attention
 from espalier.kernels.runtime.op import Op
@@ -63,7 +63,7 @@ class Looked:
         self.runner: Any = SimpleNamespace(cache=inner.runner.cache)
         self.look()
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         return Done(self.run(launch_input))
 
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:

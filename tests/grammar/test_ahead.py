@@ -37,16 +37,14 @@ def record(engine: Engine) -> list[str]:
     calls: list[str] = []
     executor, launched = engine.executor, Counter[str]()
 
-    def recording(launch: Any, name: str) -> Any:
-        def starting(launch_input: Any) -> Recorded:
-            launched["all"] += 1
-            calls.append(f"{name} {launched['all']}")
-            return Recorded(launch(launch_input), calls, launched["all"])
+    launch = executor.launch
 
-        return starting
+    def starting(launch_input: Any) -> Recorded:
+        launched["all"] += 1
+        calls.append(f"{'begin' if launch_input.is_staged else 'launch'} {launched['all']}")
+        return Recorded(launch(launch_input), calls, launched["all"])
 
-    executor.launch = recording(executor.launch, "launch")  # type: ignore[method-assign]
-    executor.launch_staged = recording(executor.launch_staged, "begin")  # type: ignore[method-assign]
+    executor.launch = starting  # type: ignore[method-assign]
     return calls
 
 
@@ -75,7 +73,7 @@ def count_released(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def maskers_of(self: Scheduler, launch: Launch) -> Any:
         found = right(self, launch)
-        for (member, generation, _), masker in zip(launch.members, found, strict=True):
+        for (member, generation, _), masker in zip(launch.launched_requests, found, strict=True):
             if member.masker is not None:
                 assert (masker is None) == (generation != member.generation)
                 seen["free" if masker is None else "masked"] += 1
@@ -142,7 +140,7 @@ def test_an_abort_ends_a_request_of_a_round_that_has_begun(after, monkeypatch):
         engine.add(each)
     while len(aborted.output) < after or not all(each.output for each in requests):
         engine.step()
-    assert engine.in_flight.unsettled is not None
+    assert engine.in_flight.unsettled_round is not None
     before = seen["free"]
     engine.abort(aborted.id)
     engine.step()

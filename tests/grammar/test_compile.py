@@ -19,7 +19,7 @@ from espalier.cores import LOW_PRIORITY
 from espalier.grammar import schema as of_schema
 from espalier.masking import compile as of_compile
 from espalier.masking import trial as of_trial
-from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
+from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_with_xgrammar, token_bytes
 from espalier.masking.masker import allowed_tokens
 from espalier.masking.trial import MAX_TRIAL_S, try_masks
 from espalier.sampling.mask import mask_words
@@ -82,10 +82,10 @@ def test_strings_that_come_again_have_the_masks_that_they_have_alone(compiler, m
     for seed in range(15):
         rng = random.Random(seed)
         grammar = object_of(rng.choices(FIELDS, k=5))
-        shared = compile_form(made, grammar)
+        shared = compile_with_xgrammar(made, grammar)
         with monkeypatch.context() as patch:
             patch.setattr(of_schema, "_deduplicate_patterns", lambda made: None)
-            alone = compile_form(made, grammar)
+            alone = compile_with_xgrammar(made, grammar)
         matchers = [xgrammar.GrammarMatcher(each) for each in (shared, alone)]
         masks = np.zeros((2, mask_words(compiler.vocab_size)), dtype=np.int32)
         while not matchers[0].is_completed():
@@ -99,7 +99,7 @@ def test_strings_that_come_again_have_the_masks_that_they_have_alone(compiler, m
 def test_strings_of_one_length_are_compiled_once(compiler):
     """Ten took ten times as long as one: with a large vocabulary longer than a request waits."""
     string = {"type": "string", "maxLength": 50}
-    sizes = [compile_form(compiler._compiler(False)[0], object_of([string] * times)) for times in (1, 10)]
+    sizes = [compile_with_xgrammar(compiler._compiler(False)[0], object_of([string] * times)) for times in (1, 10)]
     assert sizes[1].memory_size_bytes < 2 * sizes[0].memory_size_bytes
 
 
@@ -152,23 +152,25 @@ def test_the_reason_is_one_line(compiler, grammar, reason):
 @pytest.fixture
 def go_on(monkeypatch):
     """Until it is set, a grammar whose text begins with "slow" is not compiled."""
-    event, compile_form = threading.Event(), of_compile.compile_form
+    event, compile_with_xgrammar = threading.Event(), of_compile.compile_with_xgrammar
 
     def slow(made, grammar):
         if grammar.spec.startswith("slow"):
             event.wait(60)
-        return compile_form(made, grammar)
+        return compile_with_xgrammar(made, grammar)
 
-    monkeypatch.setattr(of_compile, "compile_form", slow)
+    monkeypatch.setattr(of_compile, "compile_with_xgrammar", slow)
     yield event
     event.set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 def test_one_leaves_the_cores_to_running_streams(compiler, monkeypatch):
-    seen, made = [], of_compile.compile_form
+    seen, made = [], of_compile.compile_with_xgrammar
     monkeypatch.setattr(
-        of_compile, "compile_form", lambda *given: (seen.append(os.getpriority(os.PRIO_PROCESS, 0)), made(*given))[1]
+        of_compile,
+        "compile_with_xgrammar",
+        lambda *given: (seen.append(os.getpriority(os.PRIO_PROCESS, 0)), made(*given))[1],
     )
     compiler.compile(Grammar("regex", "a"))
     assert min(seen) >= LOW_PRIORITY > os.getpriority(os.PRIO_PROCESS, 0)
@@ -183,7 +185,7 @@ def join_compilations():
 def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, go_on):
     compiler.compile(Grammar("regex", "a"))
     compiler.wait_s = 0.2
-    given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_RUNNING)]
+    given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_RUNNING_COMPILATIONS)]
     waiting = compiler.submit(Grammar("regex", "slowest"))
     for future in given_up:
         with pytest.raises(CompilerBusy, match=r"0\.2 s"):
@@ -336,7 +338,7 @@ def test_a_trial_with_a_large_vocabulary_takes_a_small_part_of_its_time():
     """Where nearly every token may come, the trial must not list them all."""
     vocabulary = [b"", *(f"{number:x}".encode() for number in range(150_000))]
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
-    form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[0-9a-f]*"))
+    form = compile_with_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[0-9a-f]*"))
     begun = time.thread_time()
     try_masks(form, np.array([len(each) for each in vocabulary]))
     assert time.thread_time() - begun < MAX_TRIAL_S / 2
@@ -355,7 +357,7 @@ def test_a_call_that_is_slow_once_refuses_no_grammar(monkeypatch, slow):
 
     monkeypatch.setattr(of_trial, "_cpu_seconds_of", time_of)
     info = xgrammar.TokenizerInfo([b"", b"a", b"b"], xgrammar.VocabType.RAW, stop_token_ids=[])
-    form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[ab]{9}"))
+    form = compile_with_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[ab]{9}"))
     if slow == 1:
         try_masks(form, np.array([0, 1, 1]))
     else:

@@ -12,10 +12,10 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.engine.masks import MaskBuilder, RowMasks
+from espalier.engine.masks import MaskBuilder, NodeMasks
 from espalier.grammar import Grammar
 from espalier.grammar.token_masker import ForcedTokens
-from espalier.masking.compile import compile_form
+from espalier.masking.compile import compile_with_xgrammar
 from espalier.masking.masker import GrammarMasker
 from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
@@ -24,6 +24,7 @@ from espalier.text import TokenBytes
 from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params
 from tests.properties.block_setup import BlockSetup
 from tests.properties.peagle_setup import PEagleSetup
@@ -65,7 +66,7 @@ def bytes_of(token: int) -> TokenBytes:
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     assert len(TEXTS) == VOCAB
-    return compile_form(compiler_of([text.encode() for text in TEXTS]), grammar)
+    return compile_with_xgrammar(compiler_of([text.encode() for text in TEXTS]), grammar)
 
 
 def masker_of(grammar: Grammar) -> GrammarMasker:
@@ -174,8 +175,8 @@ def test_wrong_masks_are_seen(monkeypatch, fault):
             trees = [(tokens, [max(parent - 1, 0) for parent in parents]) for tokens, parents in trees]
         found = node_masks(self, batch, trees)
         if fault == "late":
-            return RowMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
-        return found if fault == "sibling" else RowMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
+            return NodeMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
+        return found if fault == "sibling" else NodeMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
 
     monkeypatch.setattr(MaskBuilder, "node_masks", planted)
     with pytest.raises(AssertionError):
@@ -231,7 +232,7 @@ def fuzz(seed: int) -> tuple[int, int]:
         if added and rng.random() < 0.06:
             engine.abort(rng.choice(added).id)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     assert len(engine.scheduler.free_slots) == setup.max_batch
     check_all_in_grammar(seed, added, grammars)
     engine.close()

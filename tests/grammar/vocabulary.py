@@ -8,7 +8,7 @@ import numpy as np
 import xgrammar
 
 from espalier.grammar import Grammar
-from espalier.masking.compile import compile_form
+from espalier.masking.compile import compile_with_xgrammar
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.sampling.mask import mask_words
 from espalier.text import TokenBytes
@@ -33,7 +33,7 @@ def compiler_of(vocabulary: list[bytes]) -> xgrammar.GrammarCompiler:
 
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
-    return compile_form(compiler_of(VOCABULARY), grammar)
+    return compile_with_xgrammar(compiler_of(VOCABULARY), grammar)
 
 
 def random_text(

@@ -20,7 +20,15 @@ from espalier.server.openai import ChatRequest
 from espalier.slots import SlotTable
 from espalier.terminal.flags import add_sampling_flags
 from tests.interpreter import adapt_interpreter
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, noise_at, random_logits, reference_rows, slots_of, table_of
+from tests.kernels.sampled import (
+    ALL_SAMPLING_FEATURES,
+    ASKED,
+    noise_at,
+    random_logits,
+    reference_rows,
+    slots_of,
+    table_of,
+)
 
 VOCAB = 48
 
@@ -63,7 +71,7 @@ def agrees() -> bool:
     logits, first = random_logits(0, len(ASKED), 1, VOCAB), torch.full((len(ASKED),), 97)
     positions = first[:, None]
     noise = noise_at(slots, positions, VOCAB, logits.dtype)
-    expected = pick(logits, reference_rows(slots), ALL_SAMPLING, positions, noise)
+    expected = pick(logits, reference_rows(slots), ALL_SAMPLING_FEATURES, positions, noise)
     rows = GatheredSlots.gather(slots.table, slots.index)
     return torch.equal(sample_triton(logits, rows, first, torch.zeros_like(positions))[0], expected.tokens)
 

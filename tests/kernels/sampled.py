@@ -9,11 +9,11 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.sampling.logit_processors import GatheredSlots
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams
 from espalier.sampling.pick import gumbel
 from espalier.slots import BatchState, SlotTable
 
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING_FEATURES = SamplingFeatures(sampled=True, filtered=True, penalised=True, biased=True)
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 
 # What a row may ask for; the kernels serve them all in one launch.
@@ -64,8 +64,8 @@ def slots_of(table: SlotTable, index: Sequence[int]) -> BatchState:
     return gather_slots(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
 
 
-def reference_rows(slots: BatchState) -> SamplingRows:
-    return SamplingRows.gather(slots, ALL_SAMPLING)
+def reference_rows(slots: BatchState) -> SlotSamplingParams:
+    return SlotSamplingParams.gather(slots, ALL_SAMPLING_FEATURES)
 
 
 def kernel_rows(slots: BatchState) -> GatheredSlots:

@@ -7,9 +7,9 @@ from espalier.errors import EspalierError
 from espalier.kernels.tree import draft_topk as draft_topk_module
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import process_logits
-from espalier.sampling.pick import coupled_scores
+from espalier.sampling.pick import scores_with_shared_noise
 from tests.kernels.sampled import (
-    ALL_SAMPLING,
+    ALL_SAMPLING_FEATURES,
     ASKED,
     kernel_rows,
     noise_at,
@@ -44,7 +44,7 @@ def log_probabilities(logits, d2t, slots, first, offset, above):
         exact = exact.new_full((*exact.shape[:-1], vocab), -torch.inf).index_copy_(-1, d2t, exact)
     rows, positions = reference_rows(slots), (first[:, None] + offset).expand(logits.shape[:2])
     noise = noise_at(slots, positions, vocab, logits.dtype)
-    return coupled_scores(process_logits(exact, rows, ALL_SAMPLING, positions, above), rows, noise)
+    return scores_with_shared_noise(process_logits(exact, rows, ALL_SAMPLING_FEATURES, positions, above), rows, noise)
 
 
 def check(logits, d2t, slots, first, offset, scores, topk, above=None):

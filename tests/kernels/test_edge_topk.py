@@ -14,7 +14,7 @@ from espalier.kernels.tree.edge_topk import edge_topk_triton
 from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_next_rows
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import make_sampler
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
+from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, kernel_rows, slots_of, table_of
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 from tests.masks import pack_mask
 from tests.pairwise import in_turn_params
@@ -98,8 +98,8 @@ def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, couple
 def by_reference(edges, rows, d2t, asked, vocab, topk, guide=None, coupled=True):
     slots = slots_of(table_of(asked, vocab, CPU), range(1, len(asked) + 1))
     first, exact = first_of(asked, CPU), torch.promote_types(edges.base_logits.dtype, torch.float32)
-    sampler = make_sampler(slots, ALL_SAMPLING, first, STEPS + 1, vocab, exact)
-    sampler = replace(sampler, guide=guide, coupled=coupled)
+    sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, first, STEPS + 1, vocab, exact)
+    sampler = replace(sampler, guide=guide, shares_noise=coupled)
     out = places(*rows.tokens.shape, topk, CPU)
     return out, sampler.next_depth(moved(edges, CPU, exact), d2t, DEPTH, moved(rows, CPU, exact), out)
 
@@ -118,7 +118,9 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None
     slots = slots_of(table_of(asked, vocab, device), range(1, len(asked) + 1))
     guide = how.pop("guide", None)
-    only, mask = (None, None) if guide is None else (x.to(device) for x in guide.for_children(DEPTH + 1, None, None))
+    only, mask = (
+        (None, None) if guide is None else (x.to(device) for x in guide.allowed_children(DEPTH + 1, None, None))
+    )
     made, next_rows = by_kernel(edges, given, d2t, slots, first_of(asked, device), topk, mask, only, **how)
     expected, follows = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
     tolerance = TOLERANCE + (0 if dtype == torch.float64 else rank**2 * 2.0**-24)

@@ -197,7 +197,7 @@ class LatentLayers(MixtureWithShared):
 
     def __call__(self) -> list[torch.Tensor]:
         tokens = torch.zeros_like(self.nodes.positions)
-        p = self.cache.begin(Prefix(self.page_table, self.length), self.nodes, tokens)
+        p = self.cache.begin_pass(Prefix(self.page_table, self.length), self.nodes, tokens)
         s = Residual(self.x)
         for layer in self.layers:
             layer(s, p)

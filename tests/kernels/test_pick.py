@@ -11,7 +11,7 @@ from espalier.kernels.sampling.pick import block_sizes, sample_triton
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
-    ALL_SAMPLING,
+    ALL_SAMPLING_FEATURES,
     ASKED,
     kernel_rows,
     noise_at,
@@ -49,7 +49,7 @@ def pick_both(logits, slots, first, offsets, above=None, first_above=0, top_p_by
     if above is not None and first_above:
         counted = DraftedAncestors(above.tokens.clone(), above.ancestor_bits)
         counted.tokens[:, :first_above] = -1
-    expected = pick(logits, rows, ALL_SAMPLING, positions, noise, counted)
+    expected = pick(logits, rows, ALL_SAMPLING_FEATURES, positions, noise, counted)
     hanging = None if above is None else (above.tokens, above.ancestor_bits)
     return expected, SampledTokens(*sample_triton(logits, kernel_rows(slots), first, offsets, hanging, first_above))
 

@@ -71,7 +71,7 @@ class Learning:
         self.learner = Learner(LearnConfig(str(folder), tokens=1024), prepared(1), command)
         self.llm = served()
         swap(self.llm, draft(1))
-        self.llm.engine.prefixes.clear()
+        self.llm.engine.prefix_tree.clear()
         self.learner.attach(self.llm)
 
     def __enter__(self):
@@ -150,7 +150,7 @@ def test_the_given_draft_comes_back_where_it_accepts_more_of_new_traffic(given, 
         learning.learner.trainer = (*learning.learner.trainer[:-1], COPIES.format(made=str(second)))
         said = f"swapped in {'the given draft again' if is_back else 'a draft'}: accept length 3.000"
         learning.serve_until(lambda: said in caplog.text)
-        learning.llm.engine.prefixes.clear()  # which hold the draft's rows of the draft before
+        learning.llm.engine.prefix_tree.clear()  # which hold the draft's rows of the draft before
         assert (learning.answer([1, 2, 0]).stats == of_given.stats) == is_back
         learning.serve_until(lambda: not learning.learner.is_swapping)
         assert (learning.learner.draft == draft(1)) == is_back

@@ -13,6 +13,7 @@ from espalier.request import SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from tests.learn.pair import draft, engine
+from tests.pages import check_pages
 
 PROMPTS = [[1, 2, 3], [7, 9, 4, 13, 12, 2, 2], [5] * 40]
 PARAMS = [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True, seed=3) for t in (0.0, 1.0, 0.7)]
@@ -26,7 +27,7 @@ def loaded(llm, directory):
 def swap(llm, directory):
     runner = llm.engine.executor.runner
     llm.engine.drain()
-    assert llm.engine.in_flight.unread is llm.engine.in_flight.unsettled is None
+    assert llm.engine.in_flight.unread_launch is llm.engine.in_flight.unsettled_round is None
     Swap(getattr(runner.drafter, "drafter", runner.drafter).draft, loaded(llm, directory)).run()
 
 
@@ -42,7 +43,7 @@ def run(llm, after=lambda step: None):
     step = 0
     while llm.engine.has_work:
         llm.step()
-        llm.engine.check_pages()
+        check_pages(llm.engine)
         after(step := step + 1)
     return [r.output for r in requests], [r.stats for r in requests]
 

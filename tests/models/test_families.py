@@ -328,7 +328,7 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
     family, fields = VARIANTS[variant]
     path = make_target(tmp_path, family, seed=3, **fields)
     tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    kept = [spec.keeps for spec in layer_specs_of(read_config(path))]
+    kept = [spec.cache_spec for spec in layer_specs_of(read_config(path))]
     has_delta = any(isinstance(keeps, RecurrentState) and keeps.heads and keeps.delta for keeps in kept)
     tolerances = DELTA_TOLERANCE if has_delta else TOLERANCE
     # A variant is the family with other values: what is rounded to float32, and where, is the family's.
@@ -581,7 +581,7 @@ def test_gemma4_as_published(family: str, k_is_v: bool, tmp_path: Path) -> None:
     for layer, (spec, rope) in enumerate(zip(layer_specs_of(ours), ours.layer_ropes, strict=True)):
         of_layer, kind = theirs.per_layer_config[layer], theirs.layer_types[layer]
         assert spec.window == (theirs.sliding_window if kind == "sliding_attention" else None)
-        assert spec.keeps == KVHeads(of_layer.num_key_value_heads, of_layer.head_dim, of_layer.head_dim)
+        assert spec.cache_spec == KVHeads(of_layer.num_key_value_heads, of_layer.head_dim, of_layer.head_dim)
         assert (rope.dim, rope.theta) == (of_layer.head_dim, theirs.rope_parameters[kind]["rope_theta"])
     assert [spec.window is None for spec in layer_specs_of(ours)] == [False] * 5 + [True, False, True]
 

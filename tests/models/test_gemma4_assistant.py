@@ -199,7 +199,7 @@ def test_it_keeps_no_rows_and_reads_fp8_as_the_target_stores_it() -> None:
     specs = cache_specs(target.layer_specs, draft.layer_specs, FP8_KV, "float64")
     own = [spec for spec in specs if spec.shares_with is None]
     assert all(spec.values_per_token == 0 for spec in specs[len(target.layer_specs) :])
-    assert {spec.keeps.dtype for spec in specs} == {FP8} and len(own) == 2
+    assert {spec.cache_spec.dtype for spec in specs} == {FP8} and len(own) == 2
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_config_without_layer_types_has_attention_in_every_fourth_layer(tmp_pa
     path = make_target(tmp_path, "qwen3_next", layers=5)
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "layer_types": None, "full_attention_interval": None}))
-    kinds = [spec.keeps.kind for spec in load.layer_specs_of(read_config(path))]
+    kinds = [spec.cache_spec.kind for spec in load.layer_specs_of(read_config(path))]
     assert kinds == ["a state", "a state", "a state", "K and V heads", "a state"]
 
 
@@ -143,7 +143,7 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
     found = load.find_checkpoint(EngineConfig(model=tmp_path, device="cpu"))
     assert (found.spec.algorithm, found.spec.num_recomputed_tokens) == ("mtp", 1)
-    assert [spec.keeps.kind for spec in found.spec.layer_specs] == ["K and V heads"]
+    assert [spec.cache_spec.kind for spec in found.spec.layer_specs] == ["K and V heads"]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_published_configs(tmp_path: Path) -> None:
     assert bytes_per_token(layer_specs_of(config), torch.bfloat16) == 2 * (78 * 576 + 21 * 128)
     # The layer behind the last one is shared by the schedule, but an MTP layer chooses for itself.
     [layer] = read_mtp(tmp_path, GLM, config).spec.layer_specs
-    assert layer.keeps.planes["index"] == (1, 128)
+    assert layer.cache_spec.planes["index"] == (1, 128)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_shared_layer_reads_no_indexer_and_leaves_one_that_is_stored(tmp_path:
     path = make_target(tmp_path, "deepseek_v32")
     model: Any = load_target(path, overrides={"index_topk_pattern": "FSF"}, **how)
     assert [layer.attention.indexer is None for layer in model.layers] == [False, True, False]
-    assert [len(spec.keeps.planes) for spec in model.layer_specs] == [2, 1, 2]
+    assert [len(spec.cache_spec.planes) for spec in model.layer_specs] == [2, 1, 2]
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.2.self_attn.indexer.wk.weight"]
     save_file(weights, path / "model.safetensors")

@@ -170,7 +170,7 @@ def test_heads_that_are_refused(fields: dict[str, Any], says: str, target: Path,
 def test_a_head_with_too_wide_a_latent_runs_on_another_backend_or_is_refused(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target, kv_lora_rank=1024)
     specs = read_draft(head, read_config(target)).spec.layer_specs
-    assert default_backend("cuda", torch.bfloat16, specs[0].keeps) == "reference"
+    assert default_backend("cuda", torch.bfloat16, specs[0].cache_spec) == "reference"
     with pytest.raises(EspalierError, match="attention=triton does not support heads of size 1030; it supports sizes"):
         BACKENDS["triton"].support.require("cuda", torch.bfloat16, 16, specs)
 

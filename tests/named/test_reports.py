@@ -13,11 +13,12 @@ import torch
 
 from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request, SamplingParams
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
@@ -26,7 +27,7 @@ TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
 def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
     """Each turn asks all of the talk so far and something new; what was said before is not computed again."""
     engine = setup.engine()
-    assert engine.prefixes is not None
+    assert engine.prefix_tree is not None
     talk: list[int] = []
     for turn, new in enumerate(prompts(21, [told] * turns)):
         talk += new
@@ -35,12 +36,12 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
         engine.add(r)
         while engine.has_work:
             engine.step()
-            engine.check_pages()
+            check_pages(engine)
         assert r.cached_tokens >= max(0, known) // setup.page_size * setup.page_size
-        assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages
+        assert engine.pool.num_free + len(engine.prefix_tree) + 1 == engine.pool.num_pages
         assert r.output == plainly(setup, r).tokens
         talk = talk + r.output
-    assert len(engine.prefixes) == (len(talk) - 1) // setup.page_size, "one copy of the talk, and nothing leaked"
+    assert len(engine.prefix_tree) == (len(talk) - 1) // setup.page_size, "one copy of the talk, and nothing leaked"
     engine.close()
 
 
@@ -163,14 +164,14 @@ class TestEmptyBatch:
         ),
     )
     @pytest.mark.parametrize(
-        "needs", [SamplingNeeds(), SamplingNeeds(True, True, True, True)], ids=["greedy", "shaped"]
+        "needs", [SamplingFeatures(), SamplingFeatures(True, True, True, True)], ids=["greedy", "shaped"]
     )
-    def test_launch(self, algorithm: str, attention: str, width: int, needs: SamplingNeeds) -> None:
+    def test_launch(self, algorithm: str, attention: str, width: int, needs: SamplingFeatures) -> None:
         setup = Setup(attention=attention, **TREE) if algorithm != "none" else Setup(attention=attention).plain()
         engine = replace(setup, algorithm=algorithm).engine()
         table = engine.executor.runner.table
         before = {name: value.clone() for name, value in vars(table).items() if isinstance(value, torch.Tensor)}
-        launch_input = LaunchInput(slots=(), needs=needs, width=width)
+        launch_input = LaunchInput(slots=(), sampling_features=needs, width=width)
         assert engine.executor.launch(launch_input).result() == []
         for name, value in before.items():
             assert torch.equal(getattr(table, name), value), name
@@ -181,9 +182,9 @@ class TestEmptyBatch:
         table = engine.executor.runner.table
         for root in range(4):
             table.root[0] = root
-            (row,) = engine.executor.launch(LaunchInput(slots=(0,), needs=SamplingNeeds())).result()
+            (row,) = engine.executor.launch(LaunchInput(slots=(0,), sampling_features=SamplingFeatures())).result()
             assert row.tokens == []
-            assert row.finite
+            assert row.is_finite
             assert (int(table.prefix_len[0]), int(table.root[0])) == (0, root)
 
     def test_padding_changes_nobody(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState, RotatedHeads
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat, Rotation
 from espalier.kernels.ops.selection import IndexerInputs
 from espalier.kernels.ops.states import GateInputs
@@ -43,34 +43,34 @@ class DensePass(Pass):
         self.tokens = tokens
         self.positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
         self.layers = range(len(layer_specs))
-        self.needed = needed
+        self.needed_row = needed
         self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
         self.chosen: Tensor | None = None
         self.values: dict[int, Tensor | None] = {}
-        self._lookups = {}
+        self._position_lookups = {}
 
     def write(self, layer: int, *values: Any, index: IndexerInputs | None = None) -> Tensor:
         spec = self.specs[layer]
-        if isinstance(spec.keeps, RecurrentState):
+        if isinstance(spec.cache_spec, RecurrentState):
             inputs, gates, conv, *columns = values
             inputs = columns[0].in_channel_order(inputs) if columns else inputs
             gates = gates.compute_gates(inputs.dtype) if isinstance(gates, GateInputs) else gates
             shape = self.tokens.shape
             of_rows = None if gates is None else gates.unflatten(0, shape)
             out, self.values[layer], self.planes[layer] = states_of(
-                spec.keeps, inputs.unflatten(0, shape), of_rows, *conv
+                spec.cache_spec, inputs.unflatten(0, shape), of_rows, *conv
             )
-            return out if spec.keeps.heads else self._computed(layer, out)
+            return out if spec.cache_spec.heads else self._computed(layer, out)
         if spec.shares_with is not None:
-            ready = isinstance(values[0], ReadyHeads)
+            ready = isinstance(values[0], RotatedHeads)
             q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
             self.planes[layer] = self.planes[spec.shares_with]
-            return q if self.kept_rows(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
-        if isinstance(values[0], ReadyHeads):
+            return q if self.kept_rows(layer) is None else q[torch.arange(len(q)), self.needed_row][:, None]
+        if isinstance(values[0], RotatedHeads):
             q, *made = map(self._by_request, values[0])
-        elif isinstance(spec.keeps, KVHeads):
+        elif isinstance(spec.cache_spec, KVHeads):
             q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])
         else:
             q, latent, *rest = values
@@ -98,12 +98,12 @@ class DensePass(Pass):
         self.chosen = (rank >= scores.shape[2] - self.specs[layer].topk) & (scores > -torch.inf)
 
     def _computed(self, layer: int, rows: Tensor) -> Tensor:
-        return rows if self.kept_rows(layer) is None else rows[torch.arange(len(rows)), self.needed][:, None]
+        return rows if self.kept_rows(layer) is None else rows[torch.arange(len(rows)), self.needed_row][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         spec = self.specs[layer]
-        if isinstance(spec.keeps, RecurrentState):
-            q = q.repeat_interleave(spec.keeps.heads // spec.keeps.k_heads, 2)
+        if isinstance(spec.cache_spec, RecurrentState):
+            q = q.repeat_interleave(spec.cache_spec.heads // spec.cache_spec.k_heads, 2)
             read = torch.einsum("bqhkv,bqhk->bqhv", self.planes[layer][0], q)
             return self._computed(layer, read if sink is None else read + sink[:, None] * self.values[layer])
         k, v = self.rows_of(layer)
@@ -115,7 +115,7 @@ class DensePass(Pass):
         if spec.topk is not None:
             seen = seen & self.chosen
         if self.kept_rows(layer) is not None:
-            seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]
+            seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed_row][:, None]
         weights = softmax_of(scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf), sink)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -214,8 +214,8 @@ def heads_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed, and their first part
     rotated; v normed, or made from the projection of k, as `norms` says."""
-    assert isinstance(g.keeps, KVHeads)
-    kv_heads = g.keeps.kv_heads
+    assert isinstance(g.cache_spec, KVHeads)
+    kv_heads = g.cache_spec.kv_heads
     v_is_k = norms is not None and norms.v_is_k
     # Context rows have no queries.
     heads = qkv.shape[2] - (1 if v_is_k else 2) * kv_heads

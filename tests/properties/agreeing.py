@@ -51,7 +51,9 @@ def agree(engine: Engine, reference: Reference) -> None:
 
     def agreeing(out, rows, level):
         answer(
-            DraftedAncestors(rows.tokens[:, : drafter.layout.draft_rows_above(level)], rows.levels[-1].ancestor_bits)
+            DraftedAncestors(
+                rows.tokens[:, : drafter.layout.draft_rows_above(level)], rows.beam_levels[-1].ancestor_bits
+            )
         )
         return forward(out, rows, level)
 

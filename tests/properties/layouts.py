@@ -316,12 +316,12 @@ def reference(
             if kv_scales
             else ones(rows.kv_heads, rows.num_read_planes)
             for layer, rows in (
-                (i if spec.shares_with is None else spec.shares_with, spec.keeps)
+                (i if spec.shares_with is None else spec.shares_with, spec.cache_spec)
                 for i, spec in enumerate(target.layer_specs)
             )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
-        draft_scales = [ones(spec.keeps.kv_heads, spec.keeps.num_read_planes) for spec in draft.layer_specs]
+        draft_scales = [ones(spec.cache_spec.kv_heads, spec.cache_spec.num_read_planes) for spec in draft.layer_specs]
     return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.slots import ALONE_OFFSET, PATH_KINDS
-from espalier.speculate.sources.survival import GUESS_HALF_LIFE, Survival
+from espalier.speculate.sources.survival import GUESS_HALF_LIFE, SurvivalCounts
 
 # Sums of at most a hundred terms, none above 1.
 EXACT = 1e-9
@@ -31,7 +31,7 @@ class PathCounts:
         self.drafted.append(Counter(node for row in rows for node in _of_draft(row)))
         for slot, tokens, row in zip(launch.slots, before, rows, strict=True):
             said = {path for path, kind in _lineage(row).values() if kind >= PATH_KINDS}
-            for kind, path in row.own_paths:
+            for kind, path in row.own_text_paths:
                 self._note(kind, path, row.tokens, said)
             for guess in sent.get(slot, ()):
                 since = tuple(tokens[guess.start + 1 :])
@@ -50,7 +50,7 @@ class PathCounts:
         if alone < min(followed + 1, compared):
             self.by_kind[kind + ALONE_OFFSET].append((alone, followed, min(followed + 1, compared)))
 
-    def check(self, survival: Survival | None) -> None:
+    def check(self, survival: SurvivalCounts | None) -> None:
         """In lock-step: a request that ends leaves no round in flight.  Raises AssertionError."""
         for kind in () if survival is None else range(len(survival.num_tried)):
             for depth in range(self.steps):

@@ -68,7 +68,7 @@ def opt_out(watched: Watched[Some], setup: Some) -> None:
         run_watched(watch, asking, last=turn == 3)
         # The first prompt is the trunk.  Only a request that speculates cannot share what the first turn left.
         assert (asking[0].cached_tokens > 0) == (turn > 1)
-    assert watch.engine.scheduler.trees.num_rounds[TARGET_ONLY] > 0
+    assert watch.engine.scheduler.round_trees.num_rounds[TARGET_ONLY] > 0
 
 
 def preempt(watched: Watched[Some], setup: Some) -> None:

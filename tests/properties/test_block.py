@@ -163,7 +163,7 @@ def test_scores_coupled_to_the_targets_noise_are_accepted_more_and_change_no_tok
 
     def ran(coupled: bool, setup: BlockSetup) -> Ran:
         engine = setup.engine()
-        engine.executor.runner = replace(engine.executor.runner, coupled_scores=coupled)
+        engine.executor.runner = replace(engine.executor.runner, shares_noise=coupled)
         requests = [asked(i, prompt, temperature=1.0, max_tokens=24) for i, prompt in enumerate(prompts(3, [5] * 12))]
         return run(engine, requests)
 

@@ -53,7 +53,7 @@ def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overla
     watch = watched(replace(SETUP, page_size=page_size, overlap=overlap))
     trunk = prompts(29, [9])[0]
     run_watched(watch, [asked(0, trunk)], last=False)
-    prefixes, pages = watch.engine.prefixes, watch.engine.executor.runner.pages
+    prefixes, pages = watch.engine.prefix_tree, watch.engine.executor.runner.pages
     assert prefixes is not None
     shared = [page * page_size + row for page in prefixes.pages() for row in range(page_size)]
     for buffer in (buffer for pair in pages.layers.values() for buffer in pair):

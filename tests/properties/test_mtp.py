@@ -11,7 +11,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape, max_draft_tokens
 from espalier.models.weight_files import count_weights_in
 from espalier.request import Request
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
@@ -113,7 +113,7 @@ def test_one_request_in_a_bucket_of_eight(form):
         return right(replace(launch_input, slots=(*launch_input.slots, *(0,) * dummies), lengths=lengths))[:-dummies]
 
     for width in (0, 16):
-        assert right(LaunchInput(slots=(), needs=SamplingNeeds(), width=width)) == []
+        assert right(LaunchInput(slots=(), sampling_features=SamplingFeatures(), width=width)) == []
     engine.executor.run = padded
     watch = Watch(engine, "mtp", mtp_reference_of(setup), PROPERTIES)
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])

@@ -12,7 +12,7 @@ from espalier.layout import PLAIN_TREE
 from espalier.request import Request, SamplingParams
 from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
-from espalier.speculate.sources.survival import Survival
+from espalier.speculate.sources.survival import SurvivalCounts
 from espalier.startup.build import assemble_engine
 from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
@@ -59,7 +59,7 @@ def traffic(temperature: float | None) -> list[Request]:
 
 def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: float | None) -> Ran:
     engine = setup.engine()
-    engine.scheduler.guesses = GuessSources(setup.layout, [Told(outputs, says)])
+    engine.scheduler.guess_sources = GuessSources(setup.layout, [Told(outputs, says)])
     return run(engine, traffic(temperature))
 
 
@@ -127,10 +127,13 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     asked = [[request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9, 4, 7, 6]))] for _ in range(2)]
     plain = run(replace(setup, sent_paths=0).plain().engine(), asked[1])
     assert run(engine, asked[0]).tokens == plain.tokens
-    assert engine.scheduler.trees.num_rounds[choices[0][1][1]] > 10 and len(engine.scheduler.trees.num_rounds) > 1
+    assert (
+        engine.scheduler.round_trees.num_rounds[choices[0][1][1]] > 10
+        and len(engine.scheduler.round_trees.num_rounds) > 1
+    )
 
 
-def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
+def test_a_text_that_repeats_itself_is_merged_into_a_draft():
     """A draft of random weights, whose target says the same again and again."""
     params = SamplingParams(temperature=0.0, max_tokens=30)
     with_text, without = (
@@ -148,20 +151,20 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add_path, GuessSources.ask_sources, GuessSources.count_right
+    add, ask, count = SurvivalCounts.count_path, GuessSources.ask_sources, GuessSources.count_correct_guesses
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
-        sent.extend(guess.kind for _, of_slot in made.by_slot for guess in of_slot)
+        sent.extend(guess.kind for _, of_slot in made.guesses_by_slot for guess in of_slot)
         return made
 
     def noted_count(guesses, launch, rows):
-        found.extend(kind for row in rows for kind, _ in row.own_paths)
+        found.extend(kind for row in rows for kind, _ in row.own_text_paths)
         count(guesses, launch, rows)
 
-    monkeypatch.setattr(Survival, "add_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(SurvivalCounts, "count_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
     monkeypatch.setattr(GuessSources, "ask_sources", noted_ask)
-    monkeypatch.setattr(GuessSources, "count_right", noted_count)
+    monkeypatch.setattr(GuessSources, "count_correct_guesses", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -17,6 +17,7 @@ from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request, SamplingParams
 from tests.grammar.test_lossless import asked as in_grammars
 from tests.harness import Setup, prompts, request, run
+from tests.pages import check_pages
 from tests.pairwise import pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.layouts import reference_of
@@ -70,7 +71,7 @@ def watched(setup: Setup, prompt_tokens: int = 12) -> Watch:
     """prompt_tokens: a pass ends where a snapshot of a prompt is taken, if another one follows."""
     reference = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
     watch = Watch(setup.engine(), setup.algorithm, reference)
-    keeper = watch.engine.scheduler.states
+    keeper = watch.engine.scheduler.state_keeper
     assert isinstance(keeper, StateKeeper)
     # So that short texts have several snapshots.
     keeper.decode_interval, keeper.prompt_interval = 5, prompt_tokens
@@ -188,7 +189,7 @@ def test_a_conversation_finds_its_text_again():
     """Three users behind one system prompt: what was said before is computed once, and no token shows it."""
     setup = replace(SMALL, max_context=512, page_size=4, chunk_size=64)
     with_cache, without = (replace(setup, prefix_cache=on).engine() for on in (True, False))
-    with_cache.scheduler.states.decode_interval = 4
+    with_cache.scheduler.state_keeper.decode_interval = 4
     system, cached, asked_tokens = prompts(3, [30])[0], 0, 0
     said = [[*system, *own] for own in prompts(5, [5, 6, 7])]
     for turn in range(6):
@@ -208,12 +209,12 @@ def add_and_step(engine: Engine, requests: list[Request]) -> None:
         engine.add(added)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
 
 
 def test_snapshots_are_taken_back_least_recently_used_first():
     watch = watched(replace(SMALL, num_snapshots=3, max_batch=1))
-    keeper, texts = watch.engine.scheduler.states, prompts(7, [8, 9, 10, 11])
+    keeper, texts = watch.engine.scheduler.state_keeper, prompts(7, [8, 9, 10, 11])
     run_watched(watch, [asked(i, text, max_tokens=1) for i, text in enumerate(texts)], last=False)
     assert len(keeper.snapshots) == 3
     again = [asked(10 + i, text, max_tokens=1) for i, text in enumerate(texts[::-1])]
@@ -225,7 +226,7 @@ def test_rounds_in_stages_leave_the_same_states():
     """Grammars mask some requests; their snapshots are taken in the settle stage."""
     masked, free = (replace(SMALL, overlap=on, max_context=96, page_size=4) for on in (True, False))
     engine = masked.engine()
-    engine.scheduler.states.decode_interval = 4
+    engine.scheduler.state_keeper.decode_interval = 4
     requests, others = (in_grammars(2, 1.2, max_tokens=12) for _ in range(2))
     add_and_step(engine, requests)
     assert [r.output for r in requests] == run(free.plain().engine(), others).tokens

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
 from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
@@ -24,6 +24,7 @@ from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.calibration import recalibrated
 from tests.oracles.reference_round import Node, Reference, Scratch
+from tests.pages import check_pages
 from tests.properties.path_counts import PathCounts
 
 # Of a row's difference, over the row (row_error).  float64 on both sides: what remains is the order of summation over
@@ -112,11 +113,11 @@ class Watch:
         states = engine.executor.runner.cache.states
         for held in () if states is None else states.states.values():
             # A snapshot that is read before it is taken would show.
-            for rows in (held.recurrent, held.tail):
+            for rows in (held.recurrent_state, held.conv_tail):
                 if rows is not None:
                     rows[states.first_snapshot :] = torch.nan
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         """On the engine's own thread: who is in which slot, and on how many pages."""
         running = self.engine.scheduler.running
         self._owners.append({r.slot: r for r in running if r.slot is not None})
@@ -212,15 +213,15 @@ class Watch:
         *behind, inputs = expected
         for recurrent in behind:
             due = recurrent[count - 1] if count else torch.zeros_like(recurrent[0])
-            error = float((held.recurrent[row] - due).norm() / max(due.norm(), 1e-6))
+            error = float((held.recurrent_state[row] - due).norm() / max(due.norm(), 1e-6))
             assert error < self.exact, f"the state {what}: off by {error:.2g} of itself"
-        tail = torch.cat((torch.zeros_like(held.tail[0]), inputs[:count]))[count:]
-        error = float((held.tail[row] - tail).norm() / max(tail.norm(), 1e-6))
+        tail = torch.cat((torch.zeros_like(held.conv_tail[0]), inputs[:count]))[count:]
+        error = float((held.conv_tail[row] - tail).norm() / max(tail.norm(), 1e-6))
         assert error < self.exact, f"the convolution's tail {what}: off by {error:.2g} of itself"
 
     def check_snapshots(self) -> None:
         """Each snapshot of the prefix tree is the state before the last tokens of its page."""
-        keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
+        keeper, prefixes = self.engine.scheduler.state_keeper, self.engine.prefix_tree
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
         for page, row in keeper.snapshots._row_of_page.items():
@@ -433,11 +434,11 @@ def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dic
         while engine.has_work:
             engine.step()
             if CONSERVED in watch.properties:
-                engine.check_pages()
+                check_pages(engine)
         if INCREMENTAL in watch.properties:
             watch.check_snapshots()
         if COUNTED in watch.properties:
-            watch.paths.check(engine.scheduler.guesses.survival)
+            watch.paths.check(engine.scheduler.guess_sources.survival)
     finally:
         if last:
             engine.close()

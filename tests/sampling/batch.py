@@ -8,7 +8,7 @@ import torch
 from espalier.engine.launch_input import slot_init
 from espalier.limits import MAX_STOP_IDS
 from espalier.request import Request, ResolvedParams
-from espalier.sampling.logit_processors import SamplingRows
+from espalier.sampling.logit_processors import SlotSamplingParams
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS
 
 NUM_BIAS = 6
@@ -21,7 +21,7 @@ def request(
     return Request("r", list(prompt), resolved, seed, 0, frozenset(stop_ids), output=list(output))
 
 
-def rows_of(requests: Sequence[Request], vocab: int) -> SamplingRows:
+def rows_of(requests: Sequence[Request], vocab: int) -> SlotSamplingParams:
     """What the slot table holds: counts of the output, the root included."""
 
     numbers = [slot_init(replace(r, slot=1), r.tokens, 0, 0, 0, 0).numbers for r in requests]
@@ -29,7 +29,7 @@ def rows_of(requests: Sequence[Request], vocab: int) -> SamplingRows:
     def padded(values, width: int, rest: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor([[*row, *[rest] * (width - len(row))] for row in values], dtype=dtype)
 
-    return SamplingRows(
+    return SlotSamplingParams(
         ints=torch.tensor([[row[name] for name in INT_COLUMNS] for row in numbers]),
         floats=torch.tensor([[row[name] for name in FLOAT_COLUMNS] for row in numbers], dtype=torch.float32),
         counts=torch.tensor([[r.output.count(t) for t in range(vocab)] for r in requests], dtype=torch.int32),

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, process_logits
 from tests.sampling.batch import request, rows_of
 
 VOCAB = 8
-PENALISED = SamplingNeeds(penalised=True)
-BIASED = SamplingNeeds(biased=True)
-ALL = SamplingNeeds(penalised=True, biased=True)
+PENALISED = SamplingFeatures(penalised=True)
+BIASED = SamplingFeatures(biased=True)
+ALL = SamplingFeatures(penalised=True, biased=True)
 
 
-def shaped(logits: list[float], one: Request, needs: SamplingNeeds) -> list[float]:
+def shaped(logits: list[float], one: Request, needs: SamplingFeatures) -> list[float]:
     positions = torch.tensor([[one.num_tokens]])
     values = torch.tensor([[logits]], dtype=torch.float64)
     return process_logits(values, rows_of([one], len(logits)), needs, positions)[0, 0].tolist()
@@ -130,7 +130,7 @@ def test_shaping_leaves_its_inputs_alone():
 )
 def test_narrow_logits_are_shaped_in_float32(given_dtype, computed):
     one = request([0], [1], repetition_penalty=1.5, logit_bias={1: 3.0})
-    for needs in (SamplingNeeds(), ALL):
+    for needs in (SamplingFeatures(), ALL):
         ones = torch.ones(1, 1, VOCAB, dtype=given_dtype)
         values = process_logits(ones, rows_of([one], VOCAB), needs, torch.ones(1, 1))
         assert values.dtype == computed

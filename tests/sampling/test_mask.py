@@ -103,8 +103,8 @@ def test_rows_of_several_levels_are_guided_as_those_of_each_level():
     """A block draft has one row for each level, an autoregressive draft one pass."""
     forced = torch.tensor([[3, 5, -1, -1], [-1, -1, -1, -1], [2, 2, 2, -1]])
     guide = DraftGuide(forced, torch.tensor([[6], [9], [1]], dtype=torch.int32), torch.tensor([3, 1, 0]))
-    only, masks = guide.for_levels(1, 4)
+    only, masks = guide.allowed_at_levels(1, 4)
     for level in range(1, 5):
-        only_there, mask_there = guide.for_children(level, None, None)
+        only_there, mask_there = guide.allowed_children(level, None, None)
         assert torch.equal(only[:, level - 1, None], only_there)
         assert torch.equal(masks[:, level - 1, None], mask_there)

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.engine.launch_input import sampling_needs_of
+from espalier.engine.launch_input import sampling_features_of
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
-from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, logprobs, mask_filtered, pick
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams
+from espalier.sampling.pick import SampledTokens, apply_filters, gumbel, logprobs, pick, scores_with_shared_noise
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 
 VOCAB = 12
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING_FEATURES = SamplingFeatures(sampled=True, filtered=True, penalised=True, biased=True)
 
 tokens = st.integers(0, VOCAB - 1)
 requests = st.builds(
@@ -38,12 +38,15 @@ requests = st.builds(
 
 
 def draw(
-    logits: torch.Tensor, batch: list[Request], needs: SamplingNeeds | None = None, rows: SamplingRows | None = None
+    logits: torch.Tensor,
+    batch: list[Request],
+    needs: SamplingFeatures | None = None,
+    rows: SlotSamplingParams | None = None,
 ) -> SampledTokens:
     """One pick a request: logits [B, V]."""
     positions = torch.tensor([[r.num_tokens] for r in batch])
     rows = rows or rows_of(batch, logits.shape[-1])
-    needs = needs or sampling_needs_of(batch)
+    needs = needs or sampling_features_of(batch)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     noise = gumbel(rows.seed, positions, logits.shape[-1], dtype) if needs.sampled else None
     return pick(logits[:, None], rows, needs, positions, noise)
@@ -57,7 +60,7 @@ def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float64) ->
 def test_pick_is_the_oracles(batch, seed):
     logits = random_logits(seed, len(batch), VOCAB)
     expected = [plain_pick(row, r, r.tokens) for row, r in zip(logits, batch, strict=True)]
-    for needs in (sampling_needs_of(batch), ALL_SAMPLING):
+    for needs in (sampling_features_of(batch), ALL_SAMPLING_FEATURES):
         picked = draw(logits, batch, needs)
         assert picked.tokens[:, 0].tolist() == expected
         assert picked.finite.all()
@@ -86,7 +89,7 @@ def test_draws_follow_the_exact_law(params, over):
     seeds, positions = (counter, counter * 0 + 3) if over == "seeds" else (counter[:1], counter)
     noise = gumbel(seeds, positions.view(len(seeds), -1), VOCAB, torch.float64).view(1, many, VOCAB)
     drawn = pick(
-        logits.expand(1, many, -1), rows_of([one], VOCAB), sampling_needs_of([one]), positions[None], noise
+        logits.expand(1, many, -1), rows_of([one], VOCAB), sampling_features_of([one]), positions[None], noise
     ).tokens
     counts = torch.bincount(drawn.flatten(), minlength=VOCAB)
     assert counts[law == 0].sum() == 0
@@ -99,16 +102,16 @@ def test_a_row_does_not_depend_on_its_batch(batch, seed):
     logits = random_logits(seed, len(batch), 3, 101, dtype=torch.float32)
     for i, r in enumerate(batch):
         alone = rows_of([r], 101)
-        assert torch.equal(mask_filtered(logits[i : i + 1], alone)[0], mask_filtered(logits, rows_of(batch, 101))[i])
+        assert torch.equal(apply_filters(logits[i : i + 1], alone)[0], apply_filters(logits, rows_of(batch, 101))[i])
         noise = random_logits(seed + 1, len(batch), 3, 101, dtype=torch.float32)
-        scores = coupled_scores(logits, rows_of(batch, 101), noise)
-        assert torch.equal(coupled_scores(logits[i : i + 1], alone, noise[i : i + 1])[0], scores[i])
+        scores = scores_with_shared_noise(logits, rows_of(batch, 101), noise)
+        assert torch.equal(scores_with_shared_noise(logits[i : i + 1], alone, noise[i : i + 1])[0], scores[i])
         mine = draw(logits[i : i + 1, 0], [r])
         assert mine.tokens[0] == draw(logits[:, 0], batch).tokens[i]
 
 
 def kept_ids(logits: list[float], **params) -> list[int]:
-    left = mask_filtered(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
+    left = apply_filters(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
     return torch.nonzero(left[0, 0] > -torch.inf)[:, 0].tolist()
 
 
@@ -138,7 +141,7 @@ def test_min_p_counts_from_the_likeliest_and_after_top_p():
     assert kept_ids(logits, min_p=0.11, top_p=0.7) == [0, 1]
 
 
-@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["off", "everything"])
+@pytest.mark.parametrize("needs", [SamplingFeatures(), ALL_SAMPLING_FEATURES], ids=["off", "everything"])
 @pytest.mark.parametrize("vocab", [5, 64, 6144])
 def test_greedy_ties_go_to_the_lower_id(needs, vocab):
     logits = torch.zeros(2, vocab)
@@ -162,7 +165,7 @@ def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(bad, temperature, 
     if with_rows:
         picked = draw(logits, batch)
     else:
-        picked = pick(logits[:, None], None, SamplingNeeds(), torch.zeros(3, 1), None)
+        picked = pick(logits[:, None], None, SamplingFeatures(), torch.zeros(3, 1), None)
     assert picked.finite[:, 0].tolist() == [True, False, True]
     if with_rows:
         assert picked.tokens[[0, 2]].tolist() == right.tokens[[0, 2]].tolist()
@@ -174,23 +177,23 @@ def test_no_line_reads_the_device(dtype):
     """Shapes alone suffice: tensors without contents refuse an item, a host sync or a shape made of data."""
     batch = [request(temperature=t, logit_bias={1: 2.0}) for t in (0.0, 1.0)]
     real = rows_of(batch, VOCAB)
-    rows = SamplingRows(*(getattr(real, f.name).to("meta") for f in fields(real)))
+    rows = SlotSamplingParams(*(getattr(real, f.name).to("meta") for f in fields(real)))
     logits = torch.empty(2, 5, VOCAB, dtype=dtype, device="meta")
     positions = torch.empty(2, 5, dtype=torch.int64, device="meta")
     wide = torch.promote_types(dtype, torch.float32)
     noise = gumbel(rows.seed, positions, VOCAB, wide)
     extra, on_path = positions[:, :4], torch.empty(2, 5, 4, dtype=torch.bool, device="meta")
-    picked = pick(logits, rows, ALL_SAMPLING, positions, noise, DraftedAncestors(extra, pack_bits(on_path)))
+    picked = pick(logits, rows, ALL_SAMPLING_FEATURES, positions, noise, DraftedAncestors(extra, pack_bits(on_path)))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
-    assert coupled_scores(logits.to(wide), rows, noise).dtype == wide
+    assert scores_with_shared_noise(logits.to(wide), rows, noise).dtype == wide
 
 
 def test_coupled_scores_know_the_noise_where_there_is_a_temperature():
     batch = [request(temperature=0.0), request(temperature=0.5)]
     logits, noise = random_logits(3, 2, 2, VOCAB), random_logits(4, 2, 2, VOCAB)
     logits[:, :, 5] = -torch.inf
-    scores = coupled_scores(logits, rows_of(batch, VOCAB), noise)
+    scores = scores_with_shared_noise(logits, rows_of(batch, VOCAB), noise)
     assert torch.equal(scores[0], torch.log_softmax(logits[0], -1))
     assert torch.equal(scores[1], torch.log_softmax(logits[1] / 0.5 + noise[1], -1))
     assert (scores[:, :, 5] == -torch.inf).all()
@@ -201,8 +204,8 @@ def test_the_best_coupled_child_is_the_token_that_is_drawn():
     logits, positions = random_logits(5, 3, 8, VOCAB), torch.arange(8).expand(3, 8)
     rows = rows_of(batch, VOCAB)
     noise = gumbel(rows.seed, positions, VOCAB, torch.float64)
-    drawn = pick(logits, rows, sampling_needs_of(batch), positions, noise).tokens
-    assert torch.equal(coupled_scores(logits, rows, noise).argmax(-1), drawn)
+    drawn = pick(logits, rows, sampling_features_of(batch), positions, noise).tokens
+    assert torch.equal(scores_with_shared_noise(logits, rows, noise).argmax(-1), drawn)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 100])

@@ -131,13 +131,13 @@ def test_a_stream_and_samples_of_a_chat(client):
 
 def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
     """Others are answered while it compiles; an abort drops it; at last it is answered, or refused with the reason."""
-    go_on, compile_form = threading.Event(), of_compile.compile_form
+    go_on, compile_with_xgrammar = threading.Event(), of_compile.compile_with_xgrammar
 
     def slow(compiler, grammar):
         assert go_on.wait(60)
-        return compile_form(compiler, grammar)
+        return compile_with_xgrammar(compiler, grammar)
 
-    monkeypatch.setattr(of_compile, "compile_form", slow)
+    monkeypatch.setattr(of_compile, "compile_with_xgrammar", slow)
     with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, context.socket(zmq.PAIR) as socket:
         frontend.bind("inproc://grammars")
         socket.connect("inproc://grammars")

@@ -24,6 +24,7 @@ from espalier.server.protocol import (
 )
 from espalier.server.worker import EngineWorker, unpack_settings, wait_for_start
 from tests.harness import directories
+from tests.pages import check_pages
 
 SETTINGS = {
     "dtype": "float64",
@@ -155,7 +156,7 @@ def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     reports = [message.report for message in said(frontend)]
     assert [report.abort_steps for report in reports] == [[], [1]]
     assert (reports[-1].num_running, reports[-1].num_waiting, reports[-1].pages_owned) == (0, 0, 0)
-    worker.llm.engine.check_pages()
+    check_pages(worker.llm.engine)
 
 
 def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, monkeypatch):

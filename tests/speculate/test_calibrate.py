@@ -8,7 +8,7 @@ import torch
 
 from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.speculate.sources.calibrate import calibrate_scores, draft_node_kinds, pack_nodes
-from espalier.speculate.sources.survival import Survival
+from espalier.speculate.sources.survival import SurvivalCounts
 from tests.kernels.treeing import random_pool
 
 STEPS, TOPK, NODES, ROWS = 3, 2, 8, 4
@@ -22,7 +22,7 @@ class Rounds:
     """
 
     def __init__(self, batch: int, is_sampled: bool = False) -> None:
-        self.survival, self.random = Survival(STEPS), np.random.default_rng(0)
+        self.survival, self.random = SurvivalCounts(STEPS), np.random.default_rng(0)
         self.batch, self.is_sampled = batch, torch.full((batch,), is_sampled)
         self.verified, self.said, self.found, self.rounds = [0] * batch, 0.0, 0, 0
 
@@ -42,7 +42,7 @@ class Rounds:
         table = torch.tensor(np.log(self.survival.probabilities), dtype=torch.float32)
         scored = calibrate_scores(tree, kinds, table, torch.tensor(skill))
         paths = [self.path(tree, row, chance) for row, chance in enumerate(chances)]
-        self.survival.add_draft(names, pack_nodes(scored, kinds).numpy(), [emitted for emitted, _ in paths])
+        self.survival.count_draft_nodes(names, pack_nodes(scored, kinds).numpy(), [emitted for emitted, _ in paths])
         chance_of_node = scored.scores.exp()
         chance_of_node[:, 0] = 0
         self.said += float(chance_of_node.sum())

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from espalier.request import Request, SamplingParams
 from espalier.slots import NODE_KINDS
 from espalier.speculate.sources import own_text
-from espalier.speculate.sources.index import BYTES_PER_TOKEN, RUN_LENGTHS, IndexSource, _run_hash, client_salt
+from espalier.speculate.sources.index import BYTES_PER_TOKEN, NGRAM_LENGTHS, IndexSource, _ngram_hash, client_salt
 from espalier.speculate.sources.prediction import REJOIN_TOKENS, PredictionSource
-from espalier.speculate.sources.survival import INITIAL_SURVIVAL, Survival
+from espalier.speculate.sources.survival import INITIAL_SURVIVAL, SurvivalCounts
 from tests.harness import request
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=5)
@@ -22,14 +22,14 @@ def test_the_index_says_what_followed_in_a_text_of_the_same_client(served, last,
     index = IndexSource(size * BYTES_PER_TOKEN)
     clients = [data.draw(st.sampled_from(["", "a"])) for _ in served]
     for text, client in zip(served, clients, strict=True):
-        index.add(text, client_salt(client))
+        index.add_text(text, client_salt(client))
     # What the ring still holds: the newest tokens.
     left, kept = size, []
     for text, client in reversed([*zip(served, clients, strict=True)]):
         kept.append((text[max(0, len(text) - left) :], client))
         left = max(0, left - len(text))
     for client in ("", "a"):
-        for matching, ahead in index.find(last, client_salt(client), WIDTH):
+        for matching, ahead in index.find_continuations(last, client_salt(client), WIDTH):
             assert any(
                 whose == client
                 and text[end - matching : end] == last[-matching:]
@@ -38,10 +38,10 @@ def test_the_index_says_what_followed_in_a_text_of_the_same_client(served, last,
                 for end in range(matching, len(text))
             )
     # The first run of the newest text is found, unless a later run has taken its cell of the table.
-    newest, client, run = served[-1], clients[-1], RUN_LENGTHS[-1]
-    cells = [_run_hash(newest[i : i + run], client_salt(client)) % size for i in range(len(newest) - run + 1)]
+    newest, client, run = served[-1], clients[-1], NGRAM_LENGTHS[-1]
+    cells = [_ngram_hash(newest[i : i + run], client_salt(client)) % size for i in range(len(newest) - run + 1)]
     if len(newest) > run and size > 4 * len(newest) and cells.count(cells[0]) == 1:
-        found = index.find(newest[:run], client_salt(client), WIDTH)
+        found = index.find_continuations(newest[:run], client_salt(client), WIDTH)
         assert found, "the newest text is in the index"
 
 
@@ -50,10 +50,10 @@ def test_the_host_finds_in_a_text_what_followed_its_last_tokens(pieces, width):
     """The latest place of each run, against searching the list; behind its end the text is repeated."""
     text = own_text.IndexedText(pieces[0])
     for piece in pieces[1:]:
-        text.push(piece)
+        text.add_tokens(piece)
     tokens = [token for piece in pieces for token in piece]
     expected: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for run in own_text.RUN_LENGTHS:
+    for run in own_text.NGRAM_LENGTHS:
         ends = [end for end in range(run, len(tokens)) if tokens[end - run : end] == tokens[-run:]]
         if ends:
             end = ends[-1]
@@ -64,12 +64,12 @@ def test_the_host_finds_in_a_text_what_followed_its_last_tokens(pieces, width):
             )
             ahead = (tokens[end:] * width)[:width]
             expected.setdefault(end, (matching, tuple(ahead)))
-    assert text.find(width) == [*expected.values()]
+    assert text.find_continuations(width) == [*expected.values()]
 
 
 def test_an_index_is_bounded_and_apart_for_each_client():
     index = IndexSource(64 * BYTES_PER_TOKEN)
-    held = index.tokens.nbytes + index.texts.nbytes + sum(table.nbytes for table in index.tables.values())
+    held = index.tokens.nbytes + index.text_ids.nbytes + sum(table.nbytes for table in index.place_tables.values())
     assert held == 64 * BYTES_PER_TOKEN
     asked = asking([1, 2, 3], client="one")
     asked.output = [4, 5, 6, 7]
@@ -126,24 +126,24 @@ def test_no_prediction_is_accepted_more_than_it_is_long(predicted, output):
 
 def test_survival_finds_the_rates_of_a_stream_and_follows_a_change():
     """Kind 3 follows with 0.9 a token, then with 0.2; others keep what was assumed."""
-    survival, rng = Survival(steps=4), np.random.default_rng(0)
-    first = survival.changed_table()
+    survival, rng = SurvivalCounts(steps=4), np.random.default_rng(0)
+    first = survival.table_to_send()
     assert first is not None and first.shape == (NODE_KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
     for rate in (0.9, 0.2):
         for _ in range(2000):
             path = [1, 1, 1, 1]
             length = next((at for at in range(4) if rng.random() >= rate), 4)
-            survival.add_path(3, path, [*path[:length], 0])
+            survival.count_path(3, path, [*path[:length], 0])
         assert np.abs(survival.probabilities[3] - rate).max() < 0.08, survival.probabilities[3]
-        assert survival.changed_table() is not None and survival.changed_table() is None
+        assert survival.table_to_send() is not None and survival.table_to_send() is None
     assert np.allclose(survival.probabilities[1], INITIAL_SURVIVAL["text"][0])
 
 
 def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_it():
-    alone, beside = Survival(steps=4), Survival(steps=4)
+    alone, beside = SurvivalCounts(steps=4), SurvivalCounts(steps=4)
     for emitted in ([1, 1, 0], [1, 1, 1, 1, 0], [0]):
-        alone.add_path(3, [1] * 4, emitted)
-        beside.add_path(3, [1] * 4, emitted, num_shared=1)
+        alone.count_path(3, [1] * 4, emitted)
+        beside.count_path(3, [1] * 4, emitted, num_drafted=1)
     prior = 4 * INITIAL_SURVIVAL["text"][2]
     first = (2 + prior) / (3 + 4)
     assert alone.path_probabilities(3) == beside.path_probabilities(3) and 0.7 < first < 0.8
@@ -153,8 +153,8 @@ def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_
 
 @given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), min_size=1, max_size=6))
 def test_a_path_counts_down_to_where_it_parts(path, emitted):
-    survival = Survival(steps=4)
-    survival.add_path(2, path, emitted)
+    survival = SurvivalCounts(steps=4)
+    survival.count_path(2, path, emitted)
     agreed = next((at for at, (a, b) in enumerate(zip(path, emitted, strict=False)) if a != b), None)
     tried = min(len(path), len(emitted), 4) if agreed is None else min(agreed + 1, 4)
     followed = tried if agreed is None else min(agreed, 4)

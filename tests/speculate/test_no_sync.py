@@ -11,7 +11,7 @@ from espalier.engine.executor import CpuExecutor
 from espalier.kernels.ops import drafts
 from espalier.request import SamplingParams
 from espalier.speculate import round
-from espalier.speculate.drafters import grafted
+from espalier.speculate.drafters import path_merging
 from tests.harness import Setup, prompts, request
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
@@ -62,12 +62,12 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     plainly = CpuExecutor.run.__wrapped__
     monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
     # As a GPU's executor runs it.
-    monkeypatch.setattr(CpuExecutor, "_runner_of", lambda executor, launch_input: executor.runner)
+    monkeypatch.setattr(CpuExecutor, "_runner_for", lambda executor, launch_input: executor.runner)
     drafter = engine.executor.runner.drafter
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
-    # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always graft.
-    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
+    # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always merge.
+    monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "max_history_length", lambda root: engine.layout.history_width)
     for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))

@@ -17,11 +17,11 @@ from espalier.models.layers import linear
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.speculate.sampler import kernel_sampler, make_sampler
+from espalier.speculate.sampler import make_kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
 from lab.faults.planted import plant
 from tests.block import FORMS, block_directories
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, slots_of, table_of
+from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, slots_of, table_of
 
 BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
 # Greedy, sampled, and with penalties, a bias and banned stops.
@@ -68,9 +68,9 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     slots = slots_of(table, range(1, len(SLOTS) + 1))
     drafter.prepare(CommittedLengths(tuple(table.prefix_len[1:].tolist()), exact=True))
     if by_kernels:
-        sampler = kernel_sampler(slots, ALL_SAMPLING, slots.num_tokens)
+        sampler = make_kernel_sampler(slots, ALL_SAMPLING_FEATURES, slots.num_tokens)
     else:
-        sampler = make_sampler(slots, ALL_SAMPLING, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
+        sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
     return drafter.begin(slots)(sampler), [plane for stack in pages.draft for plane in stack.stacked]
 
 

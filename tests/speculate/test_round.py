@@ -13,7 +13,7 @@ from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.ops.tree import AcceptedPath
 from espalier.request import SamplingParams
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
 from tests.block import FORMS
 from tests.harness import Setup, prompts, request
@@ -24,9 +24,9 @@ from tests.properties.peagle_setup import PEagleSetup
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING_FEATURES = SamplingFeatures(sampled=True, filtered=True, penalised=True, biased=True)
 NONE = torch.zeros(0, dtype=torch.int64)
-EMPTY = LaunchInput(slots=(), needs=SamplingNeeds(), reports_trees=True)
+EMPTY = LaunchInput(slots=(), sampling_features=SamplingFeatures(), reports_trees=True)
 algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
 
 
@@ -40,7 +40,7 @@ def round_of(algorithm: str, **change) -> ModelRunner:
 
 @algorithms
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
-@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["greedy", "shaped"])
+@pytest.mark.parametrize("needs", [SamplingFeatures(), ALL_SAMPLING_FEATURES], ids=["greedy", "shaped"])
 def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
@@ -64,14 +64,14 @@ def test_an_empty_batch_is_legal(algorithm, attention, needs):
 def test_an_empty_batch_is_legal_for_every_kind_of_draft(setup):
     r = setup.engine().executor.runner
     with torch.inference_mode():
-        for output in (decode_round(r, NONE, SamplingNeeds()), prefill(r, NONE, NONE, 16, SamplingNeeds())):
+        for output in (decode_round(r, NONE, SamplingFeatures()), prefill(r, NONE, NONE, 16, SamplingFeatures())):
             assert output.path.length.shape == (0,)
 
 
 @algorithms
 def test_an_empty_launch_is_legal(algorithm):
     engine = setup_of(algorithm).engine()
-    assert engine.executor.launch(LaunchInput(slots=(), needs=SamplingNeeds())).result() == []
+    assert engine.executor.launch(LaunchInput(slots=(), sampling_features=SamplingFeatures())).result() == []
     assert engine.step() == [] and not engine.has_work
 
 
@@ -79,7 +79,7 @@ def test_an_empty_batch_plans_and_commits():
     r = round_of("eagle3")
     slots = gather_slots(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
-    r.target(r.cache.begin(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
+    r.target(r.cache.begin_pass(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
     commit(r, slots, AcceptedPath(none, NONE, none, NONE), count_tokens=True)
 
 
@@ -132,13 +132,13 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     slots = torch.tensor([0, drawn[0].slot, 0, drawn[1].slot])
     with torch.inference_mode():
         rows_to_experts.clear()
-        tree = decode_round(runner, slots, SamplingNeeds()).tree
+        tree = decode_round(runner, slots, SamplingFeatures()).tree
         assert rows_to_experts
         for live in rows_to_experts:
             assert torch.equal(live.view(4, -1), (tree.tokens >= 0) & (slots > 0)[:, None])
         assert tree.tokens[0].max() >= 0, "padding is void all the same, and shows nothing"
         rows_to_experts.clear()
-        prefill(runner, slots, torch.tensor([0, 2, 0, 5]), 8, SamplingNeeds())
+        prefill(runner, slots, torch.tensor([0, 2, 0, 5]), 8, SamplingFeatures())
         *of_all_rows, of_last_tokens = rows_to_experts
         assert of_all_rows and of_last_tokens.tolist() == [False, True, False, True]
         for live in of_all_rows:
@@ -154,6 +154,6 @@ def test_more_requests_than_the_buffers_hold_are_refused_before_anything_is_writ
     with torch.inference_mode():
         for algorithm in ("eagle3", "ngram"):
             with pytest.raises(EspalierError, match=r"rounds of 3 requests and this launch has 4.*max_batch"):
-                decode_round(round_of(algorithm), index, SamplingNeeds())
+                decode_round(round_of(algorithm), index, SamplingFeatures())
         with pytest.raises(EspalierError, match=r"prefill pass holds 32 rows and this launch needs 4 · 16.*chunk_size"):
-            prefill(round_of("ngram"), index, index, 16, SamplingNeeds())
+            prefill(round_of("ngram"), index, index, 16, SamplingFeatures())

@@ -6,9 +6,9 @@ import torch
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.speculate import sampler as draws_module
-from espalier.speculate.sampler import DraftRows, KernelSampler, kernel_sampler, make_sampler
+from espalier.speculate.sampler import DraftRows, KernelSampler, make_kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, random_above, random_logits, slots_of, table_of
+from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, random_above, random_logits, slots_of, table_of
 
 # The interpreter computes what a `where` leaves out as well.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -20,8 +20,8 @@ def draws_of(device, asked=ASKED):
     """(by the kernels, in plain torch) for the same slots."""
     first = torch.arange(97, 97 + len(asked))
     there, here = (slots_of(table_of(asked, VOCAB, at), range(1, len(asked) + 1)) for at in (device, first.device))
-    plain = make_sampler(here, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float64)
-    return kernel_sampler(there, ALL_SAMPLING, first.to(device)), plain
+    plain = make_sampler(here, ALL_SAMPLING_FEATURES, first, WIDTH, VOCAB, torch.float64)
+    return make_kernel_sampler(there, ALL_SAMPLING_FEATURES, first.to(device)), plain
 
 
 def tree_of(batch: int, seed: int = 0) -> Tree:
@@ -64,7 +64,7 @@ def test_children_and_their_scores(kernel_device, draft_vocab, level):
     logits = random_logits(3, batch, queries, draft_vocab or VOCAB, dtype=torch.float64)
     scores = -torch.rand(batch, queries, generator=torch.Generator().manual_seed(4))
     above = None if level == 1 else random_above(batch, queries, 4, VOCAB, torch.device("cpu"))
-    expected_ids, expected = plain.children(DraftRows(logits, d2t, level - 1, scores, above), 3)
+    expected_ids, expected = plain.best_children(DraftRows(logits, d2t, level - 1, scores, above), 3)
     rows = DraftRows(
         logits.to(kernel_device),
         None if d2t is None else d2t.to(kernel_device),
@@ -74,7 +74,7 @@ def test_children_and_their_scores(kernel_device, draft_vocab, level):
         if above is None
         else DraftedAncestors(above.tokens.to(kernel_device), above.ancestor_bits.to(kernel_device)),
     )
-    ids, best = by_kernels.children(rows, 3)
+    ids, best = by_kernels.best_children(rows, 3)
     possible = expected > -torch.inf
     assert torch.equal(ids.cpu()[possible], expected_ids[possible])
     # The scores are float32; a shape whose penalties reach thousands has ulps to match.
@@ -88,10 +88,10 @@ def test_rows_at_consecutive_positions(kernel_device):
     scores = torch.zeros(batch, queries, device=kernel_device)
     for sampler in draws_of(kernel_device):
         at = kernel_device if isinstance(sampler, KernelSampler) else "cpu"
-        ids, best = sampler.children(DraftRows(logits.to(at), None, 0, scores.to(at), stride=1), 3)
+        ids, best = sampler.best_children(DraftRows(logits.to(at), None, 0, scores.to(at), position_stride=1), 3)
         for q in range(queries):
             row = slice(q, q + 1)
-            alone = sampler.children(DraftRows(logits[:, row].to(at), None, q, scores[:, row].to(at)), 3)
+            alone = sampler.best_children(DraftRows(logits[:, row].to(at), None, q, scores[:, row].to(at)), 3)
             assert torch.equal(ids[:, row], alone[0]) and torch.equal(best[:, row], alone[1])
 
 
@@ -117,9 +117,11 @@ def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
     above = DraftedAncestors(tree.tokens, tree.ancestors)
 
     def launch():
-        sampler = make_sampler(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)
+        sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, first, WIDTH, VOCAB, torch.float32)
         assert isinstance(sampler, KernelSampler)
-        return sampler.pick_nodes(logits, tree).tokens, *sampler.children(DraftRows(logits, None, 2, scores, above), 3)
+        return sampler.pick_nodes(logits, tree).tokens, *sampler.best_children(
+            DraftRows(logits, None, 2, scores, above), 3
+        )
 
     before = [value.clone() for value in launch()]
     graph = torch.cuda.CUDAGraph()

@@ -87,7 +87,7 @@ def pool_of(levels, topk) -> CandidatePool:
         if number:
             pool.set_beams(torch.tensor([best_of(levels[number - 1], topk)]))
         tokens, scores, _ = zip(*candidates, strict=True)
-        pool.add(torch.tensor(tokens).view(1, -1, topk), torch.tensor(scores).view(1, -1, topk))
+        pool.add_level(torch.tensor(tokens).view(1, -1, topk), torch.tensor(scores).view(1, -1, topk))
     return pool
 
 
@@ -139,9 +139,9 @@ def check_invariants(tree):
 
 def test_a_sure_child_comes_after_its_parent():
     pool = CandidatePool(topk=2)
-    pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
+    pool.add_level(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
     pool.set_beams(torch.tensor([[0, 1]]))
-    pool.add(torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([[[-0.5, -9.0], [-0.5, -9.0]]]))
+    pool.add_level(torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([[[-0.5, -9.0], [-0.5, -9.0]]]))
     assert pool.select(torch.tensor([1]), 3).tokens.tolist() == [[1, 3, 4]]
     assert pool.select(torch.tensor([1]), 4).tokens.tolist() == [[1, 3, 4, 5]]
 
@@ -152,7 +152,7 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
     for level in range(nodes - 1):
         if level:
             pool.set_beams(torch.tensor([[0]]))
-        pool.add(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
+        pool.add_level(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
     tree = pool.select(torch.tensor([0]), nodes)
     assert torch.equal(tree.ancestor_mask()[0], torch.ones(nodes, nodes).tril().bool())
     for broken in (0, 63, nodes - 1):
@@ -164,13 +164,13 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
 def test_an_empty_batch_has_a_tree():
     pool = CandidatePool(topk=2)
     none = torch.zeros(0, 1, 2, dtype=torch.int64)
-    pool.add(none, none.float())
+    pool.add_level(none, none.float())
     assert pool.select(none[:, 0, 0], 3).ancestors.shape == (0, 3, 1)
     assert RootTrees(2, torch.device("cpu"))(none[:, 0, 0]).tokens.shape == (0, 1)
 
 
 def test_a_pool_smaller_than_the_tree_is_refused():
     pool = CandidatePool(topk=2)
-    pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
+    pool.add_level(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
     with pytest.raises(EspalierError, match="too few for 4 nodes"):
         pool.select(torch.tensor([1]), 4)

@@ -26,10 +26,10 @@ from triton.runtime import driver
 from espalier.attention.support import Support
 from espalier.bench.shapes import find_shape
 from espalier.engine.cuda_stages import EagerStages, StageMemory
-from espalier.engine.executor import execute
+from espalier.engine.executor import run_launch
 from espalier.engine.launch_buffer import pack_launch
-from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, dummy_launch
-from espalier.engine.prefill_policy import next_pass, pieces_of
+from espalier.engine.launch_input import ALL_SAMPLING_FEATURES, LaunchInput, dummy_launch
+from espalier.engine.prefill_policy import next_prefill_pass, pieces_of
 from espalier.engine.results import ResultsRing
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import FP8
@@ -267,7 +267,7 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
     """As CudaExecutor runs a launch."""
     packed = pack_launch(runner.table, launch_input, 0, launch_input.form())
     if launch_input.is_staged:
-        EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
+        EagerStages(runner, results, packed, ALL_SAMPLING_FEATURES, len(launch_input.slots), memory).run()
         return
     on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META_DEVICE))
     masks = (
@@ -275,7 +275,7 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
         if launch_input.masks is None
         else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META_DEVICE)
     )
-    execute(runner, results, on_device, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
+    run_launch(runner, results, on_device, launch_input.width, ALL_SAMPLING_FEATURES, launch_input.prompt_rows, masks)
 
 
 def names(keys: set[tuple[str, str]]) -> list[str]:
@@ -286,7 +286,7 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
     """A pass as the scheduler makes it, of dummies."""
     longest = random.choice(LONGEST)
     left = [random.randint(1, longest) for _ in range(random.choice((1, 1, 2, 3, random.randint(1, layout.max_batch))))]
-    made = next_pass(layout, left, layout.max_pass_rows(random.random() < 0.5))
+    made = next_prefill_pass(layout, left, layout.max_pass_rows(random.random() < 0.5))
     batch = len(made.lengths)
     wanted = replace(dummy_launch(batch, made.width), lengths=made.lengths, pieces=pieces_of(made))
     kind = random.random()

@@ -29,14 +29,14 @@ def dataset_of_flags(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, TOTAL))
     compiled: list[LaunchInput] = []
     ran: list[LaunchInput] = []
-    run_dummies = CudaExecutor.run_dummies
+    run_dummy_launch = CudaExecutor.run_dummy_launch
 
     def running(executor: CudaExecutor, launch_input: LaunchInput) -> None:
         ran.append(launch_input)
-        run_dummies(executor, launch_input)
+        run_dummy_launch(executor, launch_input)
 
-    monkeypatch.setattr(CudaExecutor, "compile", lambda executor, launches: compiled.extend(launches))
-    monkeypatch.setattr(CudaExecutor, "run_dummies", running)
+    monkeypatch.setattr(CudaExecutor, "compile_kernels", lambda executor, launches: compiled.extend(launches))
+    monkeypatch.setattr(CudaExecutor, "run_dummy_launch", running)
     executor = CudaExecutor(SETUP.engine().executor.runner, graph_batch=0, capture_stages=True)
     needs = measure_launch_memory(executor, SETUP.layout, torch.device("cpu"), graph_batch)
     assert (needs.eager_bytes, needs.graph_bytes, needs.free_bytes, needs.total_bytes) == (300, 300, FREE, TOTAL)

@@ -17,9 +17,9 @@ import torch
 
 from espalier.engine import ranks as watched
 from espalier.engine.engine import Engine
-from espalier.engine.executor import CpuHandle
-from espalier.engine.follow import Follower
-from espalier.engine.ranks import RankFailed, Ranks
+from espalier.engine.executor import CpuLaunchHandle
+from espalier.engine.follow import FollowerRank
+from espalier.engine.ranks import OtherRanks, RankFailed
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
@@ -46,7 +46,7 @@ def group() -> Iterator[Group]:
 def short_beats(monkeypatch):
     """The bounds stay, but for the one that a test meets: on a busy machine, processes wait for a core."""
     monkeypatch.setattr(watched, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(watched, "GRACE_S", 0.2)
+    monkeypatch.setattr(watched, "FAILURE_GRACE_S", 0.2)
 
 
 def start(group: Group) -> Engine:
@@ -73,7 +73,7 @@ def fails(engine: Engine, says: str, within_s: float) -> None:
         while time.monotonic() < began + 30:
             engine.step()
     assert time.monotonic() - began < within_s + SLACK_S
-    assert engine.stopped is not None and "RankFailed" in engine.stopped
+    assert engine.stop_error is not None and "RankFailed" in engine.stop_error
     engine.executor.ranks.finish()
     engine.close()
     assert all(is_gone(process.pid) for process in processes)
@@ -83,24 +83,24 @@ def three_ways() -> Path:
     return make_target(new_folder("three-") / "target", hidden=48, heads=6, kv_heads=3)
 
 
-def drop_next_launch(follower: Follower) -> None:
-    right = follower.handle
+def drop_next_launch(follower: FollowerRank) -> None:
+    right = follower.handle_message
 
     def dropping(message: Any) -> None:
         if isinstance(message, watched.StartLaunch):
-            follower.handle = right  # type: ignore[method-assign]
+            follower.handle_message = right  # type: ignore[method-assign]
             return
         right(message)
 
-    follower.handle = dropping  # type: ignore[method-assign]
+    follower.handle_message = dropping  # type: ignore[method-assign]
 
 
-def drop_all_launches(follower: Follower) -> None:
-    right = follower.handle
-    follower.handle = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
+def drop_all_launches(follower: FollowerRank) -> None:
+    right = follower.handle_message
+    follower.handle_message = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
 
 
-def run_out_of_memory(follower: Follower) -> None:
+def run_out_of_memory(follower: FollowerRank) -> None:
     def launch(launch_input: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
@@ -108,17 +108,17 @@ def run_out_of_memory(follower: Follower) -> None:
     follower.executor.launch = launch  # type: ignore[method-assign, assignment]
 
 
-def pick_otherwise(follower: Follower) -> None:
+def pick_otherwise(follower: FollowerRank) -> None:
     def rest(self: Any) -> list[Any]:
         results = right(self)
         results[0].tokens[:] = [token ^ 1 for token in results[0].tokens]
         return results
 
-    right = CpuHandle.result
-    CpuHandle.result = rest  # type: ignore[method-assign]
+    right = CpuLaunchHandle.result
+    CpuLaunchHandle.result = rest  # type: ignore[method-assign]
 
 
-def draft_otherwise(follower: Follower) -> None:
+def draft_otherwise(follower: FollowerRank) -> None:
     assert follower.executor is not None
     drafter: Any = follower.executor.runner.drafter
     drafter.draft.fuse.fc.weight.tensor.neg_()
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_while_nothing_runs(group):
     with pytest.raises(RankFailed, match="has ended by SIGKILL"):
         while True:
             engine.raise_rank_failure()
-    assert engine.stopped is not None
+    assert engine.stop_error is not None
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def refusing(error: Exception, config: Any, shards: Any) -> LoadedModels:
     ],
 )
 def test_a_rank_that_cannot_load(error, kind, says):
-    ranks = Ranks(fork_ranks(2))
+    ranks = OtherRanks(fork_ranks(2))
     with pytest.raises(kind, match=says):
         build_engine_of_ranks(ranks, SETUP.config(tensor_parallel=2), None, partial(refusing, error))
     ranks.end()
@@ -213,7 +213,7 @@ def dying(*_: Any) -> None:
 def test_a_rank_that_dies_while_the_others_wait_to_meet_it(monkeypatch):
     """The first operation of NCCL has no limit of its own."""
     monkeypatch.setattr("espalier.startup.ranks.connect_ranks", dying)
-    ranks = Ranks(fork_ranks(2))
+    ranks = OtherRanks(fork_ranks(2))
     monkeypatch.setattr("espalier.startup.ranks.connect_ranks", lambda *_: time.sleep(60))
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) has ended by SIGKILL"):

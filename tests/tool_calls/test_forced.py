@@ -10,7 +10,7 @@ import xgrammar
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import check_grammar
-from espalier.masking.compile import compile_form
+from espalier.masking.compile import compile_with_xgrammar
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser, message_of
@@ -121,7 +121,7 @@ def test_all_that_a_forced_call_allows_is_read_and_valid(name):
         tools = checked_tools([tool("now", schema)], "required", False)
         forced = output_grammar(tools, TOOL_FORMATS[name], None)
         check_grammar(forced)
-        text = random_text(compile_form(compiler, forced), random.Random(seed), TEXTS).decode()
+        text = random_text(compile_with_xgrammar(compiler, forced), random.Random(seed), TEXTS).decode()
         parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
         message = message_of(parser.feed(text) + parser.finish())
         [call] = message.tool_calls

@@ -246,7 +246,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         keeps, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
-            if source is None or specs[source].keeps != keeps:
+            if source is None or specs[source].cache_spec != keeps:
                 raise EspalierError(
                     f"{config.path}: num_kv_shared_layers = {shared}, but layer {layer} has no earlier layer of its "
                     "type and sizes whose K and V it could read; correct the config"
@@ -308,10 +308,10 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
-    shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
+    shards, size, eps = weights.shards, spec.cache_spec.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
         shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
-        shards.kv_heads_part(spec.keeps.kv_heads).scaled(size),
+        shards.kv_heads_part(spec.cache_spec.kv_heads).scaled(size),
     )
     [own] = specs_of_rank([spec], shards)
     names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_with is not None else 2 if spec.v_is_k else 3]

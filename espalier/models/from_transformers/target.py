@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec, ReadyHeads
+from espalier.cache.layer_spec import LayerSpec, RotatedHeads
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
@@ -199,7 +199,7 @@ class TransformersTarget:
         if spec.shares_with is not None:
             # A layer that shares rows writes no heads.
             k, v = k[:, :0], v[:, :0]
-        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
+        ready = RotatedHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
         sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
         kept = p.kept_rows(layer)

@@ -114,7 +114,7 @@ class Attention(AttentionBlock):
         )
         heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
-        return q if scales is None else q * p.at_positions(layer, scales)
+        return q if scales is None else q * p.table_at_positions(layer, scales)
 
     def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
         if self.output_gate is None:

@@ -29,28 +29,28 @@ class AssistantDrafter(AutoregressiveDrafter):
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])
-        out = self._run(rows, slots.root[:, None], load_carried_field(slots, "hidden"), None)
-        return partial(self._grow, rows, out, self._logits(out, 1))
+        out = self._run_module(rows, slots.root[:, None], load_carried_field(slots, "hidden"), None)
+        return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         tokens = rows.tokens[:, self.layout.draft_rows_above(level - 1) : self.layout.draft_rows_above(level)]
-        return self._run(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.levels[-1].parents)
+        return self._run_module(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.beam_levels[-1].parents)
 
-    def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
+    def _run_module(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
         """Run the only module over rows [B, Q], all at the root's position."""
         at = rows.slots.prefix_len[:, None].expand(tokens.shape)
         # No row is staged.
         nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))
-        return self.draft.modules[0](self.cache.begin(rows.modules[0].prefix, nodes, tokens), hidden, parents)
+        return self.draft.modules[0](self.cache.begin_pass(rows.modules[0].prefix, nodes, tokens), hidden, parents)
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        if last is not None:
+        if last_tokens is not None:
             # After a prefill pass, only the last token of each request is kept.
-            row = last.row[:, None, None].expand(-1, 1, target_features.shape[2])
+            row = last_tokens.row[:, None, None].expand(-1, 1, target_features.shape[2])
             target_features, length = target_features.gather(1, row), torch.ones_like(length)
-            target_features, length = last.of_last_pieces(target_features), last.of_last_pieces(length)
-            slots = replace(slots, index=last.slots)
+            target_features, length = last_tokens.of_last_pieces(target_features), last_tokens.of_last_pieces(length)
+            slots = replace(slots, index=last_tokens.slots)
         store_carried_field(slots, "hidden", target_features, length)

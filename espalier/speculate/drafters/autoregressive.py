@@ -34,42 +34,44 @@ from espalier.speculate.tree import VOID, CandidatePool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; positions_above: [B, beam_rows], the
+    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; parent_positions: [B, beam_rows], the
     positions of one level above; tokens: [B, beam_rows], written when beams are chosen.
-    modules: the rows of each module; levels: the beams of each level.
+    modules: the rows of each module; beam_levels: the beams of each level.
     """
 
     slots: BatchState
     positions: Tensor
-    positions_above: Tensor
+    parent_positions: Tensor
     tokens: Tensor
     modules: list[ModuleRows]
-    levels: list[SelectedBeams] = field(default_factory=list)
+    beam_levels: list[SelectedBeams] = field(default_factory=list)
 
     @property
     def parents(self) -> Tensor:
         """[B, rows so far]: 0 for the root, 1 + the index of the parent's row for the others."""
-        topk = self.levels[0].parents.shape[1]
-        first = [0, *(1 + topk * level for level in range(len(self.levels) - 1))]
-        return torch.cat([beams.parents + at for beams, at in zip(self.levels, first, strict=True)], 1)
+        topk = self.beam_levels[0].parents.shape[1]
+        first = [0, *(1 + topk * level for level in range(len(self.beam_levels) - 1))]
+        return torch.cat([beams.parents + at for beams, at in zip(self.beam_levels, first, strict=True)], 1)
 
     @property
     def ancestor_bits(self) -> Tensor:
         """[B, rows so far, words]: the ancestor bits of the rows of all levels."""
-        return torch.cat([beams.ancestor_bits for beams in self.levels], 1)
+        return torch.cat([beams.ancestor_bits for beams in self.beam_levels], 1)
 
 
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
-    def allocate(self) -> None:
+    def allocate_tensors(self) -> None:
         layout, device = self.layout, self.device
         self.feeds = feeds_class(self.spec.hidden_source)
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
-        self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
+        self.row_depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.own_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
+        self.row_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.num_modules)
-        self.bits_below = torch.stack([self.own_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths])
+        self.deeper_row_bits = torch.stack(
+            [self.row_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths]
+        )
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
@@ -77,27 +79,27 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.num_modules
+        at, topk, modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
         out = self._module(1).output_from_hidden(load_carried_field(slots, "hidden"))
-        return partial(self._grow, rows, out, self._logits(out, 1))
+        return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
-    def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
+    def _grow_tree(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
         pool, path_scores = CandidatePool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: DraftedAncestors | None = None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = sampler.children(
+            tokens, scores = sampler.best_children(
                 DraftRows(logits, self.draft.d2t, level - 1, path_scores, above), self.layout.topk
             )
-            pool.add(tokens, scores)
+            pool.add_level(tokens, scores)
             if level < self.layout.steps:
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
                 pool.set_beams(beams.candidate_indices)
-                rows.levels.append(beams)
+                rows.beam_levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
                 logits = self._logits(out, level + 1)
@@ -127,21 +129,21 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.is_real[:, None], VOID)
         # Module 1's positions are computed already, which saves a launch for each level.
-        rope = rows.positions_above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
-        p = self.cache.begin(
+        rope = rows.parent_positions[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
+        p = self.cache.begin_pass(
             rows.modules[module - 1].prefix,
             nodes,
             tokens,
             rope,
             width=self.layout.beam_rows,
             first_staged=first,
-            layers=self._layers(module),
+            layers=self._module_layers(module),
         )
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
         """Returns the hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
-        beams, module, topk = rows.levels[-1], self._module_index(level), self.layout.topk
+        beams, module, topk = rows.beam_levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
         if level <= self.spec.num_modules:
@@ -151,18 +153,18 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             # After a prompt shorter than the number of modules, the first rows do not exist, but attend to themselves.
             num_missing = rows.modules[module - 1].num_missing
             assert num_missing is not None
-            bits = bits & self.bits_below[num_missing][:, None] | self.own_bits[end - bits.shape[1] : end]
+            bits = bits & self.deeper_row_bits[num_missing][:, None] | self.row_bits[end - bits.shape[1] : end]
         return feed, bits
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         assert target_features is not None
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.num_modules)
-        is_split = last is not None and last.piece is not None
+        is_split = last_tokens is not None and last_tokens.piece is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.num_modules > 1 else None
         # Only the output at the last token is kept, unless a next module reads all rows.
-        needed = None if last is None or feeds is not None else last.row
+        needed = None if last_tokens is None or feeds is not None else last_tokens.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
         if feeds is not None:
@@ -171,10 +173,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 feed = feeds.feed_of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.state_to_carry(module)
-        if last is not None:
-            slots = replace(slots, index=last.slots)
+        if last_tokens is not None:
+            slots = replace(slots, index=last_tokens.slots)
             kept = {
-                name: (last.of_last_pieces(values), last.of_last_pieces(count))
+                name: (last_tokens.of_last_pieces(values), last_tokens.of_last_pieces(count))
                 for name, (values, count) in kept.items()
             }
         for name, (values, count) in kept.items():
@@ -199,22 +201,22 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
-        p = self.cache.begin(
+        p = self.cache.begin_pass(
             rows.prefix,
             Nodes.chain(positions),
             tokens,
             rope_positions(positions, module),
-            layers=self._layers(module),
+            layers=self._module_layers(module),
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
             commits_by_layer=is_split or self.spec.num_modules > 1,
-            needed=needed,
+            needed_row=needed,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)
         p.commit()
         return out.hidden
 
-    def _layers(self, module: int) -> range:
+    def _module_layers(self, module: int) -> range:
         """Returns the layers of a module."""
         first, count = self.cache.layers.start, self.spec.layers_per_module
         return range(first + (module - 1) * count, first + module * count)

@@ -53,13 +53,13 @@ class Drafter(Protocol):
         ...
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
         target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if target_output is
-        None.  length: [B], at most W.  last: in a prefill pass, the place of each request's last token; `slots` then
-        has one row for each piece (speculate/pieces.py).  None in a round, where each row is a request.
+        None.  length: [B], at most W.  last_tokens: in a prefill pass, the place of each request's last token; `slots`
+        then has one row for each piece (speculate/pieces.py).  None in a round, where each row is a request.
         """
         ...
 
@@ -95,7 +95,7 @@ class DrafterWithoutFiles:
         raise NotImplementedError
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         pass
 
@@ -121,9 +121,9 @@ class DraftFormat:
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.  make:
     (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.  drafter: makes the
-    drafter that runs the model.  in_target: (directory of a target, its config) -> whether the directory also holds a
-    draft of this format; None if no target's directory does.  checks: the fields of the draft's config.json to check if
-    almost none of its tokens is accepted.  is_divided: whether the ranks split the draft's layers as they split the
+    drafter that runs the model.  is_in_target: (directory of a target, its config) -> whether the directory also holds
+    a draft of this format; None if no target's directory does.  checks: the fields of the draft's config.json to check
+    if almost none of its tokens is accepted.  is_sharded: whether the ranks split the draft's layers as they split the
     target's; else each rank holds all layers.
     """
 
@@ -134,12 +134,12 @@ class DraftFormat:
     read: Callable[[Path, Json, ModelConfig], DraftConfig]
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
-    in_target: Callable[[Path, ModelConfig], bool] | None = None
+    is_in_target: Callable[[Path, ModelConfig], bool] | None = None
     checks: str = ""
     marked_architectures: tuple[str, ...] = ()
     marker_fields: tuple[str, ...] = ()
     excluding_fields: tuple[str, ...] = ()
-    is_divided: bool = False
+    is_sharded: bool = False
 
     def format_names(self, by_speculators: bool) -> str:
         """Returns the names in a config.json that mean this format.  by_speculators: whether speculators wrote it."""

@@ -85,11 +85,14 @@ class ModuleFeeds(ABC):
 
     @staticmethod
     @abstractmethod
-    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(
+        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+    ) -> Feed:
         """Returns the feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
-        above: [B, R, H], the output of the module before, over the beams of all levels but the last, or at the root.
-        parents: [B, (module-1)·topk], each beam's parent: 0 for the root, 1 + the parent's index among all beams.
+        previous_output: [B, R, H], the output of the module before, over the beams of all levels but the last, or at
+        the root.  parents: [B, (module-1)·topk], each beam's parent: 0 for the root, 1 + the parent's index among all
+        beams.
         """
         ...
 
@@ -97,22 +100,24 @@ class ModuleFeeds(ABC):
 class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
         before, own = self.rows[module - 2], self.rows[module - 1]
-        above = self.outputs[module - 2]
+        previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
             last = (before.length(self.length) - 1).clamp(min=0)
-            first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], above))
+            first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], previous_output))
         assert own.num_missing is not None
         num_missing = own.num_missing if before.num_missing is None else own.num_missing - before.num_missing
-        return torch.cat((first, above), 1), self.offsets + num_missing[:, None]
+        return torch.cat((first, previous_output), 1), self.offsets + num_missing[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
         return self.outputs[module - 2], self.rows[module - 2].length(self.length)
 
     @staticmethod
-    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(
+        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+    ) -> Feed:
         first = load_carried_field(slots, feed_name(module))
-        return first if module == 2 else torch.cat((first, above), 1), parents
+        return first if module == 2 else torch.cat((first, previous_output), 1), parents
 
 
 class TargetFeeds(ModuleFeeds):
@@ -133,7 +138,9 @@ class TargetFeeds(ModuleFeeds):
         return self.hidden, self.length + (len(self.rows) - module + 1)
 
     @staticmethod
-    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(
+        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+    ) -> Feed:
         # A beam of depth d reads feed{module - d + 1}, the feature `module - d` tokens before the root's successor.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)

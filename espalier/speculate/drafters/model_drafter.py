@@ -19,17 +19,17 @@ class ModelDrafter(Generic[Model]):
         self.cache = cache
         self.device = cache.pages.device
         self.root_trees = RootTrees(layout.max_batch, self.device)
-        self.by_layout: dict[RoundLayout, Self] = {}
-        self.allocate()
+        self.drafter_by_layout: dict[RoundLayout, Self] = {}
+        self.allocate_tensors()
 
-    def allocate(self) -> None:
+    def allocate_tensors(self) -> None:
         """Make the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
         # Drafters are kept, because a CUDA graph replays with the tensors of its capture.
-        if layout not in self.by_layout:
-            self.by_layout[layout] = type(self)(self.draft, layout, self.cache)
-        return self.by_layout[layout]
+        if layout not in self.drafter_by_layout:
+            self.drafter_by_layout[layout] = type(self)(self.draft, layout, self.cache)
+        return self.drafter_by_layout[layout]
 
     @property
     def captures_prefill(self) -> bool:

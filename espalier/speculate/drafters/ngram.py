@@ -24,39 +24,41 @@ class NgramDrafter(DrafterWithoutFiles):
         topk = self.layout.topk
         if sampler.guide is not None:
             return self._propose_guided(slots, sampler.guide)
-        length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
+        length, match_ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
         logp = match_log_probability(length)
         pool = CandidatePool(topk)
-        branches = torch.arange(topk, device=ends.device).expand_as(ends)
-        pool.add(slots.history_at(continuation_positions(ends, slots.prefix_len, 1))[:, None], logp[:, None])
+        branches = torch.arange(topk, device=match_ends.device).expand_as(match_ends)
+        pool.add_level(
+            slots.history_at(continuation_positions(match_ends, slots.prefix_len, 1))[:, None], logp[:, None]
+        )
         for level in range(2, self.layout.steps + 1):
             # Branches keep their order.  From level 2 on, a branch is the first of its beam's topk candidates.
             pool.set_beams(branches if level == 2 else branches * topk)
-            tokens = slots.history_at(continuation_positions(ends, slots.prefix_len, level))
-            pool.add(*only_children(tokens, logp * level))
+            tokens = slots.history_at(continuation_positions(match_ends, slots.prefix_len, level))
+            pool.add_level(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
         """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
         steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
-        forced = guide.forced[:, :steps]
+        forced_tokens = guide.forced_tokens[:, :steps]
         # Behind the root, history holds nothing until tokens are decided.
-        places = slots.index[:, None], slots.prefix_len[:, None] + 1 + torch.arange(steps, device=forced.device)
+        places = slots.index[:, None], slots.prefix_len[:, None] + 1 + torch.arange(steps, device=forced_tokens.device)
         history = slots.table.history
-        history[places] = torch.where(forced >= 0, forced, history[places])
+        history[places] = torch.where(forced_tokens >= 0, forced_tokens, history[places])
         end = slots.prefix_len + count[:, 0].clamp(max=steps)
-        length, ends = find_matches(history, slots.index, end, topk)
+        length, match_ends = find_matches(history, slots.index, end, topk)
         logp = match_log_probability(length)
-        allowed = allows(guide.mask, slots.history_at(continuation_positions(ends, end, 1)).clamp(min=0))
+        allowed = allows(guide.mask, slots.history_at(continuation_positions(match_ends, end, 1)).clamp(min=0))
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
-        pool, branches = CandidatePool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
+        pool, branches = CandidatePool(topk), torch.arange(topk, device=match_ends.device).expand_as(match_ends)
         for level in range(1, steps + 1):
             # The depth below the last forced token; 0 or less for a forced token.
             depth = level - count
             if level > 1:
                 # The branches begin as children of one beam.  Later, each branch is the first child of its own beam.
                 pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
-            tokens = slots.history_at(continuation_positions(ends, end, depth.clamp(min=1)))
+            tokens = slots.history_at(continuation_positions(match_ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
             if level > 1:
                 beginning = torch.full_like(scores, -torch.inf)
@@ -66,12 +68,12 @@ class NgramDrafter(DrafterWithoutFiles):
                 scores = torch.where(is_first, beginning, scores)
             sure = scores.new_full(scores.shape[:2], -torch.inf)
             sure[:, 0] = 0
-            pool.add(*force_only_children(forced[:, level - 1, None], tokens, scores, sure))
+            pool.add_level(*force_only_children(forced_tokens[:, level - 1, None], tokens, scores, sure))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 
 def match_log_probability(length: Tensor) -> Tensor:
-    """Returns Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
     """
@@ -86,10 +88,11 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[..., None].expand(-1, -1, topk), padded
 
 
-def continuation_positions(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """Returns [B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: int or [B, 1].
+def continuation_positions(match_ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
+    """Returns [B, K]: the position of the token that comes `level` tokens after `match_ends` [B, K].  level: int or [B,
+    1].
 
     Beyond the root's position `root` [B], the text between match and root is repeated.
     """
-    period = (root[:, None] - ends).clamp(min=1)
-    return ends + 1 + (level - 1) % period
+    period = (root[:, None] - match_ends).clamp(min=1)
+    return match_ends + 1 + (level - 1) % period

@@ -32,12 +32,12 @@ from espalier.speculate.tree import Tree
 
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
-    def allocate(self) -> None:
+    def allocate_tensors(self) -> None:
         # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.device
-        self.width = spec.first_proposing_row + layout.steps if all(spec.is_causal_layer) else layout.block_rows
+        self.block_width = spec.first_proposing_row + layout.steps if all(spec.is_causal_layer) else layout.block_rows
         self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
-        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
+        everything = torch.ones(self.block_width, self.block_width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack_bits(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
@@ -52,16 +52,16 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def _run_block(self, slots: BatchState) -> Tensor:
         """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing_row
-        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token_id)
+        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.block_width, self.spec.mask_token_id)
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        nodes = self._nodes(slots, rows.positions)
-        hidden = self.draft(self.cache.begin(prefix, nodes, rows.tokens, rows.positions))
+        nodes = self._block_nodes(slots, rows.positions)
+        hidden = self.draft(self.cache.begin_pass(prefix, nodes, rows.tokens, rows.positions))
         return hidden[:, first : first + self.layout.steps]
 
-    def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
+    def _block_nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
         """Returns the Nodes of each layer: which rows the rows of a block attend to."""
         # Attention uses positions for windows only.
-        at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_end_at_root else positions
+        at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_end_at_root else positions
         nodes = {
             is_causal: Nodes(at, at, self.ancestor_bits[is_causal].expand(slots.batch, -1, -1))
             for is_causal in sorted(set(self.spec.is_causal_layer))
@@ -69,13 +69,13 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return [nodes[is_causal] for is_causal in self.spec.is_causal_layer]
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         assert target_features is not None
         # The context rows of tokens n .. n+length-1.  The padding up to W rows is not committed.
         positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        p = self.cache.begin(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
+        p = self.cache.begin_pass(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
         self.draft.write_context(target_features, p)
         p.commit()
 
@@ -91,7 +91,9 @@ def best_paths(
     """Returns the tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
-        candidates = plain_candidates(*sampler.children(DraftRows(logits, d2t, 0, no_scores, stride=1), layout.topk))
+        candidates = plain_candidates(
+            *sampler.best_children(DraftRows(logits, d2t, 0, no_scores, position_stride=1), layout.topk)
+        )
     else:
         candidates = edge_candidates(roots, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
     return select_paths(roots.tokens[:, 0], candidates, layout.num_draft_tokens)

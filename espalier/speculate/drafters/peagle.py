@@ -22,8 +22,8 @@ from espalier.speculate.drafters.base import GrowTree
 class PEagleDrafter(AutoregressiveDrafter):
     draft: PEagleDraft
 
-    def allocate(self) -> None:
-        super().allocate()
+    def allocate_tensors(self) -> None:
+        super().allocate_tensors()
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
@@ -39,5 +39,5 @@ class PEagleDrafter(AutoregressiveDrafter):
         rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token_id)
         # The rows of tokens 1 .. n are committed; token n is the root.
         prefix = Prefix(slots.page_table, slots.num_tokens, first_position=1)
-        p = self.cache.begin(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))
+        p = self.cache.begin_pass(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))
         return self.draft.run_mask_rows(p)

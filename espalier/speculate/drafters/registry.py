@@ -28,7 +28,9 @@ from espalier.speculate.tree import RootTrees
 
 # A weight in the first layer of every target.
 FIRST_LAYER_WEIGHT = "model.layers.0.input_layernorm.weight"
-CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
+EAGLE_CHECKS = (
+    "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
+)
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
 BLOCK_CHECKS = (
     "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
@@ -44,7 +46,7 @@ BUILT_IN_FORMATS = (
         read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
         drafter=AutoregressiveDrafter,
-        checks=CAPTURED,
+        checks=EAGLE_CHECKS,
     ),
     DraftFormat(
         algorithm="peagle",
@@ -56,7 +58,7 @@ BUILT_IN_FORMATS = (
         read=eagle3.read_peagle,
         make=eagle3.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASK_TOKEN_FIELDS)})",
+        checks=f"{EAGLE_CHECKS} and the mask token ({', '.join(eagle3.MASK_TOKEN_FIELDS)})",
     ),
     DraftFormat(
         algorithm="mtp",
@@ -66,8 +68,8 @@ BUILT_IN_FORMATS = (
         read=mtp.read_mtp,
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
-        in_target=mtp.holds_mtp_layers,
-        is_divided=True,
+        is_in_target=mtp.holds_mtp_layers,
+        is_sharded=True,
         checks="mtp_form and num_nextn_predict_layers",
     ),
     DraftFormat(
@@ -98,7 +100,7 @@ BUILT_IN_FORMATS = (
         read=gemma4_assistant.read_assistant,
         make=gemma4_assistant.make_assistant,
         drafter=AssistantDrafter,
-        is_divided=True,
+        is_sharded=True,
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
@@ -216,7 +218,7 @@ def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | N
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
     formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
-    return path if any(known.in_target and known.in_target(path, target) for known in formats) else None
+    return path if any(known.is_in_target and known.is_in_target(path, target) for known in formats) else None
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
@@ -233,7 +235,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
     """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; SINGLE_RANK for all
     parts."""
-    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_divided else SINGLE_RANK
+    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_sharded else SINGLE_RANK
 
 
 def load_draft(
@@ -245,7 +247,8 @@ def load_draft(
     position_rows: int,
     shards: Shards = SINGLE_RANK,
 ) -> DraftModel:
-    """Load a draft.  `target` must have been loaded with `read_draft(path, target.config).spec.captured_layers`.
+    """Loads a draft.  The target must have been loaded with captured_layers=read_draft(path,
+    target.config).spec.captured_layers.
 
     shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
     Raises EspalierError, which names the part that does not fit.

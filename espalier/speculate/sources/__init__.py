@@ -1,1 +1,1 @@
-"""Sources: they propose paths of tokens beside the draft, and graft.py joins all paths with the draft's trees."""
+"""Sources propose paths of tokens beside the draft.  merge_paths.py joins all paths with the draft's trees."""

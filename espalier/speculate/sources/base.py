@@ -2,11 +2,12 @@
 matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
-carries the guesses to the device, where sent.py makes paths of them.  graft.py joins all paths with the draft's tree.
+carries the guesses to the device, where sent.py makes paths of them.  merge_paths.py joins all paths with the draft's
+tree.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Paths(NamedTuple):
     """Paths below the roots of a batch.
 
     tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.
-    kinds: [B, P] int64, from `kind_of`; 0: no path.
+    kinds: [B, P] int64, from `path_kind`; 0: no path.
     """
 
     tokens: Tensor
@@ -40,21 +41,19 @@ class Paths(NamedTuple):
         return paths[0] if len(paths) == 1 else Paths(*(torch.cat(parts, 1) for parts in zip(*paths, strict=True)))
 
 
-class HostSource(Protocol):
+class HostSource:
     """A source on the host.  The target checks every guess, so a source may guess anything."""
 
     def add_request(self, request: Request) -> None:
         """Called when a request has got a slot."""
-        ...
 
     def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Called when tokens were appended to a request."""
-        ...
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
-        """Guesses for the tokens after the request's last known one, at most `width` tokens each, the best first."""
-        ...
+        """Returns guesses of at most `width` tokens for the text after the request's last known token, the best
+        first."""
+        raise NotImplementedError
 
     def remove_request(self, request: Request) -> None:
         """Called when a request has ended."""
-        ...

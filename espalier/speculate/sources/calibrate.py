@@ -1,4 +1,4 @@
-"""Replaces the draft's own scores by the share of recent nodes of the same kind that were right.
+"""Replaces the draft's own scores by the share of recent nodes of the same kind that were accepted.
 
 The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
 for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its
@@ -19,9 +19,9 @@ from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS,
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
 # The level is this times the square root of -log p.  The bounds of p are 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
-LEVELS_A_ROOT = 3.5
+LEVEL_SCALE = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
-TIE_WEIGHT = 1e-3
+TIE_BREAK_WEIGHT = 1e-3
 # The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
 DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 
@@ -29,7 +29,7 @@ DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
     """Returns [B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
     own = _step_log_probability(tree)
-    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
+    level = (LEVEL_SCALE * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
     # The root is its own parent, but no sibling of its children.
     is_sibling[:, :, 0] = False
@@ -38,9 +38,9 @@ def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
     return kinds.masked_fill(_is_root_or_void(tree), 0)
 
 
-def middle_of_level(level: int) -> float:
+def probability_at_level_middle(level: int) -> float:
     """Returns the probability, in the draft's own scores, at the middle of a level."""
-    return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
+    return math.exp(-(((level + 0.5) / LEVEL_SCALE) ** 2))
 
 
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
@@ -51,7 +51,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor)
     """
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
-    step = (step + TIE_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
+    step = (step + TIE_BREAK_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
     scores = torch.where(unpack_bits(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
     return tree._replace(scores=torch.where(tree.scores == -torch.inf, -torch.inf, scores))
 
@@ -62,7 +62,7 @@ def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
     return made.masked_fill(_is_root_or_void(tree), VOID)
 
 
-class Candidates(NamedTuple):
+class CandidateNodes(NamedTuple):
     """The nodes that `pack_nodes` holds, unpacked on the host into arrays of the same shape.
 
     exists: False for roots and void nodes, whose other fields are 0.
@@ -96,18 +96,18 @@ class Candidates(NamedTuple):
         return {tokens for tokens, kind in zip(above, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
 
 
-def is_sampled(slots: BatchState) -> Tensor:
+def requests_that_sample(slots: BatchState) -> Tensor:
     """Returns [B] bool: whether the draft's scores for a request contain noise, because it samples."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
-def root_only_trees(root: Tensor, num_nodes: int, num_words: int) -> Tree:
+def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tree:
     """Returns trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
     blank = root.new_zeros(root.shape[0], num_nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = self_only_bits(0, num_nodes, num_words, root.device)
+    itself = self_only_bits(0, num_nodes, num_ancestor_words, root.device)
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 

@@ -1,6 +1,6 @@
 """A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
 
-The texts stand in a ring of tokens.  Hash tables map a run of tokens to the place where the run ended last.  Ring and
+The texts stand in a ring of tokens.  Hash tables map an n-gram to the place where it ended last.  Ring and
 tables have a fixed size.  The ring may have overwritten the place, so the tokens there are compared before a guess.  A
 request sees only texts of its own client.
 """
@@ -12,92 +12,88 @@ import numpy as np
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# The lengths of the runs that are looked up, the longest first.
-RUN_LENGTHS = (12, 6, 3)
+# The lengths of the n-grams that are looked up, the longest first.
+NGRAM_LENGTHS = (12, 6, 3)
 # The memory of one token: its id, the number of its text, and a place in each table.
-BYTES_PER_TOKEN = 4 + 8 + 8 * len(RUN_LENGTHS)
+BYTES_PER_TOKEN = 4 + 8 + 8 * len(NGRAM_LENGTHS)
 # At most this many tokens are compared to find how well a place matches.
 MAX_MATCHING = 16
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class IndexSource:
-    """A HostSource over the served texts.  num_bytes: the size of the ring and its tables together."""
+class IndexSource(HostSource):
+    """A source over the served texts.  num_bytes: the size of the ring and its tables together."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.size = max(num_bytes // BYTES_PER_TOKEN, 1)
-        self.tokens = np.full(self.size, -1, dtype=np.int32)
+        self.ring_size = max(num_bytes // BYTES_PER_TOKEN, 1)
+        self.tokens = np.full(self.ring_size, -1, dtype=np.int32)
         # For each token, the salt and the number of its text (TEXT_NUMBER_BITS).
-        self.texts = np.zeros(self.size, dtype=np.int64)
-        self.tables = {run: np.full(self.size, -1, dtype=np.int64) for run in RUN_LENGTHS}
-        self.end = 0
+        self.text_ids = np.zeros(self.ring_size, dtype=np.int64)
+        self.place_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
+        self.ring_end = 0
         self.num_texts = 0
-
-    def add_request(self, request: Request) -> None:
-        pass
-
-    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
-        pass
 
     def remove_request(self, request: Request) -> None:
         if request.error is None and request.output:
-            self.add(request.tokens, client_salt(request.client))
+            self.add_text(request.tokens, client_salt(request.client))
 
-    def add(self, tokens: Sequence[int], salt: int) -> None:
+    def add_text(self, tokens: Sequence[int], salt: int) -> None:
         """Append a text.  If the text is longer than the ring, only its last tokens stay."""
-        text = np.array(tokens[-self.size :], dtype=np.int64)
-        places = (self.end + np.arange(len(text))) % self.size
+        text = np.array(tokens[-self.ring_size :], dtype=np.int64)
+        places = (self.ring_end + np.arange(len(text))) % self.ring_size
         self.num_texts += 1
         self.tokens[places] = text
-        # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
-        self.texts[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
-        self.end = (self.end + len(text)) % self.size
-        for run, table in self.tables.items():
-            if len(text) >= run:
-                table[_run_hashes(text, run, salt) % np.uint64(self.size)] = places[run - 1 :]
+        # Salt and number tell neighbouring texts apart, so that no n-gram crosses from one text to the next.
+        self.text_ids[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
+        self.ring_end = (self.ring_end + len(text)) % self.ring_size
+        for length, table in self.place_tables.items():
+            if len(text) >= length:
+                table[_ngram_hashes(text, length, salt) % np.uint64(self.ring_size)] = places[length - 1 :]
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
         last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("index", match_strength(matching // 2)), ahead)
-            for matching, ahead in self.find(last, client_salt(request.client), width)
+            for matching, ahead in self.find_continuations(last, client_salt(request.client), width)
         ]
 
-    def find(self, last_tokens: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
+    def find_continuations(
+        self, last_tokens: Sequence[int], salt: int, width: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer runs come first.
+        The places of longer n-grams come first.
         """
         text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
-        for run, table in self.tables.items():
-            if len(last_tokens) < run:
+        for length, table in self.place_tables.items():
+            if len(last_tokens) < length:
                 continue
-            place = int(table[_run_hash(last_tokens[-run:], salt) % self.size])
+            place = int(table[_ngram_hash(last_tokens[-length:], salt) % self.ring_size])
             if place < 0 or place in seen:
                 continue
             seen.add(place)
             matching = self._num_matching(text, place, salt)
             ahead = self._tokens_after(place, width)
-            if matching >= run and ahead:
+            if matching >= length and ahead:
                 made.append((matching, ahead))
         return made
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
         """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
-        if self.texts[place] >> TEXT_NUMBER_BITS != salt:
+        if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
         # Behind the oldest token of the ring comes the newest, which may belong to the same text.
-        text = text[-((place - self.end) % self.size + 1) :]
-        places = (place - np.arange(len(text))) % self.size
-        equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
+        text = text[-((place - self.ring_end) % self.ring_size + 1) :]
+        places = (place - np.arange(len(text))) % self.ring_size
+        equal = (self.tokens[places] == text[::-1]) & (self.text_ids[places] == self.text_ids[place])
         return int(equal.cumprod().sum())
 
     def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
-        places = (place + 1 + np.arange(min(width, (self.end - place - 1) % self.size))) % self.size
-        inside = (self.texts[places] == self.texts[place]).cumprod().sum()
+        places = (place + 1 + np.arange(min(width, (self.ring_end - place - 1) % self.ring_size))) % self.ring_size
+        inside = (self.text_ids[places] == self.text_ids[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
 
 
@@ -110,19 +106,19 @@ def client_salt(client: str) -> int:
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (TEXT_NUMBER_BITS + 1)
 
 
-def _run_hash(run_tokens: Sequence[int], salt: int) -> int:
-    """Returns the hash of one run, as `_run_hashes` does.  For a single run, plain integers are faster than NumPy."""
+def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
+    """Returns the hash of one n-gram, as in `_ngram_hashes`.  For one n-gram, plain integers are faster than NumPy."""
     made = salt
-    for token in run_tokens:
+    for token in ngram:
         made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
         made ^= made >> 29
     return made
 
 
-def _run_hashes(text: np.ndarray, run_length: int, salt: int) -> np.ndarray:
-    """Returns [n - run + 1] uint64: the hashes of all runs of `run_length` tokens, in order."""
-    made = np.full(len(text) - run_length + 1, salt, dtype=np.uint64)
-    for at in range(run_length):
+def _ngram_hashes(text: np.ndarray, ngram_length: int, salt: int) -> np.ndarray:
+    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of this length, in order."""
+    made = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
+    for at in range(ngram_length):
         made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR
         made ^= made >> np.uint64(29)
     return made

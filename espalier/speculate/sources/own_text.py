@@ -1,17 +1,17 @@
 """The source `text` on the host, which searches a request's own text.
 
-The source is used if the host knows all tokens of a request before each round.  Tables map each run of tokens to the
-place after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
+The source is used if the host knows all tokens of a request before each round.  Tables map each n-gram to the place
+after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
 """
 
 from collections.abc import Sequence
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# The lengths of the runs that are looked up, the longest first.
-RUN_LENGTHS = (4, 2, 1)
+# The lengths of the n-grams that are looked up, the longest first.
+NGRAM_LENGTHS = (4, 2, 1)
 # At most this many tokens are compared to find how well a place matches.
 MAX_MATCHING = 16
 
@@ -19,56 +19,56 @@ MAX_MATCHING = 16
 class IndexedText:
     """A request's tokens.
 
-    next_positions: for each length of RUN_LENGTHS, a map from a run to the position of the token that followed it last.
+    next_positions: for each length of NGRAM_LENGTHS, a map from an n-gram to the position after its last occurrence.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUN_LENGTHS}
-        self.push(tokens)
+        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {length: {} for length in NGRAM_LENGTHS}
+        self.add_tokens(tokens)
 
-    def push(self, tokens: Sequence[int]) -> None:
+    def add_tokens(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             end = len(self.tokens)
-            for run, next_positions in self.next_positions.items():
-                if end >= run:
-                    next_positions[tuple(self.tokens[end - run :])] = end
+            for length, next_positions in self.next_positions.items():
+                if end >= length:
+                    next_positions[tuple(self.tokens[end - length :])] = end
             self.tokens.append(token)
 
-    def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest runs first.
+    def find_continuations(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest n-grams first.
 
         If the text ends before `width` tokens, the text from the place on is repeated.
         """
         tokens, end, found = self.tokens, len(self.tokens), {}
-        for run, next_positions in self.next_positions.items():
-            place = next_positions.get(tuple(tokens[-run:])) if end >= run else None
+        for length, next_positions in self.next_positions.items():
+            place = next_positions.get(tuple(tokens[-length:])) if end >= length else None
             if place is not None and place not in found:
                 most = min(MAX_MATCHING, place)
-                matching = next((n for n in range(run, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
+                matching = next((n for n in range(length, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
                 ahead = tuple(tokens[place + at % (end - place)] for at in range(width))
                 found[place] = (matching, ahead)
         return list(found.values())
 
 
-class OwnTextSource:
+class OwnTextSource(HostSource):
     def __init__(self) -> None:
-        self.texts: dict[str, IndexedText] = {}
+        self.text_by_request: dict[str, IndexedText] = {}
 
     def add_request(self, request: Request) -> None:
-        if request.id not in self.texts:
-            self.texts[request.id] = IndexedText(request.tokens)
+        if request.id not in self.text_by_request:
+            self.text_by_request[request.id] = IndexedText(request.tokens)
 
     def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
-        if request.id in self.texts:
-            self.texts[request.id].push(tokens)
+        if request.id in self.text_by_request:
+            self.text_by_request[request.id].add_tokens(tokens)
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("text", match_strength(matching)), ahead)
-            for matching, ahead in self.texts[request.id].find(width)
+            for matching, ahead in self.text_by_request[request.id].find_continuations(width)
         ]
 
     def remove_request(self, request: Request) -> None:
-        self.texts.pop(request.id, None)
+        self.text_by_request.pop(request.id, None)

@@ -1,7 +1,7 @@
 """Makes the trees of the host's guesses in a round without a draft pass, on a CPU.
 
-graft.py would make the same trees from the roots and the paths of sent.py.  For so few nodes, a loop over single nodes
-is faster than operations on tensors.
+merge_paths.py would make the same trees from the roots and the paths of sent.py.  For so few nodes, a loop over single
+nodes is faster than operations on tensors.
 """
 
 import math
@@ -18,7 +18,7 @@ GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
-def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
+def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_ancestor_words: int) -> tuple[Tree, Tensor]:
     """Returns trees [B, nodes] of the slot table's guesses for a batch, and the nodes' kinds [B, nodes]."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
@@ -27,35 +27,42 @@ def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: i
         slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
     ):
         tree_nodes: list[GuessNode] = [(root, 0, 0, 0.0, 0, 0)]
-        places: dict[tuple[int, int], int] = {}
+        node_indices: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
             decided = length - start
             since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
             if kind and decided >= 0 and tokens[:decided] == since:
-                _add_path(tree_nodes, places, tokens[decided : decided + steps], kind, survival[kind])
+                _add_guess_path(tree_nodes, node_indices, tokens[decided : decided + steps], kind, survival[kind])
         trees.append(_best_nodes(tree_nodes, num_nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
     words = torch.tensor(
-        [[[_ancestor_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees]
+        [
+            [[_ancestor_word(node[5], word_index) for word_index in range(num_ancestor_words)] for node in tree]
+            for tree in trees
+        ]
     )
     return Tree(tokens, parents, depths, scores, words), kinds
 
 
-def _add_path(
-    tree_nodes: list[GuessNode], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+def _add_guess_path(
+    tree_nodes: list[GuessNode],
+    node_indices: dict[tuple[int, int], int],
+    tokens: list[int],
+    kind: int,
+    survival: list[float],
 ) -> None:
     """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
-    places: the index in `tree_nodes` of each node, by its token and parent.
+    node_indices: the index in `tree_nodes` of each node, by its token and parent.
     """
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
         if token == NO_TOKEN:
             return
         score += survival[depth]
-        same = places.setdefault((token, parent), len(tree_nodes))
+        same = node_indices.setdefault((token, parent), len(tree_nodes))
         if same == len(tree_nodes):
             tree_nodes.append((token, parent, depth + 1, score, kind, 0))
         elif score > tree_nodes[same][3]:
@@ -75,7 +82,7 @@ def _best_nodes(tree_nodes: list[GuessNode], num_nodes: int) -> list[GuessNode]:
     return made + [(*VOID_NODE, 1 << at) for at in range(len(made), num_nodes)]
 
 
-def _ancestor_word(bits: int, word: int) -> int:
-    """Returns word `word` of a node's ancestor bits, as a signed 64-bit number."""
-    unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
+def _ancestor_word(ancestor_bits: int, word_index: int) -> int:
+    """Returns word `word_index` of a node's ancestor bits, as a signed 64-bit number."""
+    unsigned = ancestor_bits >> word_index * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# Once the output has left the prediction, the output's last REJOIN tokens are looked up to find its place again.
+# When the output differs from the prediction, its last REJOIN_TOKENS tokens are looked up in the prediction.
 REJOIN_TOKENS = 3
 
 
@@ -16,13 +16,13 @@ REJOIN_TOKENS = 3
 class PredictionProgress:
     """A prediction and how far the output has followed it.
 
-    tokens: of the prediction; places: for each run of REJOIN tokens, the positions where the run ends, in order;
-    next_position: the position of the expected token; num_matching: how many tokens before next_position agreed in a
-    row; has_appeared: for each token of the prediction, whether the output has contained it.
+    tokens: of the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions where it ends, in
+    order; next_position: the position of the expected token; num_matching: how many tokens before next_position agreed
+    in a row; has_appeared: for each token of the prediction, whether the output has contained it.
     """
 
     tokens: Sequence[int]
-    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    ngram_ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     next_position: int = 0
     num_matching: int = 0
     has_appeared: bytearray = field(default_factory=bytearray)
@@ -30,25 +30,25 @@ class PredictionProgress:
     def __post_init__(self) -> None:
         self.has_appeared = bytearray(len(self.tokens))
         for end in range(REJOIN_TOKENS, len(self.tokens) + 1):
-            self.places.setdefault(tuple(self.tokens[end - REJOIN_TOKENS : end]), []).append(end)
+            self.ngram_ends.setdefault(tuple(self.tokens[end - REJOIN_TOKENS : end]), []).append(end)
 
-    def push(self, last: Sequence[int]) -> None:
-        """Adds a new token of the output.  last: the last 1 to REJOIN tokens of the output, the new one included."""
-        if self.next_position < len(self.tokens) and self.tokens[self.next_position] == last[-1]:
+    def add_token(self, last_tokens: Sequence[int]) -> None:
+        """Adds the last token of `last_tokens`, which are the output's last 1 to REJOIN_TOKENS tokens."""
+        if self.next_position < len(self.tokens) and self.tokens[self.next_position] == last_tokens[-1]:
             self.has_appeared[self.next_position] = True
             self.next_position += 1
             self.num_matching += 1
             return
         self.num_matching = 0
-        places = self.places.get(tuple(last), ())
-        if places:
+        ngram_ends = self.ngram_ends.get(tuple(last_tokens), ())
+        if ngram_ends:
             # Edits go forward, so take the first place behind next_position, or else the last place.
-            self.next_position = next((end for end in places if end > self.next_position), places[-1])
+            self.next_position = next((end for end in ngram_ends if end > self.next_position), ngram_ends[-1])
             self.num_matching = REJOIN_TOKENS
             self.has_appeared[self.next_position - REJOIN_TOKENS : self.next_position] = b"\1" * REJOIN_TOKENS
 
 
-class PredictionSource:
+class PredictionSource(HostSource):
     def __init__(self) -> None:
         self.progress: dict[str, PredictionProgress] = {}
 
@@ -62,7 +62,7 @@ class PredictionSource:
         if progress is not None:
             first = len(request.output) - len(tokens)
             for at in range(first + 1, len(request.output) + 1):
-                progress.push(request.output[max(0, at - REJOIN_TOKENS) : at])
+                progress.add_token(request.output[max(0, at - REJOIN_TOKENS) : at])
             request.num_predicted = sum(progress.has_appeared)
 
     def guesses(self, request: Request, width: int) -> list[Guess]:

@@ -1,4 +1,4 @@
-"""Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
+"""Counts how often guesses are correct, by kind and depth, over all requests, and for the draft also by request.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
 its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
@@ -13,7 +13,7 @@ from operator import mul
 import numpy as np
 
 from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES
-from espalier.speculate.sources.calibrate import Candidates, middle_of_level
+from espalier.speculate.sources.calibrate import CandidateNodes, probability_at_level_middle
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
 # is assumed to survive with probability m / (m + 1).  For a draft's nodes the draft's own probability is assumed.
@@ -23,21 +23,22 @@ INITIAL_SURVIVAL = {
     "index": (0.5, 0.7, 0.85, 0.92),
 }
 # INITIAL_SURVIVAL is multiplied by this for nodes that the draft of the same round does not propose.
-ALONE_FACTOR = 0.4
+UNDRAFTED_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
 # The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE guesses of its
 # kind.
 PRIOR_WEIGHT = 4.0
 GUESS_HALF_LIFE = 256.0
-# The table is sent again once a probability has changed by MIN_CHANGE, checked after every MIN_COUNTS counts.
-MIN_CHANGE, MIN_COUNTS = 0.02, 8
+# The table is sent again once a probability has changed by MIN_PROBABILITY_CHANGE, checked after every
+# MIN_COUNTS_TO_SEND counts.
+MIN_PROBABILITY_CHANGE, MIN_COUNTS_TO_SEND = 0.02, 8
 # A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
 # halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
 REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 
 
-class Survival:
+class SurvivalCounts:
     """The counts of right guesses.
 
     num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were
@@ -51,14 +52,14 @@ class Survival:
             1.0,
             *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
         ]
-        by_kind += [ALONE_FACTOR * first for first in by_kind[1:]]
-        by_kind += [middle_of_level(level) for level in range(NUM_LEVELS)] * (2 * NUM_RANKS)
-        self.initial = np.array(by_kind)
+        by_kind += [UNDRAFTED_FACTOR * first for first in by_kind[1:]]
+        by_kind += [probability_at_level_middle(level) for level in range(NUM_LEVELS)] * (2 * NUM_RANKS)
+        self.initial_survival = np.array(by_kind)
         self.num_tried = np.zeros((NODE_KINDS, steps))
         self.num_right = np.zeros((NODE_KINDS, steps))
         self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
         self.counts_of_request: dict[str, tuple[float, float]] = {}
-        self._sent: np.ndarray | None = None
+        self._sent_table: np.ndarray | None = None
         self._num_counted = 0
 
     @property
@@ -69,30 +70,30 @@ class Survival:
         of PRIOR_WEIGHT guesses.
         """
         made = np.empty_like(self.num_tried)
-        above = self.initial
+        above = self.initial_survival
         for depth in range(made.shape[1]):
             above = (self.num_right[:, depth] + PRIOR_WEIGHT * above) / (self.num_tried[:, depth] + PRIOR_WEIGHT)
             made[:, depth] = above
         return made
 
-    def add_path(
+    def count_path(
         self,
         kind: int,
         path: Sequence[int],
         emitted: Sequence[int],
-        num_shared: int | None = None,
+        num_drafted: int | None = None,
         is_sampled: bool = False,
     ) -> int:
         """Count a path of a source.  Returns how many of its tokens the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; num_shared: how many of the path's tokens
+        emitted: the tokens that the target picked at the depths of the path; num_drafted: how many of the path's tokens
         the draft proposed too; None without a draft.
         """
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         fades = 0.5 ** (1 / GUESS_HALF_LIFE)
-        first_alone = len(pairs) if num_shared is None else min(num_shared, len(pairs))
+        first_alone = len(pairs) if num_drafted is None else min(num_drafted, len(pairs))
         for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
@@ -107,45 +108,49 @@ class Survival:
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
         """Returns for each depth the probability that a path of this kind is right down to it, beside any draft."""
-        above, steps = float(self.initial[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
+        above, steps = float(self.initial_survival[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
             steps.append(above)
         return list(accumulate(steps, mul))
 
-    def add_draft(self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
+    def count_draft_nodes(
+        self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]
+    ) -> None:
         """Update the acceptance counts with the draft's nodes of a round.
 
         request_ids: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
-        exists, kinds, depths, parents, tokens = Candidates.unpack(candidates)
+        exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
         known = np.full((len(request_ids), self.num_tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
         due = np.take_along_axis(known, depths - exists, 1)
-        right = exists & (tokens == due)
+        is_right = exists & (tokens == due)
         # A node was tried if its parent came true and the target picked a token there.
-        tried = exists & (due >= 0)
-        came_true = right | ~exists & (np.arange(candidates.shape[1]) == 0)
+        was_tried = exists & (due >= 0)
+        came_true = is_right | ~exists & (np.arange(candidates.shape[1]) == 0)
         for depth in range(1, self.num_tried.shape[1] + 1):
             at_depth = exists & (depths == depth)
-            tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
-            came_true &= ~at_depth | tried
-        tried &= kinds >= PATH_KINDS
-        self._add_own(request_ids, tried, came_true, self.probabilities[kinds, depths - exists])
-        at = kinds[tried], depths[tried] - 1
+            was_tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
+            came_true &= ~at_depth | was_tried
+        was_tried &= kinds >= PATH_KINDS
+        self._count_request_draft(request_ids, was_tried, came_true, self.probabilities[kinds, depths - exists])
+        at = kinds[was_tried], depths[was_tried] - 1
         fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / GUESS_HALF_LIFE)[:, None]
         self.num_tried *= fades
         self.num_right *= fades
         np.add.at(self.num_tried, at, 1)
-        np.add.at(self.num_right, at, came_true[tried])
+        np.add.at(self.num_right, at, came_true[was_tried])
         self._num_counted += 1
 
-    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
+    def _count_request_draft(
+        self, requests: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
+    ) -> None:
         fades = 0.5 ** (1 / REQUEST_HALF_LIFE)
-        expected, found = (predicted * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
+        expected, found = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
         for request, more, came_true in zip(requests, expected, found, strict=True):
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
@@ -157,13 +162,13 @@ class Survival:
         ratio = (found + REQUEST_PRIOR_WEIGHT) / (expected + REQUEST_PRIOR_WEIGHT)
         return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
-    def changed_table(self) -> np.ndarray | None:
+    def table_to_send(self) -> np.ndarray | None:
         """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since
         they were sent."""
-        if self._sent is not None and self._num_counted < MIN_COUNTS:
+        if self._sent_table is not None and self._num_counted < MIN_COUNTS_TO_SEND:
             return None
         now, self._num_counted = self.probabilities, 0
-        if self._sent is not None and np.abs(now - self._sent).max() < MIN_CHANGE:
+        if self._sent_table is not None and np.abs(now - self._sent_table).max() < MIN_PROBABILITY_CHANGE:
             return None
-        self._sent = now
+        self._sent_table = now
         return np.log(now).astype(np.float32)

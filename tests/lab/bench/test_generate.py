@@ -59,7 +59,7 @@ def clock(monkeypatch):
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, way):
     with engines.open(way) as bench:
         found = generate.measure_prompts(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
-        assert bench.engine.prefixes is not None and bench.engine.observer is None
+        assert bench.engine.prefix_tree is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
     assert found.first_token_ms == pytest.approx(1e3 * STEP * passes)

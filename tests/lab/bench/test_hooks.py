@@ -64,7 +64,7 @@ def test_models_that_are_timed_give_the_same_tokens(algorithm):
 def test_scores_without_noise_change_what_is_drafted_and_no_token():
     sampled = SamplingParams(temperature=1.0, max_tokens=24, top_k=0, top_p=1.0)
     coupled = drive(SETUP.engine(), PROMPTS, sampled)
-    uncoupled = drive(rebuilt_engine(SETUP.engine(), 0, coupled_scores=False), PROMPTS, sampled)
+    uncoupled = drive(rebuilt_engine(SETUP.engine(), 0, shares_noise=False), PROMPTS, sampled)
     assert uncoupled.tokens == coupled.tokens
     trees = [[trace.tree.tokens for trace in driven.traces["0"]] for driven in (coupled, uncoupled)]
     assert trees[0] != trees[1]

@@ -16,12 +16,12 @@ from espalier.speculate.sources.base import Paths
 SEQUENCE_PADDING = -2
 
 
-def graft(
-    tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
+def merge_paths(
+    tree: Tree, node_kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
     """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
-    kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a
+    node_kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a
     kind is right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the
     trees.
 
@@ -48,8 +48,8 @@ def graft(
     # The root always stays.
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
-    kinds = torch.cat((kinds, of_paths.flatten(1)), 1)
-    return _build_tree(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
+    node_kinds = torch.cat((node_kinds, of_paths.flatten(1)), 1)
+    return _build_tree(tree, paths, chosen, first, best, steps), node_kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Paths grafted onto a draft's trees, against dictionaries of token sequences; guesses of the host on the device."""
+"""Paths merged into a draft's trees, against dictionaries of token sequences; guesses of the host on the device."""
 
 import math
 
@@ -11,11 +11,11 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.layout import LaunchForm
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.slots import ALONE_OFFSET, PATH_KINDS, Guess
 from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.calibrate import root_only_trees
-from espalier.speculate.sources.graft import graft
+from espalier.speculate.sources.merge_paths import merge_paths
 from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
 from tests.harness import Setup
@@ -76,7 +76,7 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
     paths = Paths(drawn, torch.randint(0, 1 + ALONE_OFFSET, (batch, count), generator=random(seed + 2)))
     table = survival(steps, seed + 3)
     of_draft = torch.where(tree.tokens == VOID, 0, PATH_KINDS + 1)
-    made, kinds = graft(tree, of_draft, paths, table, steps)
+    made, kinds = merge_paths(tree, of_draft, paths, table, steps)
     for row in range(batch):
         got = sequences_of(made, row)
         drafted = sequences_of(tree, row)
@@ -104,9 +104,11 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     start = data.draw(st.integers(0, len(text) - 1))
     ahead = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=layout.steps + layout.extend_width))
     table = RUNNER.table
-    launch = LaunchInput(slots=(2,), needs=SamplingNeeds(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),))
+    launch = LaunchInput(
+        slots=(2,), sampling_features=SamplingFeatures(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),)
+    )
     packed = pack_launch(table, launch, 0, LaunchForm(1))
-    packed.with_vector(torch.from_numpy(packed.vector)).apply(table)
+    packed.with_vector(torch.from_numpy(packed.vector)).update_slot_table(table)
     table.history[2, : len(text)] = torch.tensor(text)
     table.prefix_len[2] = len(text) - 1
     paths = paths_of_guesses(gather_slots(table, torch.tensor([2])), layout.steps)
@@ -118,7 +120,7 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
 
 
 @given(st.data(), st.integers(0, 10_000))
-def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_grafts(data, seed):
+def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_merges(data, seed):
     layout, table, rng = SENT.layout, RUNNER.table, random(seed)
     slots = torch.tensor([1, 2])
     table.history[slots] = torch.randint(0, 3, (2, table.history.shape[1]), generator=rng)
@@ -137,7 +139,7 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_grafts(data, seed):
     nodes = data.draw(st.integers(2, layout.num_draft_tokens))
     roots = root_only_trees(batch.root, nodes, layout.ancestor_words)
     paths = paths_of_guesses(batch, layout.steps)
-    wanted = graft(roots, torch.zeros_like(roots.tokens), paths, table.survival, layout.steps, is_drafted=False)
+    wanted = merge_paths(roots, torch.zeros_like(roots.tokens), paths, table.survival, layout.steps, is_drafted=False)
     got = trees_of_guesses(batch, nodes, layout.steps, layout.ancestor_words)
     for one, other in zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other), (got, wanted)

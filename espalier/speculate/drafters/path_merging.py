@@ -1,4 +1,4 @@
-"""Adds other sources to a drafter: the paths of the sources are grafted onto the drafter's trees.
+"""Adds other sources to a drafter: the paths of the sources are merged into the drafter's trees.
 
 The drafter itself does not change.  The drafter's scores become survival probabilities, like the scores of the paths.
 A drafter without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
@@ -20,18 +20,18 @@ from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.calibrate import (
     calibrate_scores,
     draft_node_kinds,
-    is_sampled,
     pack_nodes,
+    requests_that_sample,
     root_only_trees,
 )
-from espalier.speculate.sources.graft import graft
+from espalier.speculate.sources.merge_paths import merge_paths
 from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
 from espalier.speculate.sources.text import paths_of_text
 from espalier.speculate.tree import VOID, Tree
 
 
-class GraftedDrafter:
+class PathMergingDrafter:
     """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: the rounds' layout."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
@@ -53,10 +53,12 @@ class GraftedDrafter:
         layout = self.layout
         if layout.drafts:
             grow = self.drafter.begin(slots)
-            return lambda sampler: self._graft(slots, grow(sampler))
+            return lambda sampler: self._merge_paths(slots, grow(sampler))
         if slots.root.device.type == "cpu" and not layout.text_paths:
             return partial(self._tree_of_guesses, slots)
-        return partial(self._graft, slots, root_only_trees(slots.root, layout.num_draft_tokens, layout.ancestor_words))
+        return partial(
+            self._merge_paths, slots, root_only_trees(slots.root, layout.num_draft_tokens, layout.ancestor_words)
+        )
 
     def _tree_of_guesses(self, slots: BatchState, _sampler: Sampler) -> Tree:
         layout, table = self.layout, slots.table
@@ -64,7 +66,7 @@ class GraftedDrafter:
         table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
         return tree
 
-    def _graft(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
+    def _merge_paths(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
         paths, table = self._paths(slots), slots.table
         paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
@@ -72,12 +74,12 @@ class GraftedDrafter:
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
         if self.layout.drafts:
-            kinds = draft_node_kinds(tree, is_sampled(slots))
+            kinds = draft_node_kinds(tree, requests_that_sample(slots))
             tree = calibrate_scores(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
         else:
             kinds = torch.zeros_like(tree.tokens)
         if paths is not None:
-            tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
+            tree, kinds = merge_paths(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
         table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
         return tree
 
@@ -93,9 +95,9 @@ class GraftedDrafter:
         return Paths.join(paths) if paths else None
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
-        self.drafter.extend(slots, target_features, length, last)
+        self.drafter.extend(slots, target_features, length, last_tokens)
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:
