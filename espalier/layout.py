@@ -229,7 +229,8 @@ class RoundLayout:
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """Returns the layout of rounds with this tree.  Raises EspalierError if it is larger than the configured tree.
 
-        The result serves only for the sizes of a launch.  Page tables and pages follow from this layout.
+        Use the result only for the sizes of a launch.  Size page tables and allocate pages by the original layout, not
+        by the result.
         """
         self.tree.require_fits(shape)
         return replace(self, **asdict(shape), trees=(), choices=())

@@ -143,7 +143,7 @@ def _rows_of_report(written: QuantiseReport, seconds: float) -> TableRows:
         ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
         ["time", f"{seconds:.1f} s"],
     ]
-    for group, count in written.num_small_groups.items():
+    for group, count in written.num_matrices_by_small_group_size.items():
         rows.append([f"in groups of {group}", f"{count}: {GROUP_SIZES[0]} does not divide their columns"])
     if written.dense_names:
         rows.append(

@@ -151,8 +151,8 @@ def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) ->
 class BeamMaskQuery:
     """The draft's question at one level and its answer, on the device.
 
-    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
-    brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; each row's forced token and mask
+    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskAllowedTokens) side by side, so that one
+    copy brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; each row's forced token and mask
     (`pack_side_by_side`).
     """
 
@@ -174,7 +174,7 @@ class BeamMaskQuery:
 
     @property
     def answer_tensors(self) -> tuple[Tensor, Tensor]:
-        """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
+        """The answer in the form of AskAllowedTokens: forced tokens [B, Q] and masks [B, Q, words]."""
         only, masks = unpack_side_by_side(self.answer.values, 1, self.num_mask_words)
         return only[..., 0], masks
 
@@ -214,7 +214,7 @@ class ProposeGraphs:
         self.graphs[-1].capture_end()
 
     def split_graph(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
+        """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.AskAllowedTokens."""
         packed = pack_query(tokens, ancestor_bits)
         self.end_graph()
         query = BeamMaskQuery.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_mask_words, self.memory)
@@ -230,7 +230,7 @@ class ProposeGraphs:
 
 
 class BeamMaskQueryRunner:
-    """The function DraftGuide.host_query on a GPU.
+    """The function DraftGuide.ask_allowed_tokens on a GPU.
 
     host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
     """
@@ -296,14 +296,14 @@ class EagerStages:
         device = memory.device
         self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
-        self.host_query = BeamMaskQueryRunner(words, memory)
+        self.query_runner = BeamMaskQueryRunner(words, memory)
         unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
         # No level is known yet.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
         forced_and_level, mask = unpack_side_by_side(self.guide_rows.values, steps + 1, words)
-        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.host_query)
+        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.query_runner)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.with_vector(self.vector), sampling_features)
@@ -316,7 +316,7 @@ class EagerStages:
         return RoundStages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        self.host_query.ask_beam_masks = ask_beam_masks
+        self.query_runner.ask_beam_masks = ask_beam_masks
         self.staged.propose(self.guide)
 
     def _settle(self) -> None:
@@ -347,7 +347,9 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.host_query.graphs = graphs = ProposeGraphs(pool, self.host_query.num_mask_words, self.host_query.memory)
+        self.query_runner.graphs = graphs = ProposeGraphs(
+            pool, self.query_runner.num_mask_words, self.query_runner.memory
+        )
         graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
@@ -356,7 +358,7 @@ class EagerStages:
                 graphs.end_graph()
             raise
         finally:
-            self.host_query.graphs = None
+            self.query_runner.graphs = None
         graphs.end_graph()
         return graphs
 

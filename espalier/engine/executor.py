@@ -199,11 +199,11 @@ def make_draft_guide(rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMa
     """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
     forced, masks, levels = map(torch.from_numpy, rows.for_full_batch(batch))
 
-    def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+    def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         only, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
-    return DraftGuide(forced, masks, levels, ask_host)
+    return DraftGuide(forced, masks, levels, ask_allowed_tokens)
 
 
 class CpuExecutor:

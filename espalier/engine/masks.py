@@ -153,7 +153,7 @@ class MaskBuilder:
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
         """Returns the tokens that may follow the beams of a level.
 
-        tokens, ancestor_bits: as in sampling.mask.HostQuery, on the host.
+        tokens, ancestor_bits: as in sampling.mask.AskAllowedTokens, on the host.
         """
         rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
         found = BeamMasks(

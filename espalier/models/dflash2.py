@@ -149,10 +149,10 @@ class BlockConv:
     base: Tensor
     weight: Tensor
 
-    def convolve_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Convolves normed rows [N, H], in blocks of `width` rows.  Returns (the convolved rows [N, H], the
+    def convolve_input(self, normed: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
+        """Convolves normed rows [N, H], in blocks of `block_rows`.  Returns (the convolved rows [N, H], the
         coefficients for the convolution of the sublayer's output)."""
-        return block_conv(normed, self.weight, self.base[0], width)
+        return block_conv(normed, self.weight, self.base[0], block_rows)
 
 
 class PendingConvolution(NamedTuple):
@@ -162,12 +162,12 @@ class PendingConvolution(NamedTuple):
     output: Tensor
     coefficients: Tensor
     base: Tensor
-    width: int
+    block_rows: int
 
     def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the convolved output, the norm of that sum).  See residual.py:PendingAdd."""
         assert isinstance(norm, RMSNorm)
-        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
+        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.block_rows)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -184,15 +184,15 @@ class ConvolvedLayer(DecoderLayer):
         self.mlp_conv = mlp_conv
 
     def __call__(self, s: Residual, p: Pass) -> None:
-        width = p.tokens.shape[1]
+        block_rows = p.tokens.shape[1]
         rows, coefficients = self.attention_conv.convolve_input(
-            s.add_and_norm(self.attention_norm, PlainNormReader), width
+            s.add_and_norm(self.attention_norm, PlainNormReader), block_rows
         )
         q = self.attention.write_kv(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), width)
-        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], width))
+        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], block_rows))
+        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), block_rows)
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], block_rows))
 
 
 @dataclass(frozen=True)

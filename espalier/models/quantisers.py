@@ -12,6 +12,7 @@ Synthetic models use the quantised tensors directly.
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -326,13 +327,13 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 class QuantiseReport:
     """The numbers that `quantise` reports.
     dense_names: the names of matrices that stay dense because no group size divides their number of columns.
-    num_small_groups: the number of matrices with a smaller group size than usual, by group size."""
+    num_matrices_by_small_group_size: the number of matrices with a smaller group size than usual, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     dense_names: list[str] = field(default_factory=list)
-    num_small_groups: dict[int, int] = field(default_factory=dict)
+    num_matrices_by_small_group_size: Counter[int] = field(default_factory=Counter)
 
 
 def quantise(
@@ -432,7 +433,7 @@ def _quantised_tensors(
             if is_matrix and (group := quantiser.group_size_for(tensor.shape[1])) is not None:
                 report.num_matrices += 1
                 if group != quantiser.group_sizes[0]:
-                    report.num_small_groups[group] = report.num_small_groups.get(group, 0) + 1
+                    report.num_matrices_by_small_group_size[group] += 1
                 for suffix, part in quantiser.quantise(tensor, device).items():
                     yield f"{module}{suffix}", part
             else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # A function of the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  The function returns for each of Q rows the
 # only token [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
-HostQuery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+AskAllowedTokens = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WORD_BITS = 32
 ALL_ALLOWED = -1
 
@@ -57,13 +57,13 @@ class DraftGuide:
 
     forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
     not forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level
-    0: not known.  query_host: queries the host at each deeper level; None for no queries.
+    0: not known.  ask_allowed_tokens: queries the host at each deeper level; None for no queries.
     """
 
     forced_tokens: Tensor
     mask: Tensor
     level: Tensor
-    query_host: HostQuery | None = None
+    ask_allowed_tokens: AskAllowedTokens | None = None
 
     @property
     def num_forced(self) -> Tensor:
@@ -76,14 +76,15 @@ class DraftGuide:
         """Returns for the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
         tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.
-        tokens and ancestor_bits are None at level 1. Q may be 1 for all rows.
+        tokens and ancestor_bits are None at level 1.  If the answer is the same for all rows of the level, the results
+        have Q = 1 and are broadcast over the rows.
         """
         only_tokens = self.forced_tokens[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
-        if self.query_host is None or tokens is None or ancestor_bits is None:
+        if self.ask_allowed_tokens is None or tokens is None or ancestor_bits is None:
             return only_tokens, mask
-        only_asked, mask_asked = self.query_host(tokens, ancestor_bits)
-        return torch.where(only_asked >= 0, only_asked, only_tokens), mask_asked & mask
+        host_tokens, host_mask = self.ask_allowed_tokens(tokens, ancestor_bits)
+        return torch.where(host_tokens >= 0, host_tokens, only_tokens), host_mask & mask
 
     def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
         """Returns what `allowed_children` returns for one row at each of `num_levels` levels.  The host is not

@@ -100,7 +100,7 @@ def test_int4_takes_the_largest_group_that_divides(tmp_path, hidden, inner, grou
     path = make_target(tmp_path / "target", hidden=hidden, intermediate_size=inner, head_dim=32, heads=4)
     original = load_file(path / "model.safetensors")
     written = quantise(path, tmp_path / "out", "int4", CPU, lambda: None)
-    assert (written.num_matrices, written.dense_names, written.num_small_groups) == (21, [], groups)
+    assert (written.num_matrices, written.dense_names, written.num_matrices_by_small_group_size) == (21, [], groups)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert all(len(group["targets"]) <= 7 for group in stored.values()), "a pattern for all layers"
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -99,6 +100,13 @@ class GatedConv:
         return self.out.residual_delta(select_kept_rows(behind, layer, p) * convolved)
 
 
+class DeltaNetInput(NamedTuple):
+    """normed: the block's normed input, as qkvz takes it.  ba: its product with the projection ba."""
+
+    normed: InputRows
+    ba: Tensor
+
+
 @dataclass(eq=False, slots=True)
 class DeltaNet:
     """The gated delta rule.
@@ -140,24 +148,23 @@ class DeltaNet:
             )
             self.z_column = 2 * state_spec.k_size + of_group
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
-        """Returns (x + delta, (the norm of that sum in the form that qkvz takes, the product of that norm with ba)).
-        See residual.py:NormReader.  For a few rows, one kernel computes the norm and the product with ba.  If qkvz
-        takes quantised inputs, the kernel of the norm also quantises them."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, DeltaNetInput]:
+        """Returns (x + delta, the input made from the norm of that sum).  See residual.py:NormReader.  For a few rows,
+        one kernel computes the norm and the product with ba.  The kernel of the norm also quantises the input of qkvz."""
         rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
         own = None if of_ba is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
-            return total, (of_qkvz, ba)
+            return total, DeltaNetInput(of_qkvz, ba)
         total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
-        return total, (of_qkvz, self.ba.partial_sums(normed))
+        return total, DeltaNetInput(of_qkvz, self.ba.partial_sums(normed))
 
-    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        qkvz = self.qkvz.partial_sums(rows[0]) if len(rows[0]) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz(rows[0])
-        ba = rows[1]
-        q = p.write(layer, qkvz, self._gate_inputs(ba), self.conv, self.columns)
+    def __call__(self, layer: int, inputs: DeltaNetInput, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
+        """Returns the block's output for the kept rows.  inputs: of the N rows.  See decoder.py:Mixer."""
+        project = self.qkvz.partial_sums if len(inputs.normed) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
+        qkvz = project(inputs.normed)
+        q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
         gate = OutputGate(
