@@ -122,7 +122,7 @@ def one_line(error: Exception) -> str:
     return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
 
-def unknown_name(
+def unknown_name_error(
     owner: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
 ) -> EspalierError:
     """Returns the error for a name that is not in `known`.
@@ -186,7 +186,7 @@ def require_fields(subject: str, cls: type, names: Iterable[str]) -> None:
     known = [f.name for f in fields(cls) if f.init]
     for name in names:
         if name not in known:
-            raise unknown_name(subject, name, known)
+            raise unknown_name_error(subject, name, known)
 
 
 def refuse_unknown_fields(cls: type[T]) -> type[T]:
@@ -220,7 +220,7 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
                 if name in inner:
                     raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
                 if name not in known:
-                    raise unknown_name(method_name, name, known[1:])
+                    raise unknown_name_error(method_name, name, known[1:])
             return method(*args, **kwargs)
 
         return call_checked

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from tokenizers import pre_tokenizers
 
 from espalier.chat import ChatOptions, Messages, RenderLoop, TextCheck, run_steps
-from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name
+from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name_error
 from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
@@ -210,7 +210,7 @@ class InputProcessor:
         _check_messages(messages)
         for name in options:
             if name not in ConversationOptions.__annotations__:
-                raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
+                raise unknown_name_error("LLM.chat", name, list(ConversationOptions.__annotations__))
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)

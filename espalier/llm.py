@@ -97,7 +97,7 @@ class LLM:
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            groups = self._make_requests(_as_list(prompts), params, streamed=on_chunk is not None)
+            groups = self._make_requests(_list_of_prompts(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
             # Close the generator at once: a caller that keeps an error of on_chunk would keep the requests running.
@@ -106,7 +106,7 @@ class LLM:
                     texts[chunk.request_id].append(chunk.text)
                     if on_chunk is not None:
                         on_chunk(chunk)
-        outputs = [[_output(r, "".join(texts[r.id])) for r in group] for group in groups]
+        outputs = [[_make_output(r, "".join(texts[r.id])) for r in group] for group in groups]
         return [replace(each[0], choices=each if len(each) > 1 else []) for each in outputs]
 
     @refuse_unknown_keywords("LLM.stream", SamplingParams)
@@ -268,13 +268,13 @@ class LLM:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
                 self._queue_requests(requests, unread)
             # Count last chunks, not request.is_done: another stream's step may end a request whose chunks are unread.
-            num_left = len(requests)
-            while num_left:
+            num_unfinished = len(requests)
+            while num_unfinished:
                 if not unread:
                     self._step(unread)
                 while unread:
                     chunk = unread.popleft()
-                    num_left -= chunk.finish_reason is not None
+                    num_unfinished -= chunk.finish_reason is not None
                     yield chunk
         finally:
             self._engine_lock.run_when_free(partial(self._abort_unfinished, requests))
@@ -370,7 +370,7 @@ def _require_settings(settings: Mapping[str, Any]) -> None:
     require_fields("LLM", EngineConfig, settings)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
@@ -414,7 +414,7 @@ def number_prompt_errors(index: int, num_prompts: int) -> Iterator[None]:
         raise EspalierError(f"prompt {index} of {num_prompts}: {error}") from None
 
 
-def _output(request: Request, text: str) -> Output:
+def _make_output(request: Request, text: str) -> Output:
     if request.error is not None:
         log.warning("request %s failed: %s", request.id, request.error)
     return Output(

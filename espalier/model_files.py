@@ -24,7 +24,7 @@ from espalier.errors import EspalierError, one_line, shown
 MAX_CONFIG_BYTES = 8 * 2**20
 MAX_FILE_BYTES = 128 * 2**20
 # The most levels of nested objects and lists.  Published files have at most 10.
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 # The largest sizes in a config: number of layers, size of an attention head, and any other size.
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
@@ -62,7 +62,7 @@ def require_regular(path: Path, max_bytes: int | None = None) -> None:
     if kind is not None:
         raise EspalierError(f"{path} is {kind}, not a regular file; download the model again")
     if max_bytes is not None and found.st_size > max_bytes:
-        raise _too_large(path, max_bytes)
+        raise _too_large_error(path, max_bytes)
 
 
 def require_files(directory: Path) -> None:
@@ -86,7 +86,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
-            raise _too_large(path, max_bytes)
+            raise _too_large_error(path, max_bytes)
         value = json.loads(content.decode("utf-8"), parse_constant=_parse_constant)
     except FileNotFoundError:
         raise EspalierError(
@@ -95,13 +95,13 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     except EspalierError:
         raise
     except RecursionError:
-        raise _too_deep(path) from None
+        raise _too_deep_error(path) from None
     except (OSError, ValueError) as error:
         raise EspalierError(f"{path} is not readable JSON ({one_line(error)}); download the file again") from None
     if not isinstance(value, dict):
         raise EspalierError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
-    if _is_deeper(value, MAX_DEPTH):
-        raise _too_deep(path)
+    if _is_nested_deeper(value, MAX_JSON_DEPTH):
+        raise _too_deep_error(path)
     return value
 
 
@@ -132,7 +132,7 @@ def _parse_constant(name: str) -> float:
     return float(name)
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def _is_nested_deeper(value: Any, levels: int) -> bool:
     """Whether objects and lists are nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels):
@@ -141,12 +141,12 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(level)
 
 
-def _too_large(path: Path, max_bytes: int) -> EspalierError:
+def _too_large_error(path: Path, max_bytes: int) -> EspalierError:
     return EspalierError(f"{path} is larger than {max_bytes // 2**20} MiB, as no such file is; download it again")
 
 
-def _too_deep(path: Path) -> EspalierError:
-    return EspalierError(f"{path} is nested in more than {MAX_DEPTH} levels; download the file again")
+def _too_deep_error(path: Path) -> EspalierError:
+    return EspalierError(f"{path} is nested in more than {MAX_JSON_DEPTH} levels; download the file again")
 
 
 @dataclass(frozen=True)

@@ -46,38 +46,38 @@ class StopStringFinder:
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
         self.stop = tuple(stop)
         self.keep_stop = keep_stop
-        self.stopped: str | None = None
-        self._ready = ""
-        self._held = ""
+        self.found_stop: str | None = None
+        self._ready_text = ""
+        self._held_text = ""
 
     def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
         """Adds text.  is_searched: whether stop strings count in it.  next_text: the next text, where one may end."""
         if not is_searched:
-            self._ready += text
+            self._ready_text += text
             return
-        self._held += text
+        self._held_text += text
         self._end_at_stop(next_text if self.stop else "")
 
     def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.  final: hold nothing back."""
-        keep = 0 if final or self.stopped or not self.stop else self._possible_stop_length()
-        text = self._ready + self._held[: len(self._held) - keep]
-        self._ready, self._held = "", self._held[len(self._held) - keep :]
+        keep = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
+        text = self._ready_text + self._held_text[: len(self._held_text) - keep]
+        self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - keep :]
         return text
 
     def _end_at_stop(self, next_text: str) -> None:
         """End the text at its first stop string, if any.  If several stop strings begin there, the shortest counts."""
-        text = self._held + next_text
+        text = self._held_text + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
-            start, size, self.stopped = min(matches)
-            self._held = text[: start + size if self.keep_stop else start]
+            start, size, self.found_stop = min(matches)
+            self._held_text = text[: start + size if self.keep_stop else start]
 
     def _possible_stop_length(self) -> int:
         """Returns how many characters at the end of the held text may begin a stop string."""
         longest = max(len(text) for text in self.stop)
-        for size in range(min(longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-size:]
+        for size in range(min(longest - 1, len(self._held_text)), 0, -1):
+            tail = self._held_text[-size:]
             if any(text.startswith(tail) for text in self.stop):
                 return size
         return 0
@@ -98,7 +98,7 @@ class Tokenizer:
         self.num_tokens = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
-        self._alphabet = _byte_alphabet() if self._decoder_has_type("ByteLevel") else None
+        self._byte_of_char = _byte_alphabet() if self._decoder_has_type("ByteLevel") else None
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
         self._has_byte_pieces = self._decoder_has_type("ByteFallback")
         self._has_space_pieces = self._has_byte_pieces or self._decoder_has_type("Metaspace")
@@ -136,8 +136,8 @@ class Tokenizer:
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
         piece = None if self.backend is None else self.backend.id_to_token(token)
-        if piece is not None and self._alphabet is not None and all(c in self._alphabet for c in piece):
-            return TokenBytes(bytes(self._alphabet[c] for c in piece), True)
+        if piece is not None and self._byte_of_char is not None and all(c in self._byte_of_char for c in piece):
+            return TokenBytes(bytes(self._byte_of_char[c] for c in piece), True)
         if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE.fullmatch(piece)):
             return TokenBytes(bytes([int(byte[1], 16)]), True)
         if piece is not None and self._has_space_pieces:
@@ -264,9 +264,9 @@ class TextStream:
         """Add a token.  Returns the stop string once one is complete, else None."""
         self.num_pushed += 1
         self.decoder.push_token(token_id)
-        if self.stop_finder.stop and not self.stop_finder.stopped:
+        if self.stop_finder.stop and not self.stop_finder.found_stop:
             self._read(final=False)
-        return self.stop_finder.stopped
+        return self.stop_finder.found_stop
 
     def push_tokens(self, token_ids: Sequence[int]) -> None:
         """Add tokens without a search for stop strings in between."""
@@ -275,7 +275,7 @@ class TextStream:
 
     def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.  Unless final, text that may begin a stop string is held back."""
-        if not self.stop_finder.stopped:
+        if not self.stop_finder.found_stop:
             self._read(final)
         return self.stop_finder.take_text(final)
 

@@ -17,7 +17,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.llm import LLM
-from espalier.model_files import MAX_CONFIG_BYTES, MAX_DEPTH, read_json, require_files
+from espalier.model_files import MAX_CONFIG_BYTES, MAX_JSON_DEPTH, read_json, require_files
 from espalier.models import load_target, read_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files
 from espalier.speculate.drafters.registry import load_draft, read_draft
@@ -98,8 +98,8 @@ def test_the_readers_themselves_open_only_regular_files(name: str, tmp_path: Pat
     [
         ("[" * 100_000, "nested in more than"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested in more than"),
-        ('{"a":' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", "nested in more than"),
-        ('{"a":' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}", None),
+        ('{"a":' + "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH + "}", "nested in more than"),
+        ('{"a":' + "[" * (MAX_JSON_DEPTH - 1) + "]" * (MAX_JSON_DEPTH - 1) + "}", None),
         ('{"a": NaN}', "NaN"),
         ('{"a": 1' + "0" * 5000 + "}", "not readable JSON"),
         ('{"a": "\\ud800"}', None),

@@ -49,7 +49,7 @@ class FA3Attention(LibraryAttention):
             k,
             v,
             cache_seqlens=self.int_lengths(),
-            page_table=self.rest_prefix.page_table,
+            page_table=self.tail_prefix.page_table,
             softmax_scale=spec.softmax_scale,
             causal=False,
             num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,

@@ -41,7 +41,7 @@ MAX_EAGER_PLANS = 12
 @dataclass(frozen=True)
 class PassShape:
     """The properties for which a plan is made.  num_skipped_pages: pages at the start of each request that our kernels
-    attend to; pages_per_request: pages per request in `rest_prefix`; exact_lengths: whether the host knows the exact
+    attend to; pages_per_request: pages per request in `tail_prefix`; exact_lengths: whether the host knows the exact
     lengths; num_programs: how many programs fill the device."""
 
     batch: int
@@ -78,8 +78,8 @@ class WrapperPlan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
     buffers.
 
-    queries: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its first
-    page in `pages` [B · width]; last_page_rows: [B], rows in its last page (for latent rows, all rows of the request).
+    query_starts: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its
+    first page in `pages` [B · width]; last_page_rows: [B], rows in its last page (latent rows: all of the request).
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
@@ -87,13 +87,13 @@ class WrapperPlan:
         sizes = shape.batch + 1, shape.batch * shape.pages_per_request, shape.batch
         zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.page_starts, self.pages, self.last_page_rows = zeros
-        self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
+        self.query_starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.written_prefix: Prefix | None = None
         self.wrapper = self._make_wrapper(
-            workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_page_rows)
+            workspace, (self.query_starts.to(device), self.page_starts, self.pages, self.last_page_rows)
         )
 
     def make(self, lengths: CommittedLengths) -> None:
@@ -114,18 +114,18 @@ class WrapperPlan:
         if self.copy_event is not None:
             self.copy_event.synchronize()
 
-    def write_pages(self, rest_prefix: Prefix) -> None:
+    def write_pages(self, tail_prefix: Prefix) -> None:
         """Write the pages of all requests, request after request, for the lengths on the device."""
-        if self.written_prefix is rest_prefix:
+        if self.written_prefix is tail_prefix:
             return
-        self.written_prefix = rest_prefix
-        ends = num_pages(rest_prefix.length, self.shape.page_size).cumsum(0)
+        self.written_prefix = tail_prefix
+        ends = num_pages(tail_prefix.length, self.shape.page_size).cumsum(0)
         self.page_starts[1:].copy_(ends)
-        self.last_page_rows.copy_(self._last_page_rows(rest_prefix.length))
+        self.last_page_rows.copy_(self._last_page_rows(tail_prefix.length))
         place = torch.arange(self.pages.shape[0], device=ends.device)
         request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
         column = (place - self.page_starts[request]).clamp(0, self.shape.pages_per_request - 1)
-        self.pages.copy_(rest_prefix.page_table[request, column])
+        self.pages.copy_(tail_prefix.page_table[request, column])
 
     @property
     def needs_lengths(self) -> bool:
@@ -144,7 +144,7 @@ class WrapperPlan:
         shape, kept = self.shape, self.shape.spec.cache_spec
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], self._last_page_rows(rows)),
+            *(self.query_starts, starts, self.pages[:0], self._last_page_rows(rows)),
             *(shape.spec.heads, *self._head_sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
@@ -198,10 +198,10 @@ class FlashInferAttention(LibraryAttention):
         self.backend = backend
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        spec, (batch, width) = self.specs[layer], self.rest_prefix.page_table.shape
+        spec, (batch, width) = self.specs[layer], self.tail_prefix.page_table.shape
         place = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
         plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_properties(q.device)), q.device)
-        plan.write_pages(self.rest_prefix)
+        plan.write_pages(self.tail_prefix)
         out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 

@@ -39,18 +39,18 @@ library_support = partial(
 class LibraryAttention(AttentionPlan):
     """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
 
-    rest_prefix: the pages that the library attends to.
+    tail_prefix: the pages that the library attends to.
     """
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         # The number of pages that hold rows below `first`.
         self.num_skipped_pages = -(-prefix.first_position // pages.page_size)
-        self.rest_prefix = prefix.get_or_make("rest", self._make_rest_prefix) if self.num_skipped_pages else prefix
+        self.tail_prefix = prefix.get_or_make("tail", self._make_tail_prefix) if self.num_skipped_pages else prefix
         self.our_plans: dict[str, AttentionPlan] = {}
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attend with q [B, Q, heads, k_size] to all rows of `rest_prefix`, in every one of its requests.
+        """Attend with q [B, Q, heads, k_size] to all rows of `tail_prefix`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
         finite and lse may be anything.  Not called for an empty batch, or if no request can have rows.
@@ -61,9 +61,9 @@ class LibraryAttention(AttentionPlan):
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
             return self._our_plan("all").attend_prefix(q, layer)
-        if q.shape[0] and self.rest_prefix.page_table.shape[1]:
+        if q.shape[0] and self.tail_prefix.page_table.shape[1]:
             out, lse = self.attend_by_library(q, layer)
-            rest = out, torch.where(self.rest_prefix.length[:, None, None] > 0, lse, -torch.inf)
+            rest = out, torch.where(self.tail_prefix.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
             rest = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
@@ -78,10 +78,10 @@ class LibraryAttention(AttentionPlan):
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """Returns [B] int32: each request's rows in `rest_prefix`.  The lengths are computed once per prefix."""
-        return self.prefix.get_or_make("lengths", self.rest_prefix.length.int)
+        """Returns [B] int32: each request's rows in `tail_prefix`.  The lengths are computed once per prefix."""
+        return self.prefix.get_or_make("lengths", self.tail_prefix.length.int)
 
-    def _make_rest_prefix(self) -> Prefix:
+    def _make_tail_prefix(self) -> Prefix:
         rows = self.num_skipped_pages * self.pages.page_size
         return Prefix(self.prefix.page_table[:, self.num_skipped_pages :], (self.prefix.length - rows).clamp(min=0))
 
@@ -92,7 +92,7 @@ class LibraryAttention(AttentionPlan):
 
     def _our_plan(self, prefix_part: str) -> AttentionPlan:
         """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before
-        `rest_prefix`."""
+        `tail_prefix`."""
         if prefix_part not in self.our_plans:
             prefix = self.prefix.get_or_make("head", self._make_head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention

@@ -37,12 +37,12 @@ class TrtllmAttention(LibraryAttention):
         return out.view(*q.shape[:3], spec.cache_spec.v_size), lse.view(q.shape[:3]) * LN_2
 
     def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        batch = self.rest_prefix.length.shape[0]
+        batch = self.tail_prefix.length.shape[0]
         out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
             self.paged_rows(layer),
             self.workspace,
-            self.prefix.get_or_make("table", self.rest_prefix.page_table.contiguous),
+            self.prefix.get_or_make("table", self.tail_prefix.page_table.contiguous),
             self.int_lengths(),
             self.queries,
             self._max_rows,
@@ -61,7 +61,7 @@ class TrtllmAttention(LibraryAttention):
         latent, _ = self.paged_rows(layer)
         v_size = spec.cache_spec.v_size
         table = self.prefix.get_or_make(
-            ("tables", self.queries), lambda: self.rest_prefix.page_table.repeat_interleave(self.queries, 0)
+            ("tables", self.queries), lambda: self.tail_prefix.page_table.repeat_interleave(self.queries, 0)
         )
         lengths = self.prefix.get_or_make(
             ("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries)
@@ -85,14 +85,14 @@ class TrtllmAttention(LibraryAttention):
     @property
     def _max_rows(self) -> int:
         """The most rows that a request can have, from shapes alone."""
-        return self.rest_prefix.page_table.shape[1] * self.pages.page_size
+        return self.tail_prefix.page_table.shape[1] * self.pages.page_size
 
     def _query_starts(self) -> Tensor:
-        batch, device = self.rest_prefix.length.shape[0], self.rest_prefix.length.device
+        batch, device = self.tail_prefix.length.shape[0], self.tail_prefix.length.device
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * self.queries
 
     def _row_starts(self) -> Tensor:
-        return torch.nn.functional.pad(self.rest_prefix.length.cumsum(0), (1, 0)).int()
+        return torch.nn.functional.pad(self.tail_prefix.length.cumsum(0), (1, 0)).int()
 
 
 def _flashinfer() -> Any:

@@ -40,13 +40,13 @@ RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 class AcceptSample(NamedTuple):
     """The result of one request in one round, or the result that the round would have had without a draft.
 
-    max_depth: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among
-    its siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
-    whether the draft had fewer guesses than the tree has room for.
+    max_depth: the greatest depth at which the request may accept nodes; sibling_ranks: for each accepted node its
+    rank among its siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree;
+    is_short: whether the draft had fewer guesses than the tree has room for.
     """
 
     max_depth: int
-    ranks: tuple[int, ...]
+    sibling_ranks: tuple[int, ...]
     is_leaf: bool
     is_short: bool
 
@@ -133,7 +133,7 @@ class TreeCounts:
     def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
         _count_first_children(self.depths, sample, max_depth, weight)
         self.samples[max_depth] += weight
-        self.gained += weight * len(sample.ranks)
+        self.gained += weight * len(sample.sibling_ranks)
 
     def decay(self, factor: float) -> None:
         for rate in self.depths:
@@ -228,7 +228,7 @@ class Acceptance:
         by_depth, ratio = gains(tree, self.first_child), self._gain_ratio(tree)
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
         self.recent_gain.denominator += ratio * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
-        self.recent_gain.numerator += sum(len(sample.ranks) for sample in samples)
+        self.recent_gain.numerator += sum(len(sample.sibling_ranks) for sample in samples)
         expected, gained = self.recent_gain.denominator, self.recent_gain.numerator
         if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
@@ -237,7 +237,7 @@ class Acceptance:
 
 def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int) -> None:
     """Count at each depth whether the first child was accepted, as long as the path follows first children."""
-    ranks = sample.ranks
+    ranks = sample.sibling_ranks
     for depth in range(min(max_depth, len(ranks) + 1)):
         count = depths[depth]
         if depth == len(ranks):

@@ -160,10 +160,10 @@ class RequestResult:
     after `tokens` was picked from logits that were not finite.  logprobs: rows as in espalier/logprobs.py, one for each
     token; None if the request wants none.  prompt_logprobs: for each row of LaunchInput.prompt_rows, the
     log-probabilities of the next prompt token; None if no request of the launch wants them.  tree_checksum: a number
-    that almost surely differs if trees differ. ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is
-    set. own_text_paths: (kind, tokens) of the paths from the request's own text.  candidates: [D] int64, as in
-    SlotTable; None if there are none.  counts_by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were
-    verified, how many acceptances their scores predict, and how many were accepted; None if there are no candidates.
+    that almost surely differs if trees differ.  sibling_ranks, is_leaf: as in acceptance.py:AcceptSample, if
+    LaunchInput.tree is set.  own_text_paths: (kind, tokens) of the paths from the request's own text.
+    candidates: [D] int64, as in SlotTable; None if there are none.  counts_by_source: [ALL_SOURCES, 3]: for each source
+    the nodes verified, the acceptances that their scores predict, and the nodes accepted; None without candidates.
     """
 
     tokens: list[int]
@@ -173,7 +173,7 @@ class RequestResult:
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     tree_checksum: int = field(default=0, compare=False)
-    ranks: tuple[int, ...] = ()
+    sibling_ranks: tuple[int, ...] = ()
     is_leaf: bool = True
     own_text_paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
     candidates: np.ndarray | None = field(default=None, compare=False)

@@ -21,13 +21,13 @@ MAX_PREDICTION_ERROR = 1.15
 class CpuCosts:
     """RoundCosts on a CPU, in units of the time of a round with one row.
 
-    row: the cost of one more row; lookup: the cost of looking for guesses; draft: the cost of a draft pass, 0 for
-    drafts that run none.  The values were measured on one core with models of at most 135M parameters.
+    row_cost: the cost of one more row; lookup_cost: the cost of looking for guesses; draft_cost: the cost of a draft
+    pass, 0 for drafts that run none.  The values were measured on one core with models of at most 135M parameters.
     """
 
-    row: float = 0.03
-    lookup: float = 0.05
-    draft: float = 0.0
+    row_cost: float = 0.03
+    lookup_cost: float = 0.05
+    draft_cost: float = 0.0
     uses_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
@@ -36,7 +36,7 @@ class CpuCosts:
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         # A draft also runs once over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
-        return 1 + self.row * (rows - 1) + self.lookup * (tree.steps > 0) + self.draft * passes
+        return 1 + self.row_cost * (rows - 1) + self.lookup_cost * (tree.steps > 0) + self.draft_cost * passes
 
 
 class RoundTimes:

@@ -80,10 +80,10 @@ class RoundTrees:
             verified < len(results) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
             for found in guesses
         ]
-        counted = [at for at, row in enumerate(results) if max_depths[at] > 0 and row.is_finite]
-        samples = [AcceptSample(max_depths[at], results[at].ranks, results[at].is_leaf, is_short[at]) for at in counted]
+        counted = [(at, row) for at, row in enumerate(results) if max_depths[at] > 0 and row.is_finite]
+        samples = [AcceptSample(max_depths[at], row.sibling_ranks, row.is_leaf, is_short[at]) for at, row in counted]
         with_lookup = counted if self.has_lookup_trees else ()
-        lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(results[at].tokens)) for at in with_lookup]
+        lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(row.tokens)) for at, row in with_lookup]
         self.chooser.record(samples, verified, lookup_samples)
 
 

@@ -111,20 +111,20 @@ class RoundInFlight:
 class BucketState:
     """The state of the choice for batches of one bucket.
 
-    rounds_held: rounds since `current` was chosen; interval: rounds between explorations; rounds_to_exploration: until
-    the next one; plain_interval: `interval` during plain decoding; explored_tree, rounds_left: the present exploration;
-    last_round: the round in which each tree ran last; logged_tree: the tree that was logged last.
+    rounds_held: rounds since `tree` was chosen; interval: rounds between explorations; rounds_to_exploration: until
+    the next one; plain_interval: `interval` during plain decoding; explored_tree, exploring_rounds: the tree and the
+    remaining rounds of an exploration; last_round: when each tree ran last; logged_tree: the tree that was logged last.
     """
 
     size: int
     trees: tuple[TreeShape, ...]
-    current: TreeShape
+    tree: TreeShape
     rounds_held: int = 0
     interval: int = MIN_INTERVAL
     rounds_to_exploration: int = MIN_INTERVAL
     plain_interval: int = MIN_INTERVAL
     explored_tree: TreeShape | None = None
-    rounds_left: int = 0
+    exploring_rounds: int = 0
     last_round: dict[TreeShape, int] = field(default_factory=dict)
     logged_tree: TreeShape | None = None
 
@@ -189,7 +189,7 @@ class TreeChoice(TreeChooser):
         other = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(other, bucket.size, context)
         # An exploration ends early only if `lookup_tree` beats every token that the explored tree could give.
-        tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.current else 1 + other.steps
+        tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.tree else 1 + other.steps
         saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, lookup.rows)
         worth = self.recent_yield.rate(tokens / seconds, 1.0)
         return lookup_tree if 1 + lookup.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
@@ -200,7 +200,7 @@ class TreeChoice(TreeChooser):
         if in_flight.knows_guesses:
             self.recent_yield.decay(1 - 1 / YIELD_ROUNDS)
             self.recent_yield.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
-            self.recent_yield.numerator += 1 + sum(len(sample.ranks) for sample in samples) / in_flight.batch
+            self.recent_yield.numerator += 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
             if in_flight.tree.drafts:
                 self.acceptance.add(in_flight.tree, samples)
             return
@@ -233,14 +233,14 @@ class TreeChoice(TreeChooser):
     def _choose(self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]) -> TreeShape:
         """The tree to run, one of `trees`.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
-        if bucket.rounds_left:
-            bucket.rounds_left -= 1
+        if bucket.exploring_rounds:
+            bucket.exploring_rounds -= 1
             assert bucket.explored_tree is not None
             tree = bucket.explored_tree
         else:
             rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
             self._switch_if_better(bucket, rates)
-            tree = self._explore_if_due(bucket, rates, share) or bucket.current
+            tree = self._explore_if_due(bucket, rates, share) or bucket.tree
             self._log_if_settled(bucket, context)
         bucket.last_round[tree] = self.rounds
         return tree
@@ -253,12 +253,12 @@ class TreeChoice(TreeChooser):
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
         bucket.rounds_held += 1
         best = max(rates, key=lambda tree: rates[tree])
-        if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.current]:
+        if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
             if best == PLAIN_TREE:
                 # Guesses that paid for a while may soon pay again.
                 was_lasting = bucket.rounds_held > LASTING_ROUNDS
                 bucket.plain_interval = MIN_INTERVAL if was_lasting else min(2 * bucket.plain_interval, MAX_INTERVAL)
-            bucket.current, bucket.rounds_held = best, 0
+            bucket.tree, bucket.rounds_held = best, 0
             bucket.interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
             bucket.rounds_to_exploration = bucket.interval
             self.num_changes += 1
@@ -269,28 +269,28 @@ class TreeChoice(TreeChooser):
         if bucket.rounds_to_exploration > 0:
             return None
         bucket.interval = bucket.rounds_to_exploration = min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.plain_interval = bucket.interval if bucket.current == PLAIN_TREE else bucket.plain_interval
+        bucket.plain_interval = bucket.interval if bucket.tree == PLAIN_TREE else bucket.plain_interval
         # Without a clock, the time of plain decoding is computed, so it need not be explored.
-        others = [tree for tree in rates if tree != bucket.current and (self.costs.uses_clock or tree != PLAIN_TREE)]
+        others = [tree for tree in rates if tree != bucket.tree and (self.costs.uses_clock or tree != PLAIN_TREE)]
         best = max(rates.values())
         rivals = [tree for tree in others if rates[tree] >= best * self._min_rival_rate(bucket, tree)]
-        if (bucket.current == PLAIN_TREE or not bucket.current.drafts) and others:
-            for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN_TREE else 1]:
+        if (bucket.tree == PLAIN_TREE or not bucket.tree.drafts) and others:
+            for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.tree == PLAIN_TREE else 1]:
                 acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(share * bucket.size, 1.0))
             rivals = rivals or [max(others, key=lambda tree: rates[tree])]
         if not rivals:
             return None
         bucket.explored_tree = min(rivals, key=lambda tree: bucket.last_round.get(tree, 0))
-        bucket.rounds_left = self.pace.exploration_rounds + self.pace.single_request_rounds // bucket.size - 1
+        bucket.exploring_rounds = self.pace.exploration_rounds + self.pace.single_request_rounds // bucket.size - 1
         return bucket.explored_tree
 
     def _min_rival_rate(self, bucket: BucketState, tree: TreeShape) -> float:
         """The least expected tokens a second of a tree that is explored, over the best tree's."""
-        is_known = (bucket.size, tree) in self.times.corrections and tree.steps <= bucket.current.steps
+        is_known = (bucket.size, tree) in self.times.corrections and tree.steps <= bucket.tree.steps
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
-        tree = bucket.current
+        tree = bucket.tree
         if bucket.rounds_held != LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return
         bucket.logged_tree = tree

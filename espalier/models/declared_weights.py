@@ -214,7 +214,7 @@ def _require_divisible(
 ) -> None:
     """Raises EspalierError if ranks cannot hold parts of a format's matrices, or not this part.
     tensors_of: returns the tensors that store a matrix of (rows, columns)."""
-    if not format.has_shards:
+    if not format.supports_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")
     for stored in tensors_of(rows.size, columns.size):
         stored.part_slices(rows, columns)

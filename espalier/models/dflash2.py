@@ -227,7 +227,7 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
-    def conv(prefix: str) -> BlockConv:
+    def load_conv(prefix: str) -> BlockConv:
         base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
         return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", rows, hidden))
 
@@ -239,7 +239,7 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     parts = load_block_fields(weights, config, target, position_rows)
     parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
     parts["layers"] = [
-        ConvolvedLayer(layer, *(conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
+        ConvolvedLayer(layer, *(load_conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
         for layer in parts["layers"]
     ]
     draft = DFlash2Draft(**parts, edge_scorer=selector)

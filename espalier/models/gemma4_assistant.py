@@ -21,7 +21,7 @@ from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Json, ModelConfig, parse_config
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, whole_embedding
-from espalier.models.families.gemma4 import FAMILY, UNIFIED
+from espalier.models.families.gemma4 import FAMILY, GEMMA4_UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
@@ -53,7 +53,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
     fields = DraftFields(raw, path)
     text = fields.nested_object("text_config").raw
-    family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
+    family = next((each for each in (FAMILY, GEMMA4_UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
     tied = fields.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:

@@ -84,7 +84,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
         return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
     _, halves = stored_matrices([gate_up], (own, own))
-    if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
+    if weights.formats(gate_up).name != DENSE and not weights.has_plain_dtype(gate_up):
         return (
             weights.stacked_matrix(gate_up, "", count, halves, hidden),
             weights.stacked_matrix(down, "", count, [hidden], own),
@@ -166,8 +166,8 @@ def _split_gate_and_up(interleaved: Tensor) -> Tensor:
 def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the spec of each layer, by its entry in `layer_types`.
     Layers with full attention store K and V heads.  other_specs: the specs of all other layer types."""
-    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **other_specs}
+    cache_spec = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    of_type = {FULL_ATTENTION: LayerSpec(config.heads, cache_spec, scale=config.softmax_scale), **other_specs}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
@@ -177,9 +177,9 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
     if latent is None:
-        keeps = KVHeads(config.kv_heads, size, size)
+        cache_spec = KVHeads(config.kv_heads, size, size)
         scale, cap = config.softmax_scale, config.softcap
-        return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
+        return tuple(LayerSpec(config.heads, cache_spec, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
     row, index = LatentKV(latent.cache_row_size, latent.kv_rank), latent.indexer
     if index is None:
@@ -188,7 +188,7 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         replace(row, index_size=index.size) if index.has_own_indexer(layer) else row
         for layer in range(config.num_layers)
     )
-    return tuple(LayerSpec(config.heads, keeps, scale=scale, topk=index.topk) for keeps in rows)
+    return tuple(LayerSpec(config.heads, cache_spec, scale=scale, topk=index.topk) for cache_spec in rows)
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
@@ -362,7 +362,7 @@ def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
 def load_mamba2(
     weights: Weights,
     prefix: str,
-    keeps: RecurrentState,
+    state: RecurrentState,
     hidden: int,
     eps: float,
     *,
@@ -372,20 +372,20 @@ def load_mamba2(
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
     bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the range of dt."""
-    inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
-    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
+    inner, shared, channels = state.heads * state.v_size, state.k_heads * state.k_size, state.channels
+    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state.taps)[:, 0]
     # The stored order of the channels is x, B, C.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
     of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
     low, high = dt_limits
     return Mamba2(
-        keeps,
-        weights.linear(prefix, ("in_proj",), (inner + channels + keeps.heads,), hidden, bias),
+        state,
+        weights.linear(prefix, ("in_proj",), (inner + channels + state.heads,), hidden, bias),
         ShortConv(conv[order].contiguous(), of_channels),
-        weights.load_exact(f"{prefix}A_log", keeps.heads),
-        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
-        weights.load_exact(f"{prefix}D", keeps.heads),
+        weights.load_exact(f"{prefix}A_log", state.heads),
+        weights.load_exact(f"{prefix}dt_bias", state.heads),
+        weights.load_exact(f"{prefix}D", state.heads),
         (float(low), float(high)),
         weights.norm(f"{prefix}norm", inner, eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),

@@ -100,16 +100,16 @@ KV_SCALE_NAMES = (
 )
 
 
-def load_kv_scales(weights: Weights, prefix: str, keeps: CacheSpec) -> KVScales | None:
+def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVScales | None:
     """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
-    The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
+    The result has one scale for each head of this rank.  cache_spec: what the layer stores, over all ranks.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
-    own = as_rank_part(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads_part(keeps.kv_heads)
+    own = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
-            k, v = (_load_scale_by_head(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
+            k, v = (_load_scale_by_head(weights, f"{prefix}{name}", cache_spec.kv_heads)[own.slice] for name in names)
             # A latent row serves as K and as V and is stored once, with K's scale.
-            return KVScales(k, k if isinstance(keeps, LatentKV) else v, weights.dtype)
+            return KVScales(k, k if isinstance(cache_spec, LatentKV) else v, weights.dtype)
     return None
 
 

@@ -45,20 +45,20 @@ class GGUFTensors(Mapping[str, Tensor]):
         stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCY_TENSOR}
         if HEAD_TENSOR not in stored and not config["tie_word_embeddings"]:
             stored[HEAD_TENSOR] = stored[EMBEDDING_TENSOR]
-        self.tensor_places = {self.architecture.hf_name(name): place for name, place in stored.items()}
+        self.tensor_infos = {self.architecture.hf_name(name): place for name, place in stored.items()}
         self._mapped_file = cache(_map_file)
-        for name, place in self.tensor_places.items():
+        for name, place in self.tensor_infos.items():
             if place.begin + _nbytes(place) > place.file.stat().st_size:
                 raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tensor_places)
+        return iter(self.tensor_infos)
 
     def __len__(self) -> int:
-        return len(self.tensor_places)
+        return len(self.tensor_infos)
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self.tensor_places[name]
+        place = self.tensor_infos[name]
         content = self._mapped_file(place.file)
         raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
         if place.type in PLAIN_TYPES:
@@ -204,7 +204,7 @@ def _count_gguf(path: Path) -> WeightSize:
     """Returns the size of the weights of a GGUF file.  Quantised matrices keep their bytes; a quantised embedding
     becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightSize()
-    for name, place in tensors.tensor_places.items():
+    for name, place in tensors.tensor_infos.items():
         if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
             count += WeightSize(prod(place.shape), 0)
         else:

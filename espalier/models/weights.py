@@ -220,7 +220,7 @@ class Weights:
     def format_of(self, name: str) -> WeightFormat:
         """Returns the storage format of a matrix."""
         declared = self.formats(name).with_stored_suffixes(lambda suffix: f"{name}{suffix}" in self)
-        if declared == DENSE_FORMAT or name in self._modules_with_scales or not self.is_plain(f"{name}.weight"):
+        if declared == DENSE_FORMAT or name in self._modules_with_scales or not self.has_plain_dtype(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
 
@@ -230,7 +230,7 @@ class Weights:
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
-    def is_plain(self, name: str) -> bool:
+    def has_plain_dtype(self, name: str) -> bool:
         """Whether a tensor is stored as floating-point numbers without scales.  No data is read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES

@@ -12,7 +12,7 @@ from typing import Any
 
 from espalier.chat import require_template
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.errors import EspalierError, install_command, shown, unknown_name
+from espalier.errors import EspalierError, install_command, shown, unknown_name_error
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.frontend import FrontendOptions
@@ -133,7 +133,7 @@ def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedMod
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine, *MODEL_OPTIONS):
-            raise unknown_name("args", name, [*engine, *MODEL_OPTIONS, *SERVICE_OPTIONS, "models"])
+            raise unknown_name_error("args", name, [*engine, *MODEL_OPTIONS, *SERVICE_OPTIONS, "models"])
     check_options(args)
     settings = {name: args[name] for name in engine if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:

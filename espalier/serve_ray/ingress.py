@@ -52,7 +52,7 @@ class ApiServerIngress:
         self.frontends = MultiModelFrontend(frontends, metrics)
         app, _ = make_app(self.frontends, service.api)
         log.info("the API server serves %s", ", ".join(self.frontends.names))
-        return BehindProxy(app)
+        return AppBehindProxy(app)
 
     async def __del__(self) -> None:
         for pool in self.pools:
@@ -67,7 +67,7 @@ def is_replica_lost(error: BaseException) -> bool:
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 
-class BehindProxy:
+class AppBehindProxy:
     """Adapts the app to Ray Serve's proxy.
 
     The proxy adds the request id to the response, so the app's own header is removed, as is the route_prefix of paths.

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from espalier import other_engines
-from espalier.errors import ContextOverflow, EspalierError, unknown_name
+from espalier.errors import ContextOverflow, EspalierError, unknown_name_error
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, RefusedField
 
@@ -134,7 +134,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
         return ApiError(400, why, param=location.name, code="unsupported")
     if first["type"] == "extra_forbidden":
         known = _sibling_fields(model, _path_in_body(first))
-        unknown = unknown_name(".".join(location.path[:-1]), location.path[-1], known, python=False)
+        unknown = unknown_name_error(".".join(location.path[:-1]), location.path[-1], known, python=False)
         return ApiError(400, str(unknown), param=str(error_path[0]))
     of_field = location.owner_model.model_fields.get(location.name)
     takes = None if of_field is None else of_field.description
@@ -148,7 +148,7 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"
-    return str(unknown_name("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))
+    return str(unknown_name_error("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))
 
 
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:

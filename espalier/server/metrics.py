@@ -104,21 +104,21 @@ class EngineCollector(Collector):
         open_samples = sum(each.open_samples for each in self.engines)
         yield _gauge("open_samples", "samples that are queued or running, counted in the API server", open_samples)
         families: dict[str, Metric] = {}
-        for figures in (each for engines in self.engines for each in engines.engine_stats()):
-            for metric in _engine_metrics(figures):
+        for stats in (each for engines in self.engines for each in engines.engine_stats()):
+            for metric in _engine_metrics(stats):
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                family.samples += [s._replace(labels={**figures.labels, **s.labels}) for s in metric.samples]
+                family.samples += [s._replace(labels={**stats.labels, **s.labels}) for s in metric.samples]
         yield from families.values()
 
 
-def _engine_metrics(figures: EngineStats) -> Iterator[Metric]:
-    report = figures.report
+def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
+    report = stats.report
     pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
-    yield _gauge("engine_up", "1 while the engine process is ready", figures.is_ready)
-    yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
+    yield _gauge("engine_up", "1 while the engine process is ready", stats.is_ready)
+    yield _counter("engine_restarts", "engine processes started after the first", stats.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.num_waiting)
     yield _gauge("running_requests", "samples in a slot", report.num_running)
-    yield _with_label(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
+    yield _labelled_metric(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
     yield _counter("preemptions", "samples put back into the queue because pages ran out", report.num_preempted)
     yield _counter("harvests", "engine steps", report.num_steps)
     yield from _speculation_metrics(report.speculation)
@@ -128,10 +128,10 @@ def _engine_metrics(figures: EngineStats) -> Iterator[Metric]:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
     documentation = "rounds by tree: steps,topk,num_draft_tokens"
-    yield _with_label(CounterMetricFamily, "rounds_by_tree", documentation, "tree", report.rounds_by_tree)
+    yield _labelled_metric(CounterMetricFamily, "rounds_by_tree", documentation, "tree", report.rounds_by_tree)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
     yield from _source_metrics(report.by_source)
-    yield _abort_steps_metric(figures.abort_steps)
+    yield _abort_steps_metric(stats.abort_steps)
     if report.learn_stats is not None:
         yield from _learning_metrics(report.learn_stats)
 
@@ -150,22 +150,22 @@ def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
             enumerate(totals.rounds_accepted_by_depth, 1),
         ),
     ):
-        yield _with_label(CounterMetricFamily, name, documentation, label, counts)
+        yield _labelled_metric(CounterMetricFamily, name, documentation, label, counts)
 
 
-def _learning_metrics(figures: LearnStats) -> Iterator[Metric]:
-    yield _counter("learn_swaps", "drafts swapped in", figures.swaps)
-    yield _counter("learn_trainings", "trainings of the draft that ended", figures.trainings)
-    yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
+def _learning_metrics(stats: LearnStats) -> Iterator[Metric]:
+    yield _counter("learn_swaps", "drafts swapped in", stats.swaps)
+    yield _counter("learn_trainings", "trainings of the draft that ended", stats.trainings)
+    yield _counter("learn_failures", "trainings that failed, and failures to write", stats.failures)
     lengths = (
-        ("given", figures.startup_accept_length),
-        ("served", figures.served_accept_length),
-        ("trained", figures.trained_accept_length),
+        ("given", stats.startup_accept_length),
+        ("served", stats.served_accept_length),
+        ("trained", stats.trained_accept_length),
     )
     documentation = "accept length on held-back traffic, at the last training"
-    yield _with_label(GaugeMetricFamily, "learn_accept_length", documentation, "draft", lengths)
-    yield _counter("learn_texts", "texts kept", figures.texts)
-    yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
+    yield _labelled_metric(GaugeMetricFamily, "learn_accept_length", documentation, "draft", lengths)
+    yield _counter("learn_texts", "texts kept", stats.texts)
+    yield _gauge("learn_bytes", "size of the kept sample", stats.bytes)
 
 
 def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
@@ -173,7 +173,7 @@ def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric
     for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), documentation, strict=True)):
         rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
-        yield _with_label(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
+        yield _labelled_metric(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
 def _gauge(name: str, documentation: str, value: float) -> Metric:
@@ -184,7 +184,7 @@ def _counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", documentation, value=value)
 
 
-def _with_label(
+def _labelled_metric(
     kind: type[MetricFamily], name: str, documentation: str, label: str, values: Iterable[LabelledValue]
 ) -> Metric:
     family = kind(f"espalier_{name}", documentation, labels=[label])

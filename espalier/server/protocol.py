@@ -134,7 +134,7 @@ class EngineReport(msgspec.Struct):
 
 class StepOutput(msgspec.Struct, tag=True):
     """The output of one engine step.  A message without parts is a heartbeat.  report: None if the engine is busy and
-    the last report is younger than worker.REPORT_S."""
+    the last report is younger than worker.REPORT_INTERVAL_S."""
 
     parts: list[OutputPart]
     report: EngineReport | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from espalier.errors import EspalierError, shown, unknown_name
+from espalier.errors import EspalierError, shown, unknown_name_error
 from espalier.server.errors import ApiError, validation_error
 from espalier.server.fields import (
     CACHE_FIELDS,
@@ -33,10 +33,10 @@ from espalier.server.openai import (
 INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that have another name at this endpoint, or do not exist there.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
-_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
-_Sampling: Any = create_model("ResponsesSampling", __base__=RequestBody, **_sampling, **NO_EFFECT_FIELDS)
+_SAMPLING_FIELDS = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
+_SamplingFields: Any = create_model("ResponsesSampling", __base__=RequestBody, **_SAMPLING_FIELDS, **NO_EFFECT_FIELDS)
 SHARED_FIELDS = (
-    *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
+    *(*_SAMPLING_FIELDS, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
 )
 # Fields of a chat completion that have another name at this endpoint.
@@ -77,7 +77,7 @@ class StreamOptions(RequestBody):
     include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
-class ResponsesRequest(_Sampling, ToolFields, CommonFields):
+class ResponsesRequest(_SamplingFields, ToolFields, CommonFields):
     """POST /v1/responses"""
 
     input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
@@ -161,9 +161,9 @@ MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def _no_effect_names(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
+def _no_effect_names(response_input: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the names of the fields without effect in items or their content parts."""
-    items = [] if isinstance(given, str) else given
+    items = [] if isinstance(response_input, str) else response_input
     parts = [part for item in items for part in _text_parts_of(item)]
     return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
 
@@ -173,13 +173,13 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for parts in lists for part in parts if isinstance(part, Mapping)]
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Returns the input as chat messages.  Items of one answer become one message.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+    if isinstance(response_input, str):
+        return [*messages, {"role": "user", "content": response_input}]
     names: dict[str, str] = {}
-    for i, item in enumerate(given):
+    for i, item in enumerate(response_input):
         place = f"input[{i}]"
         kind = _checked_item_type(place, item)
         if kind == "function_call_output":
@@ -191,7 +191,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
-            if not _is_repeated_by_next(item, f"input[{i + 1}]", given[i + 1 : i + 2]):
+            if not _is_repeated_by_next(item, f"input[{i + 1}]", response_input[i + 1 : i + 2]):
                 _add_to_answer(messages, place, kind, item)
     return messages
 
@@ -205,7 +205,7 @@ def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
     for name in item:
         # OpenAI's client sends items of earlier answers with all fields, most of them null.
         if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_FIELDS):
-            raise unknown_name(place, name, (*needed, *optional))
+            raise unknown_name_error(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:
             raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")

@@ -44,8 +44,8 @@ class TokenizerThreads:
     """Runs tokenization in the short or the long lane.  inputs: for the short lane; the long lane gets a copy."""
 
     def __init__(self, inputs: InputProcessor):
-        self._short = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
-        self._long = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
+        self._short_text_thread = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
+        self._long_text_thread = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
@@ -54,14 +54,14 @@ class TokenizerThreads:
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= MAX_INLINE_SIZE and not self._short.num_open:
+            if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_open:
                 # The lane is idle, so no thread uses its tokenizer.
-                return work(self._short.inputs, *values)
+                return work(self._short_text_thread.inputs, *values)
             if size <= MAX_SHORT_SIZE:
-                return await self._short.run(work, *values)
-            if self._long.num_open > MAX_WAITING_PROMPTS:
+                return await self._short_text_thread.run(work, *values)
+            if self._long_text_thread.num_open > MAX_WAITING_PROMPTS:
                 raise queue_full_error(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
-            return await self._long.run(work, *values)
+            return await self._long_text_thread.run(work, *values)
         except EspalierError as error:
             raise bad_request_error(error, field) from None
 
@@ -98,5 +98,5 @@ class TokenizerThreads:
                 raise bad_request_error(error, field) from None
 
     def close(self) -> None:
-        for thread in (self._short, self._long):
+        for thread in (self._short_text_thread, self._long_text_thread):
             thread.thread.shutdown(wait=False)

@@ -39,7 +39,7 @@ log = logging.getLogger("espalier.server")
 START_TIMEOUT_MS = 60_000
 API_SERVER_CHECK_MS = 500
 # Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
-REPORT_S = 0.1
+REPORT_INTERVAL_S = 0.1
 GRAMMAR_CHECK_MS = 5
 EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
@@ -48,12 +48,12 @@ EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    num_left: requests that still run.  private: no part of the prompt or output is stored.  abort_step: the engine step
-    at which an abort arrived, None without an abort.
+    num_unfinished: requests that still run.  private: no part of the prompt or output is stored.  abort_step: the
+    engine step at which an abort arrived, None without an abort.
     """
 
     requests: list[Request]
-    num_left: int
+    num_unfinished: int
     private: bool
     abort_step: int | None = None
 
@@ -168,15 +168,15 @@ class EngineWorker:
             log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
         if self.learner is not None and not entry.private:
             self.learner.keep(request)
-        entry.num_left -= 1
-        if not entry.num_left:
+        entry.num_unfinished -= 1
+        if not entry.num_unfinished:
             del self.running_prompts[name]
             if entry.abort_step is not None:
                 self.abort_steps.append(self.num_steps - entry.abort_step)
         return OutputPart(name, chunk, request.usage, request.stats)
 
     def _report(self) -> protocol.EngineReport:
-        self.next_report_at = time.monotonic() + REPORT_S
+        self.next_report_at = time.monotonic() + REPORT_INTERVAL_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []

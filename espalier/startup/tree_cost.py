@@ -8,8 +8,8 @@ With a tree, a round emits more tokens, but its verify pass has more rows.  So d
 small trees and chains for more, and plain decoding for very many.  With experts, more rows read more experts: at one
 request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
-The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
-experts, trees are faster than predicted.  `espalier bench choose` measures instead.
+The prediction assumes uniform routing, independent rows and ASSUMED_CONTEXT tokens a request.  If neighbouring tokens
+share experts, trees are faster than predicted.  `espalier bench choose` measures instead.
 """
 
 import time
@@ -37,7 +37,7 @@ LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.2
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
 MIN_SPEEDUP = 1.03
 # Committed tokens of a request.  A round reads their K/V once.
-CONTEXT = 1024
+ASSUMED_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ChipFigures:
 
     gpu: str
     bandwidth: float
-    peak: float
+    peak_flops: float
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class PassWeights:
 
     def _seconds(self, read: float, products: float, layers: int, chip: ChipFigures) -> float:
         """Seconds of a pass.  read: weights; products: multiplications of a weight with a row's value."""
-        reading, multiplying = self.value_bytes * read / chip.bandwidth, 2 * products / chip.peak
+        reading, multiplying = self.value_bytes * read / chip.bandwidth, 2 * products / chip.peak_flops
         together = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
         return together + layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
 
-    def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
+    def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / (CACHE_SHARE * chip.bandwidth)
         verify = self.target_seconds(batch * tree.rows, chip) + cache

@@ -22,7 +22,7 @@ from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains,
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
-from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
+from espalier.startup.tree_cost import ASSUMED_CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
 # Rows per request in trees with shared rows.  With 8 rows per request, shared rows gain at most 2%; with 16, nothing
 # (docs/log.md).
@@ -100,7 +100,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
     """Returns the tokens per second of a request, by tree.  acceptance: of the first child at depth 1."""
     first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
-    return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
+    return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, ASSUMED_CONTEXT) for tree in trees}
 
 
 # The maximum number of rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows
@@ -177,7 +177,7 @@ def adaptive_tree_choices(
         lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN_TREE)
         has_shared = can_share_rows and configured.num_draft_tokens >= 2 * SHARED_ROWS
         shared = (replace(configured, shared_rows=SHARED_ROWS),) if has_shared else ()
-        return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
+        return CpuCosts(draft_cost=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
@@ -190,8 +190,8 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
     """Returns the trees that tree_cost.py predicts, and a text that explains the prediction."""
     chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
-        f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
-        f"{chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
+        f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak_flops / 1e12:.0f} TFLOP/s, as "
+        f"measured on {chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
     return trees_by_cost(configured, costs.weights, max_batch, chip), why

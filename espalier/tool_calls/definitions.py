@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from espalier.errors import EspalierError, shown, unknown_name
+from espalier.errors import EspalierError, shown, unknown_name_error
 
 FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOLS = 1024
@@ -113,11 +113,11 @@ def _checked_tool(place: str, tool: Any) -> str:
         raise EspalierError(f"{place}={shown(tool)} is not supported; use {form}")
     for name in tool:
         if name not in ("type", "function"):
-            raise unknown_name(place, str(name), ("type", "function"))
+            raise unknown_name_error(place, str(name), ("type", "function"))
     function, place = tool["function"], f"{place}.function"
     for name in function:
         if name not in FUNCTION_FIELDS:
-            raise unknown_name(place, str(name), FUNCTION_FIELDS)
+            raise unknown_name_error(place, str(name), FUNCTION_FIELDS)
     name = function.get("name")
     if not isinstance(name, str) or not FUNCTION_NAME_PATTERN.fullmatch(name):
         raise EspalierError(

@@ -38,7 +38,7 @@ class MessageStream:
         self.text.push_token(token_id)
         self._read(final=False)
         self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
-        return self.stop_string_finder.stopped
+        return self.stop_string_finder.found_stop
 
     def take_text(self, final: bool) -> str:
         """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
@@ -69,8 +69,8 @@ class MessageStream:
 
         They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """
-        if self.stop_string_finder.stopped and output.finish_reason in ("stop", "length"):
-            return "stop", self.stop_string_finder.stopped
+        if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
+            return "stop", self.stop_string_finder.found_stop
         return output.finish_reason, output.stop_reason
 
     def _read(self, final: bool) -> None:
@@ -80,7 +80,7 @@ class MessageStream:
 
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if self.stop_string_finder.stopped:
+            if self.stop_string_finder.found_stop:
                 return
             if delta.kind == "content":
                 self.stop_string_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)

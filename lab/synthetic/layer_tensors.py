@@ -2,7 +2,7 @@
 
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
-from espalier.models.families.qwen3_next import LINEAR
+from espalier.models.families.qwen3_next import LINEAR_LAYER
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.state_tensors import delta_net_shapes, gated_attention_shapes, nemotron_shapes
@@ -16,7 +16,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     experts, hidden = config.experts, config.hidden_size
     if config.architecture == NEMOTRON_ARCHITECTURE:
         return nemotron_shapes(config, layer)
-    if LINEAR in (config.raw.get("layer_types") or ()):
+    if LINEAR_LAYER in (config.raw.get("layer_types") or ()):
         return _hybrid_shapes(config, layer)
     if config.family.layer_specs is not None:
         return _gemma4_shapes(config, layer)

@@ -195,6 +195,6 @@ def check_row(row: RequestResult, form: TreeShape) -> int:
         for node in path
     }
     in_order = [sorted(children[parent], key=lambda i: -tree.scores[i]) for parent in path[:-1]]
-    assert list(row.ranks) == [order.index(node) for order, node in zip(in_order, path[1:], strict=True)]
+    assert list(row.sibling_ranks) == [order.index(node) for order, node in zip(in_order, path[1:], strict=True)]
     assert row.is_leaf == (not children[path[-1]])
-    return sum(rank > 0 for rank in row.ranks)
+    return sum(rank > 0 for rank in row.sibling_ranks)

@@ -89,7 +89,7 @@ class Simulation:
         return AcceptSample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
 
     def lookup_sample(self, tree: TreeShape, emitted: int) -> AcceptSample:
-        found = len(self.sample(replace(tree, drafts=False)).ranks)
+        found = len(self.sample(replace(tree, drafts=False)).sibling_ranks)
         depth = depth_of(tree)
         return AcceptSample(
             min(emitted, depth) if found >= emitted else depth, (0,) * min(found, emitted, depth), True, True
@@ -105,7 +105,9 @@ class Simulation:
             taken = self.seconds(tree, batch)
             self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
             samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN_TREE else []
-            lookup_samples = [self.lookup_sample(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
+            lookup_samples = [
+                self.lookup_sample(tree, len(s.sibling_ranks) + 1) for s in samples if self.found is not None
+            ]
             self.choice.record(samples, batch * tree.rows, lookup_samples)
             if number % 50 == 49:
                 self.now += 0.1
@@ -136,8 +138,8 @@ def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], b
         assert rate >= 0.97 * simulated.best(batch), batch
         assert rate >= 0.985 * plain, batch
         assert simulated.choice.num_changes <= 15, batch
-        assert "found" not in more or not bucket.current.drafts
-        assert "shared" not in more or batch < 16 or bucket.current.shared_rows
+        assert "found" not in more or not bucket.tree.drafts
+        assert "shared" not in more or batch < 16 or bucket.tree.shared_rows
 
 
 @pytest.mark.parametrize("slowness", [0.3, 0.5, 2.5])
@@ -234,7 +236,7 @@ def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepte
 
 def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
     alone = TreeShape(5, 4, 16, drafts=False)
-    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft=0.15), is_lookup=False)
+    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft_cost=0.15), is_lookup=False)
     assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
     known = choice.acceptance.accept_length(TREE)
     choice.restart()
@@ -250,7 +252,7 @@ def test_however_long_a_choice_lasts_others_are_tried() -> None:
     for number in range(5 * MAX_INTERVAL):
         simulated.run(8, 1)
         bucket = simulated.choice.buckets[8]
-        if bucket.last_round[bucket.current] != simulated.choice.rounds:
+        if bucket.last_round[bucket.tree] != simulated.choice.rounds:
             others.append(number)
     intervals = [after - before for before, after in pairwise(others)]
     assert simulated.choice.num_changes <= 15 and MAX_INTERVAL - 16 < max(intervals) <= MAX_INTERVAL

@@ -296,7 +296,7 @@ def test_a_model_that_transformers_runs_is_refused(tmp_path):
 def test_a_format_without_parts_is_refused_by_name(tmp_path):
     class Whole(DenseFormat):
         name = "whole"
-        has_shards = False
+        supports_shards = False
 
     config = replace(read_config(make_target(tmp_path / "target")), formats=lambda name: Whole())
     with pytest.raises(EspalierError, match="q_proj': format whole cannot be divided among ranks; use tensor_par"):

@@ -286,7 +286,7 @@ def test_a_rank_holds_its_part_of_the_vocabulary(family, draft, groups):
     case = Case("vocabulary", family=family, draft=draft)
     engine = groups[2].engine(case.made(), case.files)
     target = engine.executor.runner.target
-    vocab, head = target.config.vocab_size, target.head.weight.own_part.tensor
+    vocab, head = target.config.vocab_size, target.head.weight.own_weight.tensor
     assert len(head) == vocab // 2 and len(target.embed.weight) == (vocab if draft == "eagle3" else vocab // 2)
     is_tied = head.untyped_storage().data_ptr() == target.embed.weight.untyped_storage().data_ptr()
     assert is_tied == (family == "gemma3")

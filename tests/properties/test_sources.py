@@ -115,7 +115,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
 def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     """With a draft, with what the host found in the text alone, and plain."""
     setup = replace(TREE, text_paths=0, sent_paths=4)
-    config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft=0.15), index_bytes=2**12)
+    config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft_cost=0.15), index_bytes=2**12)
     tree = config.layout.tree
     choices = ((1, (tree, replace(tree, drafts=False), PLAIN_TREE)),)
     engine = assemble_engine(

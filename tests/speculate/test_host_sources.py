@@ -69,7 +69,7 @@ def test_the_host_finds_in_a_text_what_followed_its_last_tokens(pieces, width):
 
 def test_an_index_is_bounded_and_apart_for_each_client():
     index = IndexSource(64 * BYTES_PER_TOKEN)
-    held = index.tokens.nbytes + index.text_ids.nbytes + sum(table.nbytes for table in index.place_tables.values())
+    held = index.tokens.nbytes + index.text_ids.nbytes + sum(table.nbytes for table in index.ring_index_tables.values())
     assert held == 64 * BYTES_PER_TOKEN
     asked = asking([1, 2, 3], client="one")
     asked.output = [4, 5, 6, 7]

@@ -15,7 +15,7 @@ from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
-from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees
+from espalier.startup.tree_cost import ASSUMED_CONTEXT, ChipFigures, PassWeights, smaller_trees
 from espalier.startup.tree_policy import (
     MAX_VERIFY_ROWS,
     PredictedCosts,
@@ -183,7 +183,8 @@ def test_sets_of_trees_fit_and_lose_little_whatever_the_models(
         for level in (0.05, 0.25, 0.45, 0.65, 0.76, 0.85, 0.92):
             first_child = scaled_first_child_rates(level, configured.steps)
             rates = {
-                tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in candidates
+                tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, ASSUMED_CONTEXT)
+                for tree in candidates
             }
             for faster in {*candidates} - {PLAIN_TREE}:
                 found = rates | {faster: 1.08 * rates[faster]}

@@ -25,11 +25,11 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llama.LLAMA, qwen.QWEN2, qwen.QWEN3, mistral.MISTRAL, qwen.MIMO),
         *(qwen.QWEN2_MOE, qwen.QWEN3_MOE, gpt_oss.FAMILY),
-        *(gemma3.GEMMA2, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
+        *(gemma3.GEMMA2, gemma3.FAMILY, gemma4.FAMILY, gemma4.GEMMA4_UNIFIED),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, mistral.PHI3, llama.SMOLLM3),
         *(granite.FAMILY, granite.MOE, granite.MOE_SHARED, granite.HYBRID, llama.OLMO2, llama.OLMO3, laguna.FAMILY),
         *(muse_glimmer.FAMILY, llama.EXAONE4),
-        *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
+        *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.LFM2_MOE, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS, minimax.FAMILY),
         *(glm4_moe.DEEPSEEK_V32, glm4_moe.GLM_SPARSE),
     )

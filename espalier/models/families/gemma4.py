@@ -243,17 +243,17 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     for layer, own in enumerate(_sizes_by_layer(fields)):
         with path_in_errors(config.path):
             kv_heads, size = kv_heads_and_head_size({**fields, **own}, config.heads, config.hidden_size)
-        keeps, source = KVHeads(kv_heads, size, size), None
+        cache_spec, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
-            if source is None or specs[source].cache_spec != keeps:
+            if source is None or specs[source].cache_spec != cache_spec:
                 raise EspalierError(
                     f"{config.path}: num_kv_shared_layers = {shared}, but layer {layer} has no earlier layer of its "
                     "type and sizes whose K and V it could read; correct the config"
                 )
         window = config.windows[layer]
         v_is_k = bool(fields["attention_k_eq_v"]) and window is None
-        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
+        specs.append(LayerSpec(config.heads, cache_spec, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
     return tuple(specs)
 
 
@@ -381,7 +381,7 @@ FAMILY = Family(
     multimodal_architectures=("Gemma4ForConditionalGeneration",),
 )
 # The 12B model.  Transformers has a separate class for this model, without experts and second inputs.
-UNIFIED = replace(
+GEMMA4_UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",

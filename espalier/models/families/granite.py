@@ -69,8 +69,8 @@ MOE_SHARED = replace(
 )
 
 
-LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
-LAYER_TYPES = {"mamba": LINEAR, "attention": FULL_ATTENTION}
+LINEAR_LAYER, FULL_ATTENTION = "linear_attention", "full_attention"
+LAYER_TYPES = {"mamba": LINEAR_LAYER, "attention": FULL_ATTENTION}
 COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
@@ -114,7 +114,7 @@ def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: t
 
 def _checked_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
-    if LINEAR in (fields["layer_types"] or ()):
+    if LINEAR_LAYER in (fields["layer_types"] or ()):
         require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
     return hybrid_windows(fields)
 
@@ -135,10 +135,10 @@ def _recurrent_state(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    if LINEAR not in config.raw["layer_types"]:
+    if LINEAR_LAYER not in config.raw["layer_types"]:
         return specs_by_type(config, {})
     state = _recurrent_state(config)
-    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
+    return specs_by_type(config, {LINEAR_LAYER: LayerSpec(state.heads, state)})
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
@@ -176,7 +176,7 @@ HYBRID = replace(
     mlp_size_field="shared_intermediate_size",
     supported_fields=(*MOE_SHARED.supported_fields, "position_embedding_type"),
     normalise_fields=_normalise_fields,
-    extra_layer_types=(LINEAR,),
+    extra_layer_types=(LINEAR_LAYER,),
     layer_specs=_layer_specs,
     load_mixer=_load_mixer,
 )

@@ -15,7 +15,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import LayerNames, LayerNorms, MLPNames
 from espalier.models.weights import Weights
 
-CONV, FULL_ATTENTION = "conv", "full_attention"
+CONV_LAYER, FULL_ATTENTION = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 # Published field names -> the names that all families share.
 RENAMED_FIELDS = {
@@ -31,7 +31,7 @@ def _normalise_fields(raw: Json) -> Json:
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
         attending = range(count) if attending is None else attending
-        fields["layer_types"] = [FULL_ATTENTION if layer in attending else CONV for layer in range(count)]
+        fields["layer_types"] = [FULL_ATTENTION if layer in attending else CONV_LAYER for layer in range(count)]
     return fields
 
 
@@ -83,7 +83,7 @@ def _experts(fields: Json) -> Experts:
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     state = RecurrentState(config.raw["conv_L_cache"], conv_channels=config.hidden_size)
-    return specs_by_type(config, {CONV: LayerSpec(0, state)})
+    return specs_by_type(config, {CONV_LAYER: LayerSpec(0, state)})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
@@ -132,13 +132,13 @@ FAMILY = Family(
         mlp=MLP_NAMES,
     ),
     normalise_fields=_normalise_fields,
-    extra_layer_types=(CONV,),
+    extra_layer_types=(CONV_LAYER,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_mixer=_load_mixer,
     final_norm="model.embedding_norm",
 )
-MOE = replace(
+LFM2_MOE = replace(
     FAMILY,
     architecture="Lfm2MoeForCausalLM",
     model_type="lfm2_moe",

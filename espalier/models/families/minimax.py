@@ -9,14 +9,14 @@ from espalier.models.config import Experts, Family, Json
 from espalier.models.config_values import positive_integer
 from espalier.models.stored_names import MLPNames
 
-HEAD_SIZE = 128
+DEFAULT_HEAD_SIZE = 128
 
 
 def _normalise_fields(raw: Json) -> Json:
     """Returns the fields with `partial_rotary_factor`; published configs have `rotary_dim` in its place."""
     if raw.get("rotary_dim") is None:
         return raw
-    fields = {"head_dim": HEAD_SIZE, **raw}
+    fields = {"head_dim": DEFAULT_HEAD_SIZE, **raw}
     share = positive_integer(fields, "rotary_dim") / positive_integer(fields, "head_dim")
     return {"partial_rotary_factor": share, **{name: raw[name] for name in raw if name != "rotary_dim"}}
 
@@ -46,7 +46,7 @@ FAMILY = Family(
     model_type="minimax_m2",
     defaults={
         "num_key_value_heads": 8,
-        "head_dim": HEAD_SIZE,
+        "head_dim": DEFAULT_HEAD_SIZE,
         "max_position_embeddings": 196608,
         "rms_norm_eps": 1e-6,
         "num_local_experts": 256,

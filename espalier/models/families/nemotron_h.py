@@ -8,7 +8,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
-from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
+from espalier.models.families.granite import FULL_ATTENTION, LINEAR_LAYER, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import SingleBlockLayer
 from espalier.models.layers.linear import Embedding
@@ -20,11 +20,11 @@ from espalier.models.weights import Weights
 MOE_LAYER, MLP_LAYER = "moe", "mlp"
 # The layer types, by the letters of hybrid_override_pattern and by the names in older configs.
 LAYER_TYPES = {
-    "M": LINEAR,
+    "M": LINEAR_LAYER,
     "*": FULL_ATTENTION,
     "E": MOE_LAYER,
     "-": MLP_LAYER,
-    "mamba": LINEAR,
+    "mamba": LINEAR_LAYER,
     "attention": FULL_ATTENTION,
 }
 COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
@@ -92,15 +92,15 @@ def _recurrent_state(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, nothing = _recurrent_state(config), LayerSpec(0, NO_MIXING)
-    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE_LAYER: nothing, MLP_LAYER: nothing})
+    state, no_kv = _recurrent_state(config), LayerSpec(0, NO_MIXING)
+    return specs_by_type(config, {LINEAR_LAYER: LayerSpec(state.heads, state), MOE_LAYER: no_kv, MLP_LAYER: no_kv})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> SingleBlockLayer:
     """Loads a layer.  See config.py:LoadLayer."""
     kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
-    if kind == LINEAR:
+    if kind == LINEAR_LAYER:
         return SingleBlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL_ATTENTION:
         return SingleBlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
@@ -164,7 +164,7 @@ FAMILY = Family(
         *("num_nextn_predict_layers", "hidden_act"),
     ),
     normalise_fields=_normalise_fields,
-    extra_layer_types=(LINEAR, MOE_LAYER, MLP_LAYER),
+    extra_layer_types=(LINEAR_LAYER, MOE_LAYER, MLP_LAYER),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,

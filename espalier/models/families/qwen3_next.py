@@ -22,7 +22,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import MTPFamily
 from espalier.models.weights import Weights
 
-LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
+LINEAR_LAYER, FULL_ATTENTION = "linear_attention", "full_attention"
 HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
 COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
 # Fields for the three position ids of images.  In text, all three position ids are equal.
@@ -45,7 +45,7 @@ def normalise_fields(raw: Json) -> Json:
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
-        types = [FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR for layer in range(count)]
+        types = [FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR_LAYER for layer in range(count)]
     mtp = next((raw[name] for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if name in raw), 1)
     ropes = {
         name: {key: value for key, value in raw[name].items() if key not in IMAGE_ROPE_FIELDS}
@@ -80,12 +80,12 @@ def recurrent_state(config: ModelConfig) -> RecurrentState:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     state = recurrent_state(config)
-    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
+    return specs_by_type(config, {LINEAR_LAYER: LayerSpec(state.heads, state)})
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
     """Loads the first block of a layer: the gated delta rule or gated attention.  See config.py:LoadMixer."""
-    if config.raw["layer_types"][layer] == LINEAR:
+    if config.raw["layer_types"][layer] == LINEAR_LAYER:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
 
@@ -109,14 +109,14 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     keeps, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
-    def joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
+    def load_joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
         names, sizes = ((whole,), (sum(rows),)) if is_grouped else (parts, rows)
         return weights.linear(prefix, names, sizes, hidden, bias=False)
 
     return DeltaNet(
         keeps,
-        joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
-        joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
+        load_joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
+        load_joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
         is_grouped,
         ShortConv(weights.load(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
         weights.load_exact(f"{prefix}A_log", keeps.heads),
@@ -164,7 +164,7 @@ FAMILY = replace(
         *("num_nextn_predict_layers", "attn_output_gate"),
     ),
     normalise_fields=normalise_fields,
-    extra_layer_types=(LINEAR,),
+    extra_layer_types=(LINEAR_LAYER,),
     layer_specs=layer_specs,
     load_mixer=load_mixer,
     mtp=QWEN_MTP,

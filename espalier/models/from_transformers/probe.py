@@ -25,7 +25,7 @@ from espalier.models.config import IGNORED_FIELDS, Family, Json, ModelConfig, ar
 from espalier.models.config_values import with_overrides
 from espalier.models.from_transformers.target import (
     ATTENTION_NAME,
-    MAKERS,
+    REPLACEMENT_MAKERS,
     MakeForward,
     TransformersTarget,
     attend,
@@ -190,7 +190,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
     replacements: dict[type, MakeForward] = {nn.Linear: linear_of}
 
     def record_replacement(module: Any, args: tuple[Any, ...], out: Any) -> None:
-        for make in MAKERS if type(module) not in replacements else ():
+        for make in REPLACEMENT_MAKERS if type(module) not in replacements else ():
             if is_replacement(make, module, args):
                 replacements.setdefault(type(module), make)
 

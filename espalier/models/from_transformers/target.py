@@ -114,7 +114,7 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
 
 
 # Each of these may compute the same as a norm or experts of transformers.
-MAKERS: tuple[MakeForward, ...] = (
+REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
     *(partial(norm_of, offset=offset) for offset in (0.0, 1.0)),
     *(partial(experts_of, activation=activation) for activation in (SILU, GELU_TANH)),
 )

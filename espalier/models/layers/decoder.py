@@ -27,7 +27,7 @@ from espalier.models.weight_formats.sharded import UnsummedOutput
 class Mixer(NormReader, Protocol):
     """A block that mixes the rows of a request, such as attention or a recurrence."""
 
-    def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
+    def __call__(self, layer: int, rows: Any, /, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Writes rows to the cache, drops all rows except `p.kept_rows` (`s.keep_rows`), then attends.
         layer: the layer's index in the pass.  rows: the result of norm_input.
         Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""

@@ -150,7 +150,7 @@ class DeltaNet:
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, DeltaNetInput]:
         """Returns (x + delta, the input made from the norm of that sum).  See residual.py:NormReader.  For a few rows,
-        one kernel computes the norm and the product with ba.  The kernel of the norm also quantises the input of qkvz."""
+        one kernel computes the norm and the product with ba.  The norm's kernel also quantises the input of qkvz."""
         rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
         own = None if of_ba is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)

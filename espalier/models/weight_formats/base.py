@@ -146,11 +146,11 @@ class StoredTensor:
 class WeightFormat(ABC):
     """A storage format of matrices.  Matrices may be stacked if their formats compare equal.
 
-    has_shards: whether ranks may hold parts of a matrix, because the format's StoredTensors declare rows and columns.
+    supports_shards: whether ranks may hold parts of a matrix: the format's StoredTensors declare rows and columns.
     """
 
     name: ClassVar[str]
-    has_shards: ClassVar[bool] = False
+    supports_shards: ClassVar[bool] = False
     # Whether a checkpoint may store its embedding in this format.  Loading dequantises the embedding.
     can_store_embedding: ClassVar[bool] = False
 

@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, make_nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_NAMES, NVFP4_GROUP_SIZE, Nvfp4Format
+from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_SUFFIXES, NVFP4_GROUP_SIZE, Nvfp4Format
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
@@ -50,7 +50,7 @@ class PackedFormat(QuantisedFormat):
     has_zero_points: bool = False
     has_g_idx: bool = False
     name = "pack-quantized"
-    has_shards = True
+    supports_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
@@ -194,7 +194,7 @@ def _read_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) ->
                 f"quantization_config: {what} of NVFP4 with {read} are not supported, only 4 bits (float) by "
                 f"'tensor_group' of {NVFP4_GROUP_SIZE}"
             )
-    return Nvfp4Format(COMPRESSED_TENSORS_NAMES, has_inputs=inputs is not None)
+    return Nvfp4Format(COMPRESSED_TENSORS_SUFFIXES, has_input_scales=inputs is not None)
 
 
 def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:

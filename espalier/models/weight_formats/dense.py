@@ -103,7 +103,7 @@ class PackedWeight(Weight):
 
 class DenseFormat(WeightFormat):
     name = DENSE
-    has_shards = True
+    supports_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)

@@ -47,7 +47,7 @@ class Mxfp4Format(QuantisedFormat):
     The tensors are _blocks uint8 [experts, out, in / 32, 16], low nibble first, and _scales [experts, out, in / 32]."""
 
     name = "mxfp4"
-    has_shards = True
+    supports_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
@@ -109,29 +109,29 @@ class Nvfp4Suffixes:
     input_scale: str
 
 
-COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
+COMPRESSED_TENSORS_SUFFIXES = Nvfp4Suffixes(
     ".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale"
 )
-MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
+MODELOPT_SUFFIXES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
 
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
-    """A matrix in NVFP4.  has_inputs: whether the checkpoint stores a scale of 4-bit inputs, which Espalier ignores."""
+    """A matrix in NVFP4.  has_input_scales: whether scales of 4-bit inputs are stored, which Espalier ignores."""
 
     names: Nvfp4Suffixes
-    has_inputs: bool = False
+    has_input_scales: bool = False
     name = NVFP4_NAME
-    has_shards = True
+    supports_shards = True
 
     @property
     def load_warning(self) -> str | None:
-        return W4A4_WARNING if self.has_inputs else None
+        return W4A4_WARNING if self.has_input_scales else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
-        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_inputs else ()
+        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_input_scales else ()
         return (
             # Ranks hold whole groups, and a group has eight bytes of codes.
             StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
@@ -167,8 +167,8 @@ class Nvfp4Format(QuantisedFormat):
 
 MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
     "FP8": Fp8Format((None, None), inputs="static"),
-    "NVFP4": Nvfp4Format(MODELOPT_NAMES, has_inputs=True),
-    "W4A16_NVFP4": Nvfp4Format(MODELOPT_NAMES),
+    "NVFP4": Nvfp4Format(MODELOPT_SUFFIXES, has_input_scales=True),
+    "W4A16_NVFP4": Nvfp4Format(MODELOPT_SUFFIXES),
 }
 
 

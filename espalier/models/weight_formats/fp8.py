@@ -51,7 +51,7 @@ class Fp8Format(QuantisedFormat):
     group_size: int | None = None
     input_scale_suffix: str = ".input_scale"
     name = FP8_NAME
-    has_shards = True
+    supports_shards = True
 
     def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "Fp8Format":
         scale = (

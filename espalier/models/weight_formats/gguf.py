@@ -56,7 +56,7 @@ class GGUFFormat(WeightFormat):
 
     type: str
     name = GGUF_METHOD
-    has_shards = True
+    supports_shards = True
     can_store_embedding = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:

@@ -50,7 +50,7 @@ class GptqFormat(QuantisedFormat):
     group_size: int | None
     zero_point_offset: int
     name = "gptq"
-    has_shards = True
+    supports_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
@@ -119,7 +119,7 @@ class AwqFormat(QuantisedFormat):
 
     group_size: int | None
     name = "awq"
-    has_shards = True
+    supports_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns

@@ -15,26 +15,26 @@ from espalier.shards import Shards
 
 
 class ShardedWeight(Weight):
-    """A weight that is divided among ranks.  own_part: the part of the weight on this rank.
+    """A weight that is divided among ranks.  own_weight: the part of the weight on this rank.
     shape: (the number of outputs of the whole product, the number of inputs on this rank)."""
 
-    __slots__ = ("format", "own_part", "shards")
+    __slots__ = ("format", "own_weight", "shards")
 
     def __init__(self, own: Weight, shards: Shards, out: int) -> None:
         super().__init__((out, own.shape[1]), own.nbytes)
         self.format = own.format
-        self.own_part = own
+        self.own_weight = own
         self.shards = shards
 
     @property
     def rounding(self) -> InputScales | None:
-        return self.own_part.rounding
+        return self.own_weight.rounding
 
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
-        return self.join_ranks(self.own_part.apply(x, None), bias)
+        return self.join_ranks(self.own_weight.apply(x, None), bias)
 
     def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the whole product [rows, out].  own_part: this rank's product."""
+        """Returns the whole product [rows, out].  own_weight: this rank's product."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class SummedWeight(ShardedWeight):
         """Returns the product before the sum over the ranks.
         Only one rank adds the bias."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        return UnsummedOutput(self.own_part.partial_sums(x, once), self.shards, x.dtype)
+        return UnsummedOutput(self.own_weight.partial_sums(x, once), self.shards, x.dtype)
 
 
 class UnsummedOutput:

@@ -50,8 +50,8 @@ class HostSource:
     def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Called when tokens were appended to a request."""
 
-    def guesses(self, request: Request, width: int) -> list[Guess]:
-        """Returns guesses of at most `width` tokens for the text after the request's last known token, the best
+    def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns guesses of at most `max_length` tokens for the text after the request's last known token, the best
         first."""
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ class IndexSource(HostSource):
         self.tokens = np.full(self.ring_size, -1, dtype=np.int32)
         # For each token, the salt and the number of its text (TEXT_NUMBER_BITS).
         self.text_ids = np.zeros(self.ring_size, dtype=np.int64)
-        self.place_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
+        self.ring_index_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
         self.ring_end = 0
         self.num_texts = 0
 
@@ -48,27 +48,27 @@ class IndexSource(HostSource):
         # Salt and number tell neighbouring texts apart, so that no n-gram crosses from one text to the next.
         self.text_ids[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
         self.ring_end = (self.ring_end + len(text)) % self.ring_size
-        for length, table in self.place_tables.items():
+        for length, table in self.ring_index_tables.items():
             if len(text) >= length:
                 table[_ngram_hashes(text, length, salt) % np.uint64(self.ring_size)] = places[length - 1 :]
 
-    def guesses(self, request: Request, width: int) -> list[Guess]:
+    def guesses(self, request: Request, max_length: int) -> list[Guess]:
         last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("index", match_strength(matching // 2)), ahead)
-            for matching, ahead in self.find_continuations(last, client_salt(request.client), width)
+            for matching, ahead in self.find_continuations(last, client_salt(request.client), max_length)
         ]
 
     def find_continuations(
-        self, last_tokens: Sequence[int], salt: int, width: int
+        self, last_tokens: Sequence[int], salt: int, max_length: int
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
         The places of longer n-grams come first.
         """
         text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
-        for length, table in self.place_tables.items():
+        for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
                 continue
             place = int(table[_ngram_hash(last_tokens[-length:], salt) % self.ring_size])
@@ -76,7 +76,7 @@ class IndexSource(HostSource):
                 continue
             seen.add(place)
             matching = self._num_matching(text, place, salt)
-            ahead = self._tokens_after(place, width)
+            ahead = self._tokens_after(place, max_length)
             if matching >= length and ahead:
                 made.append((matching, ahead))
         return made
@@ -91,8 +91,8 @@ class IndexSource(HostSource):
         equal = (self.tokens[places] == text[::-1]) & (self.text_ids[places] == self.text_ids[place])
         return int(equal.cumprod().sum())
 
-    def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
-        places = (place + 1 + np.arange(min(width, (self.ring_end - place - 1) % self.ring_size))) % self.ring_size
+    def _tokens_after(self, place: int, max_length: int) -> tuple[int, ...]:
+        places = (place + 1 + np.arange(min(max_length, (self.ring_end - place - 1) % self.ring_size))) % self.ring_size
         inside = (self.text_ids[places] == self.text_ids[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
 

@@ -35,10 +35,10 @@ class IndexedText:
                     next_positions[tuple(self.tokens[end - length :])] = end
             self.tokens.append(token)
 
-    def find_continuations(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest n-grams first.
+    def find_continuations(self, num_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns (number of matching tokens, `num_tokens` tokens that followed) for each place, longest n-grams first.
 
-        If the text ends before `width` tokens, the text from the place on is repeated.
+        If the text ends before `num_tokens` tokens, the text from the place on is repeated.
         """
         tokens, end, found = self.tokens, len(self.tokens), {}
         for length, next_positions in self.next_positions.items():
@@ -46,7 +46,7 @@ class IndexedText:
             if place is not None and place not in found:
                 most = min(MAX_MATCHING, place)
                 matching = next((n for n in range(length, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
-                ahead = tuple(tokens[place + at % (end - place)] for at in range(width))
+                ahead = tuple(tokens[place + at % (end - place)] for at in range(num_tokens))
                 found[place] = (matching, ahead)
         return list(found.values())
 
@@ -63,11 +63,11 @@ class OwnTextSource(HostSource):
         if request.id in self.text_by_request:
             self.text_by_request[request.id].add_tokens(tokens)
 
-    def guesses(self, request: Request, width: int) -> list[Guess]:
+    def guesses(self, request: Request, max_length: int) -> list[Guess]:
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("text", match_strength(matching)), ahead)
-            for matching, ahead in self.text_by_request[request.id].find_continuations(width)
+            for matching, ahead in self.text_by_request[request.id].find_continuations(max_length)
         ]
 
     def remove_request(self, request: Request) -> None:

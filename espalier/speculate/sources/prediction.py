@@ -65,12 +65,12 @@ class PredictionSource(HostSource):
                 progress.add_token(request.output[max(0, at - REJOIN_TOKENS) : at])
             request.num_predicted = sum(progress.has_appeared)
 
-    def guesses(self, request: Request, width: int) -> list[Guess]:
+    def guesses(self, request: Request, max_length: int) -> list[Guess]:
         progress = self.progress.get(request.id)
         # While the output does not agree with the prediction, there is nothing to guess.
         if progress is None or (request.output and not progress.num_matching):
             return []
-        ahead = tuple(progress.tokens[progress.next_position : progress.next_position + width])
+        ahead = tuple(progress.tokens[progress.next_position : progress.next_position + max_length])
         kind = path_kind("prediction", match_strength(progress.num_matching))
         return [Guess(request.num_tokens - 1, kind, ahead)] if ahead else []
 
