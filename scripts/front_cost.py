@@ -88,7 +88,7 @@ def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
 def front(port: int, profile: str | None) -> None:
     """The API server's process."""
     logs.set_up_logging("info", False)
-    client = ClientOptions(worker="scripts.front_cost")
+    client = ClientOptions(worker_module="scripts.front_cost")
     options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontendOptions(("fake",)), ApiOptions())
     if profile is None:
         asyncio.run(serve({}, options))

@@ -277,7 +277,7 @@ def show_cost(counts: Sequence[int], repeats: int) -> None:
         plain = service(count, served_model_name="fake")
         model = replace(
             plain.models[0],
-            client=ClientOptions(worker="scripts.front_cost", log_level="warning"),
+            client=ClientOptions(worker_module="scripts.front_cost", log_level="warning"),
             replicas=ReplicaOptions(count, count),
         )
         with cluster() as port:

@@ -195,7 +195,7 @@ def load(sent: dict[str, Any]) -> Iterator[Any]:
 
 def frontend(port: int, sent: Mapping[str, Any]) -> None:
     logs.set_up_logging("warning", False)
-    client = ClientOptions(worker="scripts.serve_timeline", log_level="warning")
+    client = ClientOptions(worker_module="scripts.serve_timeline", log_level="warning")
     options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontendOptions(("m",)), ApiOptions())
     with noting(sent["notes"]) as note:
         note_front(note)

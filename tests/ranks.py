@@ -186,8 +186,8 @@ def run_open(engine: Engine, requests: Sequence[Request]) -> list[Request]:
 def planes_of(engine_or_follower: Any) -> list[Tensor]:
     """Every stack of the pages' planes, [layers, rows, heads, size]."""
     pages = engine_or_follower.executor.runner.pages
-    return [plane.float() if plane.dtype.itemsize == 1 else plane for s in (*pages.target, *pages.draft)
-            for plane in s.stacked]  # fmt: skip
+    return [plane.float() if plane.dtype.itemsize == 1 else plane for s in (*pages.target_stacks, *pages.draft_stacks)
+            for plane in s.planes]  # fmt: skip
 
 
 def whole(parts: Sequence[Tensor], heads: int) -> Tensor:

@@ -141,7 +141,7 @@ class AttentionPlan:
 
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
-        return self.specs[layer].rows.read(self.pages.layers[layer])
+        return self.specs[layer].row_spec.read(self.pages.layers[layer])
 
 
 class AttentionBackend:

@@ -192,11 +192,11 @@ class Pass:
         if self.cache.states is not None and isinstance(spec.cache_spec, RecurrentState):
             q = self._states.write(place, self.tokens.shape[1], *values)
             # Without gates, q is the convolution's output.
-            return q if values[1] is not None else self._select_kept(layer, q)
+            return q if values[1] is not None else self._select_kept_rows(layer, q)
         shares = spec.shares_with is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
-        q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
+        q = spec.row_spec.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.cache_spec, LatentKV)
             self._index_queries = spec.cache_spec.write_index(self.rows, planes, index)
@@ -216,13 +216,13 @@ class Pass:
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
         if self.cache.states is not None and isinstance(self.cache.specs[index].cache_spec, RecurrentState):
-            return self._select_kept(layer, self._states.read(index, q, sink))
+            return self._select_kept_rows(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft layer that reads the target's rows has no staged rows.
             return self._plan_of_layer(layer).attend_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
         planes = self.cache.staging.staged_planes(index, batch, queries, self.staged_width, self.first_staged)
-        k, v = spec.rows.read(planes)
+        k, v = spec.row_spec.read(planes)
         if self.chosen_rows is not None:
             return self.chosen_rows.select(plan.attend(index, self.chosen_rows.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
@@ -234,7 +234,7 @@ class Pass:
         kept = self.kept_rows(layer)
         if self._index_queries is not None:
             q, weights = (
-                self._select_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
+                self._select_kept_rows(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
             )
             self._selection = plan.select(self.layers[layer], IndexerQueries(q, weights), planes[1])
             self._index_queries = None
@@ -242,7 +242,7 @@ class Pass:
             self._selection = narrow_selection(self._selection, kept)
         return self._selection
 
-    def _select_kept(self, layer: int, values: Tensor) -> Tensor:
+    def _select_kept_rows(self, layer: int, values: Tensor) -> Tensor:
         """Returns the rows of values [B, Q, ...] that the layer computes."""
         kept = self.kept_rows(layer)
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
@@ -265,7 +265,7 @@ class Pass:
     def rotation(self, rope: Rope) -> Rotation:
         """Returns cos and sin of the rows' positions.  The tables are read once a pass."""
         if rope not in self._position_lookups:
-            self.keep_rotation(rope, rope.rows(self.positions))
+            self.store_rotation(rope, rope.rows(self.positions))
         return self._position_lookups[rope]
 
     def table_at_positions(self, layer: int, table: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class Pass:
         found, kept = self._position_lookups[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
-    def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
+    def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
         self._position_lookups[rope] = rotation
 

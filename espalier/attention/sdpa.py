@@ -88,8 +88,8 @@ class SdpaAttention(AttentionPlan):
         groups = heads // kv_heads
         if self.max_committed_rows:
             # In a latent row, V is a part of K, which is the whole row.
-            planes = self.pages.layers[layer][: spec.rows.num_read_planes]
-            k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
+            planes = self.pages.layers[layer][: spec.row_spec.num_read_planes]
+            k, v = spec.row_spec.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.kv_scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
@@ -113,10 +113,10 @@ class SdpaAttention(AttentionPlan):
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         if not self.max_committed_rows:
-            return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
+            return q.new_zeros(*q.shape[:3], self.specs[layer].row_spec.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
         seen = self._visible_rows(self.specs[layer].window).any(-1)
-        out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
+        out = self.attend(layer, q, *self.specs[layer].row_spec.read(planes))
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
     def _attention_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:

@@ -24,11 +24,11 @@ from espalier.layout import RoundLayout
 class LayerStack:
     """The planes of all layers of a group.  The rows of these layers have the same form.
 
-    stacked: [layers, rows, heads, size], one tensor for each plane of a layer.
+    planes: [layers, rows, heads, size], one tensor for each plane of a layer.
     """
 
     layers: tuple[int, ...]
-    stacked: tuple[Tensor, ...]
+    planes: tuple[Tensor, ...]
 
 
 def allocate_stacks(
@@ -53,7 +53,7 @@ def allocate_stacks(
 
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
     """Returns views of each layer's planes [rows, heads, size].  Layers that share rows share planes."""
-    own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
+    own = {layer: tuple(each[i] for each in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
     return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 
 
@@ -127,9 +127,9 @@ class PagedKV:
         self.dtype = dtype
         self.device = device
         rows = layout.tokens_in(num_pages)
-        self.target = allocate_stacks(specs, range(num_target_layers), rows, dtype, device)
-        self.draft = allocate_stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
-        self.layers = planes_by_layer([*self.target, *self.draft], specs)
+        self.target_stacks = allocate_stacks(specs, range(num_target_layers), rows, dtype, device)
+        self.draft_stacks = allocate_stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
+        self.layers = planes_by_layer([*self.target_stacks, *self.draft_stacks], specs)
         own = {
             layer: (scales or {}).get(layer) or KVScales.ones(spec.cache_spec.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
@@ -148,15 +148,15 @@ class PagedKV:
         if not pages:
             return
         index = torch.tensor(pages, device=self.device)
-        for stacked in (each for stack in (*self.target, *self.draft) for each in stack.stacked):
+        for stacked in (each for stack in (*self.target_stacks, *self.draft_stacks) for each in stack.planes):
             # The tensor is filled as bytes, because PyTorch cannot fill FP8 tensors.
             stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
-        pages = {stack.layers: stack for stack in (*self.target, *self.draft)}
+        pages = {stack.layers: stack for stack in (*self.target_stacks, *self.draft_stacks)}
         for stack in staged.stacks:
-            commit_rows(stack.stacked, pages[stack.layers].stacked, source, rows)
+            commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows to page rows for one layer.  See commit."""

@@ -225,7 +225,7 @@ class LayerSpec:
             )
 
     @cached_property
-    def rows(self) -> KVHeads | LatentKV:
+    def row_spec(self) -> KVHeads | LatentKV:
         """`cache_spec` of a layer that keeps rows."""
         assert not isinstance(self.cache_spec, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.cache_spec
@@ -234,7 +234,7 @@ class LayerSpec:
     def projected_heads(self) -> int:
         """Heads of the layer's qkv projection."""
         of_rows = 0 if self.shares_with is not None else 1 if self.v_is_k else 2
-        return self.heads + of_rows * self.rows.kv_heads
+        return self.heads + of_rows * self.row_spec.kv_heads
 
     @cached_property
     def softmax_scale(self) -> float:

@@ -233,7 +233,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=worker or ENGINE_PROCESS_MODULE,
+            worker_module=worker or ENGINE_PROCESS_MODULE,
             learn=learn,
         ),
         frontend=frontend_options_from_flags(

@@ -123,23 +123,23 @@ class TreeCounts:
     """What the rounds of one tree showed.
 
     depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
-    gained: tokens beyond the first.
+    gained_tokens: tokens beyond the first.
     """
 
     depths: list[DecayingRate]
     samples: list[float]
-    gained: float = 0.0
+    gained_tokens: float = 0.0
 
     def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
         _count_first_children(self.depths, sample, max_depth, weight)
         self.samples[max_depth] += weight
-        self.gained += weight * len(sample.sibling_ranks)
+        self.gained_tokens += weight * len(sample.sibling_ranks)
 
     def decay(self, factor: float) -> None:
         for rate in self.depths:
             rate.decay(factor)
         self.samples = [factor * count for count in self.samples]
-        self.gained *= factor
+        self.gained_tokens *= factor
 
 
 @dataclass
@@ -148,8 +148,8 @@ class Acceptance:
 
     steps: depth of the deepest tree; min_rounds, min_samples: an estimate remembers so many rounds and so many
     samples, whichever takes longer; min_prior: the least weight of the assumptions.
-    first_child: how often the first child is accepted, by depth.  A depth that was rarely tried has the assumed rate,
-    corrected as much as the depth above was.
+    first_child_rates: how often the first child is accepted, by depth.  A depth that was rarely tried has the assumed
+    rate, corrected as much as the depth above was.
     """
 
     steps: int
@@ -157,8 +157,8 @@ class Acceptance:
     min_samples: int
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
-    first_child: list[float] = field(init=False)
-    by_tree: dict[TreeShape, TreeCounts] = field(default_factory=dict)
+    first_child_rates: list[float] = field(init=False)
+    counts_by_tree: dict[TreeShape, TreeCounts] = field(default_factory=dict)
     recent_gain: DecayingRate = field(default_factory=DecayingRate)
     prior_weight: float = PRIOR_SAMPLES
 
@@ -167,8 +167,8 @@ class Acceptance:
 
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
-        self.by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
-        self.first_child = [0.0] * self.steps
+        self.counts_by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
+        self.first_child_rates = [0.0] * self.steps
         self._update_first_child()
 
     def cap_weight(self, max_samples: float) -> None:
@@ -180,7 +180,7 @@ class Acceptance:
     def _decay(self, factor: float) -> None:
         for rate in self.depths:
             rate.decay(factor)
-        for counts in self.by_tree.values():
+        for counts in self.counts_by_tree.values():
             counts.decay(factor)
 
     def _update_first_child(self) -> None:
@@ -188,21 +188,21 @@ class Acceptance:
         for i, count in enumerate(self.depths):
             assumed = assumed_rate(i + 1)
             rate = min(count.rate(min(assumed * follows, MAX_RATE), self.prior_weight), MAX_RATE)
-            self.first_child[i], follows = rate, rate / assumed
+            self.first_child_rates[i], follows = rate, rate / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
         """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
-        return 1 + gains(tree, self.first_child)[-1] * self._gain_ratio(tree)
+        return 1 + gains(tree, self.first_child_rates)[-1] * self._gain_ratio(tree)
 
     def _gain_ratio(self, tree: TreeShape) -> float:
         """Returns the real gain of the tree, divided by the gain that its own rounds' first children predict."""
-        counts = self.by_tree.get(tree)
+        counts = self.counts_by_tree.get(tree)
         if counts is None:
             return 1.0
-        pairs = zip(counts.depths, self.first_child, strict=False)
+        pairs = zip(counts.depths, self.first_child_rates, strict=False)
         own = [count.rate(pooled, self.prior_weight) for count, pooled in pairs]
         predicted = sum(map(mul, counts.samples, gains(tree, own)))
-        return (counts.gained + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
+        return (counts.gained_tokens + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Count a round of this tree."""
@@ -212,9 +212,9 @@ class Acceptance:
         self._cap_weight_if_text_changed(tree, samples)
         self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
         self._decay(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
-        if tree not in self.by_tree:
-            self.by_tree[tree] = TreeCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
-        counts = self.by_tree[tree]
+        if tree not in self.counts_by_tree:
+            self.counts_by_tree[tree] = TreeCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
+        counts = self.counts_by_tree[tree]
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             max_depth = min(sample.max_depth, depth)
@@ -225,7 +225,7 @@ class Acceptance:
     def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
-        by_depth, ratio = gains(tree, self.first_child), self._gain_ratio(tree)
+        by_depth, ratio = gains(tree, self.first_child_rates), self._gain_ratio(tree)
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
         self.recent_gain.denominator += ratio * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
         self.recent_gain.numerator += sum(len(sample.sibling_ranks) for sample in samples)

@@ -72,23 +72,23 @@ class SlotSamplingParams:
     def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SlotSamplingParams":
         table, index = slots.table, slots.index
 
-        def rows(value: Tensor, needed: bool) -> Tensor | None:
+        def gather_rows(value: Tensor, needed: bool) -> Tensor | None:
             return value[index] if needed else None
 
         return cls(
             ints=table.ints[index],
             floats=table.floats[index],
-            counts=rows(table.counts, sampling_features.penalised),
-            seen=rows(table.seen, sampling_features.penalised),
-            bias_ids=rows(table.bias_ids, sampling_features.biased),
-            bias_values=rows(table.bias_values, sampling_features.biased),
-            stop_ids=rows(table.stop_ids, sampling_features.biased),
+            counts=gather_rows(table.counts, sampling_features.penalised),
+            seen=gather_rows(table.seen, sampling_features.penalised),
+            bias_ids=gather_rows(table.bias_ids, sampling_features.biased),
+            bias_values=gather_rows(table.bias_values, sampling_features.biased),
+            stop_ids=gather_rows(table.stop_ids, sampling_features.biased),
         )
 
 
 def process_logits(
     logits: Tensor,
-    rows: SlotSamplingParams,
+    params: SlotSamplingParams,
     sampling_features: SamplingFeatures,
     positions: Tensor,
     drafted_ancestors: DraftedAncestors | None = None,
@@ -101,44 +101,44 @@ def process_logits(
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling_features.biased:
-        logits = _ban_stops(_add_bias(logits, rows), rows, positions)
+        logits = _ban_stops(_add_bias(logits, params), params, positions)
     if sampling_features.penalised:
-        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], drafted_ancestors))
+        logits = _penalise(logits, params, _output_counts(params, logits.shape[1], drafted_ancestors))
     return logits
 
 
-def _add_bias(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
-    assert rows.bias_ids is not None and rows.bias_values is not None
+def _add_bias(logits: Tensor, params: SlotSamplingParams) -> Tensor:
+    assert params.bias_ids is not None and params.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
-    return logits + bias.scatter_add_(1, rows.bias_ids, rows.bias_values.to(bias.dtype))[:, None]
+    return logits + bias.scatter_add_(1, params.bias_ids, params.bias_values.to(bias.dtype))[:, None]
 
 
-def _ban_stops(logits: Tensor, rows: SlotSamplingParams, positions: Tensor) -> Tensor:
-    assert rows.stop_ids is not None
+def _ban_stops(logits: Tensor, params: SlotSamplingParams, positions: Tensor) -> Tensor:
+    assert params.stop_ids is not None
     # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
-    stops.scatter_(1, rows.stop_ids.masked_fill(rows.stop_ids < 0, logits.shape[2]), True)
-    early = positions < rows.min_position[:, None]
+    stops.scatter_(1, params.stop_ids.masked_fill(params.stop_ids < 0, logits.shape[2]), True)
+    early = positions < params.min_position[:, None]
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _output_counts(rows: SlotSamplingParams, queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
+def _output_counts(params: SlotSamplingParams, queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
     """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
-    assert rows.counts is not None
+    assert params.counts is not None
     if drafted_ancestors is None:
-        return rows.counts[:, None]
-    counts = rows.counts[:, None].repeat(1, queries, 1)
+        return params.counts[:, None]
+    counts = params.counts[:, None].repeat(1, queries, 1)
     counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
     ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(counted)
     return counts.scatter_add_(2, ids, counted.to(counts.dtype))
 
 
-def _penalise(logits: Tensor, rows: SlotSamplingParams, counts: Tensor) -> Tensor:
-    assert rows.seen is not None
+def _penalise(logits: Tensor, params: SlotSamplingParams, counts: Tensor) -> Tensor:
+    assert params.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]
-        for value in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+        for value in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     )
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where((counts > 0) | rows.seen[:, None], repeated, logits)
+    logits = torch.where((counts > 0) | params.seen[:, None], repeated, logits)
     return logits - (frequency * counts + presence * (counts > 0))

@@ -32,7 +32,7 @@ class Logprobs(NamedTuple):
 
 def pick(
     logits: Tensor,
-    rows: SlotSamplingParams | None,
+    params: SlotSamplingParams | None,
     sampling_features: SamplingFeatures,
     positions: Tensor,
     noise: Tensor | None,
@@ -45,18 +45,18 @@ def pick(
     argmax without filters.  noise: [B, Q, V], None if no row samples; drafted_ancestors: drafted tokens that count as
     output.
     """
-    if rows is not None:
-        logits = process_logits(logits, rows, sampling_features, positions, drafted_ancestors)
-    if rows is not None and noise is not None:
-        greedy = (rows.temperature == 0)[:, None, None]
-        scaled = divide_by_temperature(logits, rows)
-        kept = apply_filters(scaled, rows) if sampling_features.filtered else scaled
+    if params is not None:
+        logits = process_logits(logits, params, sampling_features, positions, drafted_ancestors)
+    if params is not None and noise is not None:
+        greedy = (params.temperature == 0)[:, None, None]
+        scaled = divide_by_temperature(logits, params)
+        kept = apply_filters(scaled, params) if sampling_features.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())
 
 
-def apply_filters(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
+def apply_filters(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
@@ -65,30 +65,30 @@ def apply_filters(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)
-    removed = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab_size)[:, None, None]
+    removed = rank >= params.top_k.masked_fill(params.top_k <= 0, vocab_size)[:, None, None]
     ratio = torch.exp(ordered - ordered[..., :1])
     mass = (ratio * 2.0**40).long().masked_fill_(removed, 0)
     cumulative = mass.cumsum(-1)
-    top_p = rows.top_p.double()[:, None, None]
+    top_p = params.top_p.double()[:, None, None]
     enough = (cumulative[..., -1:] * top_p).ceil().long()
     removed = removed | ((cumulative - mass >= enough) & (top_p < 1))
-    removed |= ratio < rows.min_p.to(ratio.dtype)[:, None, None]
+    removed |= ratio < params.min_p.to(ratio.dtype)[:, None, None]
     return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(removed & (rank > 0), -torch.inf))
 
 
-def divide_by_temperature(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
+def divide_by_temperature(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
-    return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
+    return logits / params.temperature.masked_fill(params.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
-def scores_with_shared_noise(logits: Tensor, rows: SlotSamplingParams, noise: Tensor) -> Tensor:
+def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: Tensor) -> Tensor:
     """Score a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
     not depend on these scores.
     """
-    greedy = (rows.temperature == 0)[:, None, None]
-    return torch.log_softmax(torch.where(greedy, logits, divide_by_temperature(logits, rows) + noise), -1)
+    greedy = (params.temperature == 0)[:, None, None]
+    return torch.log_softmax(torch.where(greedy, logits, divide_by_temperature(logits, params) + noise), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:

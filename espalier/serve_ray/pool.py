@@ -33,13 +33,13 @@ NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 class PooledPrompt:
     """A submitted prompt.  has_begun: whether its first output token has arrived."""
 
-    submit: SubmittedPrompt
+    submitted: SubmittedPrompt
     generation: Generation
     has_begun: bool = False
 
     @property
     def is_done(self) -> bool:
-        return self.generation.num_running[self.submit.name] == 0
+        return self.generation.num_running[self.submitted.name] == 0
 
 
 @dataclass(eq=False)
@@ -145,14 +145,14 @@ class EnginePool:
         except Exception as error:
             if not isinstance(error, EngineGone | EspalierError):
                 log.exception("a prompt failed in the API server")
-            self._open_prompts.pop(prompt.submit.name, None)
+            self._open_prompts.pop(prompt.submitted.name, None)
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
     async def _try_replicas(self, prompt: PooledPrompt) -> None:
-        submit = prompt.submit
-        message = msgspec.msgpack.encode(submit)
-        hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
+        submitted = prompt.submitted
+        message = msgspec.msgpack.encode(submitted)
+        hint = RoutingHint(prefix_hashes(submitted.prompt, int(self.config["page_size"])), submitted.params.n)
         for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
             lost = await self._stream_from_replica(prompt, message, hint)
             if lost is None:
@@ -177,7 +177,7 @@ class EnginePool:
                 for part in sent.parts:
                     prompt.generation.add(part)
                 if prompt.is_done:
-                    self._open_prompts.pop(prompt.submit.name, None)
+                    self._open_prompts.pop(prompt.submitted.name, None)
         except asyncio.CancelledError:
             stream.cancel()
             raise

@@ -60,12 +60,12 @@ class PromptBatcher:
         # Set when the waiting prompts are sent.  None before the first prompt.
         self._flush_event: asyncio.Event | None = None
 
-    def add(self, submit: SubmittedPrompt) -> None:
+    def add(self, submitted: SubmittedPrompt) -> None:
         loop = asyncio.get_running_loop()
         if not self._unsent:
             self._send_deadline, self._flush_event = loop.time() + MAX_SEND_DELAY_S, asyncio.Event()
-        self._unsent.append(submit)
-        self._num_unsent_tokens += len(submit.prompt)
+        self._unsent.append(submitted)
+        self._num_unsent_tokens += len(submitted.prompt)
         self._num_idle_turns = 0
         if self._num_unsent_tokens >= self.tokens_per_prefill or loop.time() >= self._send_deadline:
             self.flush()
@@ -119,7 +119,7 @@ class ClientOptions:
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
-    worker: str = ENGINE_PROCESS_MODULE
+    worker_module: str = ENGINE_PROCESS_MODULE
     learn: dict[str, Any] | None = None
 
 
@@ -248,7 +248,7 @@ class EngineClient:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.options.worker, address, str(os.getpid())),
+                *(sys.executable, "-m", self.options.worker_module, address, str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment(),
             )

@@ -104,8 +104,8 @@ class EngineWorker:
         while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
             if isinstance(message, protocol.SubmitPrompts):
-                for submit in message.prompts:
-                    self._submit(submit)
+                for submitted in message.prompts:
+                    self._submit(submitted)
             elif isinstance(message, protocol.AbortPrompt):
                 self._abort(message.name)
             else:
@@ -114,16 +114,16 @@ class EngineWorker:
         self._start_compiled()
         return True
 
-    def _submit(self, submit: SubmittedPrompt) -> None:
-        compiling = self.llm.start_compile(submit.params.grammar)
+    def _submit(self, submitted: SubmittedPrompt) -> None:
+        compiling = self.llm.start_compile(submitted.params.grammar)
         if compiling is None:
-            self._start(submit, None)
+            self._start(submitted, None)
         else:
-            self.compiling_prompts[submit.name] = (submit, compiling)
+            self.compiling_prompts[submitted.name] = (submitted, compiling)
 
     def _start_compiled(self) -> None:
         """Start or refuse the prompts whose grammars have been compiled."""
-        for name, (submit, compiling) in list(self.compiling_prompts.items()):
+        for name, (submitted, compiling) in list(self.compiling_prompts.items()):
             if not compiling.done():
                 continue
             del self.compiling_prompts[name]
@@ -132,19 +132,19 @@ class EngineWorker:
             except EspalierError as error:
                 self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
             else:
-                self._start(submit, grammar)
+                self._start(submitted, grammar)
 
-    def _start(self, submit: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
-        asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
+    def _start(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
+        asked = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
-            group = self.llm.new_requests(*asked, grammar, submit.client, submit.streamed)
+            group = self.llm.new_requests(*asked, grammar, submitted.client, submitted.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
             # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
-            self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
+            self.socket.send(protocol.encode(PromptRefused(submitted.name, str(error))))
             return
-        self.running_prompts[submit.name] = RunningPrompt(group, len(group), submit.private)
+        self.running_prompts[submitted.name] = RunningPrompt(group, len(group), submitted.private)
 
     def _abort(self, name: str) -> None:
         self.compiling_prompts.pop(name, None)

@@ -128,7 +128,7 @@ class TorchSampler(Sampler):
     """
 
     vocab_size: int
-    rows: SlotSamplingParams | None
+    params: SlotSamplingParams | None
     noise: Tensor | None
 
     def _pick(
@@ -140,7 +140,7 @@ class TorchSampler(Sampler):
             tokens = drafted_ancestors.tokens
             drafted_ancestors = drafted_ancestors._replace(tokens=tokens.index_fill(1, tokens.new_zeros(1), VOID))
         features, positions = self.sampling_features, self.first_position[:, None] + offsets
-        return pick(apply_mask(logits, mask), self.rows, features, positions, self._noise(offsets), drafted_ancestors)
+        return pick(apply_mask(logits, mask), self.params, features, positions, self._noise(offsets), drafted_ancestors)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logp, ids = self._child_scores(rows, mask)
@@ -165,21 +165,21 @@ class TorchSampler(Sampler):
         if mask is not None:
             allowed = unpack_mask(mask, self.vocab_size)
             precise = precise.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
-        if self.rows is None:
+        if self.params is None:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, d2t, precise)
         steps = torch.arange(rows.num_rows, device=precise.device)
         offsets = (rows.position_offset + rows.position_stride * steps).expand(precise.shape[:2])
         processed = process_logits(
-            precise, self.rows, self.sampling_features, self.first_position[:, None] + offsets, rows.drafted_ancestors
+            precise, self.params, self.sampling_features, self.first_position[:, None] + offsets, rows.drafted_ancestors
         )
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None
         if not self.shares_noise:
-            return torch.log_softmax(divide_by_temperature(processed, self.rows), -1), None
-        return scores_with_shared_noise(processed, self.rows, noise), None
+            return torch.log_softmax(divide_by_temperature(processed, self.params), -1), None
+        return scores_with_shared_noise(processed, self.params, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
         if self.noise is None:

@@ -54,7 +54,7 @@ class PassWeights:
     """The numbers of weights that passes read, and the numbers of layers.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
-    layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    layers; 0 without experts.  layers: of the target.  kv_values: values of a token in the target's cache.
     state_bytes: of a request's states, which a round reads twice and writes once.
     draft: weights that a draft pass reads; draft_layers: the layers of that pass.
     block_rows: rows of a block draft's one pass; 0 for other drafts, which run a pass for each level.
@@ -68,7 +68,7 @@ class PassWeights:
     top_k: int = 1
     layers: int = 0
     draft_layers: int = 0
-    kept: int = 0
+    kv_values: int = 0
     state_bytes: int = 0
     block_rows: int = 0
     extends: bool = True
@@ -76,7 +76,7 @@ class PassWeights:
 
     def of_rank(self, count: int) -> "PassWeights":
         """The weights that each of `count` ranks holds.  The time in which ranks join their results is left out."""
-        return replace(self, dense=self.dense // count, expert=self.expert // count, kept=self.kept // count)
+        return replace(self, dense=self.dense // count, expert=self.expert // count, kv_values=self.kv_values // count)
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a target pass, without reading the cache."""
@@ -96,7 +96,7 @@ class PassWeights:
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""
-        cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / (CACHE_SHARE * chip.bandwidth)
+        cache = (2 * self.kv_values * context + 3 * self.state_bytes) * batch / (CACHE_SHARE * chip.bandwidth)
         verify = self.target_seconds(batch * tree.rows, chip) + cache
         if not tree.steps:
             return verify
@@ -133,7 +133,7 @@ def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeight
         num_experts=1 if routing is None else routing.num_experts,
         top_k=1 if routing is None else routing.top_k,
         layers=target.num_layers,
-        kept=sum(spec.values_per_token for spec in specs),
+        kv_values=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
         draft_layers=0 if draft is None else len(draft.spec.layer_specs) if draft.spec.block_rows else 1,

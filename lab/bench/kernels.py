@@ -223,15 +223,15 @@ def make_pass_inputs(
     width = layout.pages_for(shape.context)
     specs = [shape.spec] * layers
     pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
-    for stack in pages.target:
-        for stacked in stack.stacked:
+    for stack in pages.target_stacks:
+        for stacked in stack.planes:
             for plane in stacked:
                 plane.copy_(torch.randn(plane.shape, dtype=DTYPE, device=device))
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
     order = torch.arange if pages_in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    keeps = shape.spec.rows
+    keeps = shape.spec.row_spec
     q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
     rows = [
         torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(keeps.dtype or DTYPE)

@@ -45,7 +45,7 @@ def attended_rows(spec: LayerSpec, context: float) -> float:
 
 def attention_flops(spec: LayerSpec) -> int:
     """Returns the attention FLOPs of one layer for one pair (query, row)."""
-    keeps = spec.rows
+    keeps = spec.row_spec
     return 2 * spec.heads * (keeps.k_size + keeps.v_size)
 
 

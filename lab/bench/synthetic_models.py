@@ -210,7 +210,7 @@ class SyntheticModels:
 
 def _startup_cost(engine: Engine, seconds: float) -> StartupCost:
     runner, executor = engine.executor.runner, engine.executor
-    pages = _stack_bytes([*runner.pages.target, *runner.pages.draft])
+    pages = _stack_bytes([*runner.pages.target_stacks, *runner.pages.draft_stacks])
     staging = _stack_bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
         return StartupCost(seconds, pages, staging, None, None)
@@ -222,4 +222,4 @@ def _startup_cost(engine: Engine, seconds: float) -> StartupCost:
 
 
 def _stack_bytes(stacks: Sequence[LayerStack]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.stacked)
+    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.planes)

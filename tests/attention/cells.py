@@ -58,7 +58,7 @@ def pages_of(cell: Cell, lengths: Sequence[int], dtype: torch.dtype, device: tor
     pages = PagedKV(layout, 1 + max(batch, 1) * width, specs, len(specs), dtype, device)
     generator = torch.Generator().manual_seed(0)
     table = 1 + torch.randperm(max(batch, 1) * width, generator=generator).view(max(batch, 1), width)[:batch].int()
-    for plane in (each for stack in pages.target for each in stack.stacked):
+    for plane in (each for stack in pages.target_stacks for each in stack.planes):
         plane.copy_(torch.randn(plane.shape, generator=generator))
         for b, length in enumerate(lengths):
             held = torch.arange(width * cell.page_size)

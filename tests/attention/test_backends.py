@@ -34,7 +34,7 @@ def filled_pages(page_size: int, seed: int = 0) -> tuple[PagedKV, torch.Tensor]:
     width = layout.table_width
     pages = PagedKV(layout, 1 + 4 * width, GEOMETRY, len(GEOMETRY), torch.float64, CPU)
     generator = torch.Generator().manual_seed(seed)
-    for plane in (each for stack in pages.target for each in stack.stacked):
+    for plane in (each for stack in pages.target_stacks for each in stack.planes):
         plane.normal_(generator=generator)
     return pages, 1 + torch.randperm(4 * width, generator=generator).view(4, width).int()
 

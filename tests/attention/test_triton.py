@@ -53,7 +53,7 @@ def pages_in(
     scales = {layer: scales_of(layer, spec.cache_spec, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
-    for plane in (each for stack in pages.target for each in stack.stacked):
+    for plane in (each for stack in pages.target_stacks for each in stack.planes):
         plane.copy_(torch.randn(plane.shape, generator=generator))
     table = 1 + torch.randperm(4 * layout.table_width, generator=generator).view(4, -1).int()
     return pages, table.to(device)
@@ -308,7 +308,7 @@ def test_a_replay_counts_contiguous_blocks_again(kernel_device):
     layer_specs = [LayerSpec(32, KVHeads(8, 128, 128))]
     layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
     pages = PagedKV(layout, 1 + 4 * layout.table_width, layer_specs, 1, torch.bfloat16, kernel_device)
-    for plane in pages.target[0].stacked:
+    for plane in pages.target_stacks[0].planes:
         plane.normal_()
     in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     table, length = in_order.clone(), torch.tensor([900, 1, 640, 63], device=kernel_device)

@@ -44,8 +44,8 @@ def stage(
 
 def test_layers_of_one_shape_share_a_stack():
     _, pages, staging = made(16)
-    assert [stack.layers for stack in pages.target] == [(0, 2), (1,)] == [stack.layers for stack in staging.stacks]
-    assert [stack.layers for stack in pages.draft] == [(3,)]
+    assert [stack.layers for stack in pages.target_stacks] == [(0, 2), (1,)] == [s.layers for s in staging.stacks]
+    assert [stack.layers for stack in pages.draft_stacks] == [(3,)]
     for layer, g in enumerate(GEOMETRY):
         k, v = pages.layers[layer]
         kept = g.cache_spec
@@ -55,7 +55,7 @@ def test_layers_of_one_shape_share_a_stack():
 def test_bytes_of_a_token_are_summed_over_layers():
     assert bytes_per_token(GEOMETRY, torch.bfloat16) == 2 * (16 + 9 + 16 + 7)
     _, pages, _ = made(16)
-    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in stack.stacked)
+    held = sum(buffer.nbytes for stack in pages.target_stacks + pages.draft_stacks for buffer in stack.planes)
     assert held == bytes_per_token(GEOMETRY, torch.float64) * pages.num_pages * 16
 
 
@@ -96,7 +96,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
             for place, (b, node) in zip(rows.flatten().tolist()[:4], [(0, 0), (0, 3), (0, 6), (1, 0)], strict=True):
                 expected[place] = value[b, node]
             assert torch.equal(buffer, expected)
-    assert not any(plane.any() for stack in pages.draft for plane in stack.stacked)
+    assert not any(plane.any() for stack in pages.draft_stacks for plane in stack.planes)
 
 
 def test_staging_hands_back_all_rows_so_far():

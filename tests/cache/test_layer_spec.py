@@ -36,13 +36,13 @@ def test_layers_that_keep_the_same_are_a_group():
 def test_pools_and_staging_follow_from_what_layers_keep():
     pages = PagedKV(LAYOUT, 5, SPECS, len(SPECS), torch.float32, CPU)
     staged = StagedKV(SPECS, range(len(SPECS)), LAYOUT.target_rows, torch.float32, CPU)
-    for buffers, rows in ((pages.target, 5 * 4), (staged.stacks, LAYOUT.target_rows)):
+    for buffers, rows in ((pages.target_stacks, 5 * 4), (staged.stacks, LAYOUT.target_rows)):
         assert [stack.layers for stack in buffers] == [(0, 2), (1,)]
-        assert [[tuple(plane.shape) for plane in stack.stacked] for stack in buffers] == [
+        assert [[tuple(plane.shape) for plane in stack.planes] for stack in buffers] == [
             [(2, rows, 2, 8), (2, rows, 2, 6)],
             [(1, rows, 1, 24)],
         ]
-    held = sum(plane.nbytes for stack in pages.target for plane in stack.stacked)
+    held = sum(plane.nbytes for stack in pages.target_stacks for plane in stack.planes)
     assert held == bytes_per_token(SPECS, torch.float32) * 5 * 4
 
 
@@ -51,7 +51,7 @@ def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
     specs = (*with_row_dtype((HEADS, LATENT), FP8), HEADS)
     pages = PagedKV(LAYOUT, 5, specs, len(specs), torch.float64, CPU)
     staged = StagedKV(specs, range(len(specs)), LAYOUT.target_rows, torch.float64, CPU)
-    assert [stack.layers for stack in pages.target] == [(0,), (1,), (2,)]
+    assert [stack.layers for stack in pages.target_stacks] == [(0,), (1,), (2,)]
     for made in (pages, staged):
         assert [made.layers[layer][0].dtype for layer in (0, 1, 2)] == [FP8, FP8, torch.float64]
     assert bytes_per_token(specs, torch.float64) == (28 + 24) + 8 * 28
@@ -80,7 +80,8 @@ def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     given = KVScales.ones(2, torch.float32, CPU)
     pages = PagedKV(LAYOUT, 5, specs, 4, torch.float32, CPU, {1: given})
     staged = StagedKV(specs, range(4), LAYOUT.target_rows, torch.float32, CPU)
-    assert [stack.layers for stack in (*pages.target, *pages.draft)] == [(0, 1)] == [s.layers for s in staged.stacks]
+    stacks = (*pages.target_stacks, *pages.draft_stacks)
+    assert [stack.layers for stack in stacks] == [(0, 1)] == [s.layers for s in staged.stacks]
     for made, count in ((pages.layers, 5), (staged.layers, 4)):
         for layer, other in ((2, 0), (3, 1), (4, 1))[: count - 2]:
             assert all(a.data_ptr() == b.data_ptr() for a, b in zip(made[layer], made[other], strict=True))

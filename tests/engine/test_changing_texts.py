@@ -137,7 +137,7 @@ def test_a_tree_is_neither_blamed_nor_praised_for_a_change_of_the_text(
                 ranks = (~is_first).astype(int).tolist()
                 paths = [tuple(each[:length]) for each, length in zip(ranks, lengths, strict=True)]
                 found.add(tree, [sample_of(depth, path) for path in paths])
-    over = [(found.accept_length(tree) - 1) / gains(tree, found.first_child)[-1] for found in (steady, changing)]
+    over = [(found.accept_length(tree) - 1) / gains(tree, found.first_child_rates)[-1] for found in (steady, changing)]
     assert over[1] == pytest.approx(over[0], rel=0.12)
 
 

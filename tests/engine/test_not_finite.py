@@ -95,10 +95,10 @@ def nothing_broken_is_cached(engine: Engine) -> None:
     assert engine.prefix_tree is not None
     for page, node in engine.prefix_tree._nodes.items():
         begins = node.parent is engine.prefix_tree._root
-        for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
+        for stacks, first in ((pages.target_stacks, 0), (pages.draft_stacks, int(begins))):
             # The draft's row of a sequence's first token does not exist: there the last owner's stands.
             rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)
-            for plane in (each for stack in stacks for each in stack.stacked):
+            for plane in (each for stack in stacks for each in stack.planes):
                 assert plane[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
@@ -109,7 +109,7 @@ def nothing_broken_is_free(engine: Engine) -> None:
         engine.step()
     pages = engine.executor.runner.pages
     free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.reference_count(page)]
-    for plane in (each for stack in (*pages.target, *pages.draft) for each in stack.stacked):
+    for plane in (each for stack in (*pages.target_stacks, *pages.draft_stacks) for each in stack.planes):
         rows = plane.unflatten(1, (pages.num_pages, pages.page_size))[:, free]
         assert rows.isfinite().all()
 

@@ -173,9 +173,9 @@ class TestPrefixHits:
         first = request(0, prompts(6, [9])[0], replace(WISH, max_tokens=30))
         run_on(engine, first)
         pages = engine.executor.runner.pages
-        for stack in (*pages.target, *pages.draft):
+        for stack in (*pages.target_stacks, *pages.draft_stacks):
             # Whoever writes a shared row again takes this away.
-            for rows in stack.stacked:
+            for rows in stack.planes:
                 rows[:, 1:] *= 1 + 1e-13
         second, third = request(1, first.tokens, WISH), request(2, first.tokens, replace(WISH, prompt_logprobs=None))
         run_on(engine, second)

@@ -267,11 +267,11 @@ def test_where_few_can_use_guesses_the_others_do_not_wait_for_them() -> None:
 def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     simulated = Simulation(0, 0.95)
     simulated.run(8, 50)
-    before = simulated.choice.buckets[8].current
+    before = simulated.choice.buckets[8].tree
     for _ in range(20):
         assert simulated.choice.choose(8, 0, 1024) == TARGET_ONLY
         simulated.choice.record([], 8, [])
-    assert simulated.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
+    assert simulated.choice.buckets[8].tree == before != PLAIN_TREE, "nothing was found out"
 
 
 def test_rounds_in_flight_are_read_in_order() -> None:
@@ -280,7 +280,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     assert [choice.choose(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
         choice.record([AcceptSample(3, (0,), False, False)], 4, [])
-        assert [*choice.acceptance.by_tree] == known
+        assert [*choice.acceptance.counts_by_tree] == known
 
 
 def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:

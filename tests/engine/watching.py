@@ -53,7 +53,7 @@ class SharedPages:
     def content_of(self, ids: list[int]) -> torch.Tensor:
         """[pages, bytes]"""
         pages = self.engine.executor.runner.pages
-        planes = [plane for stack in pages.target + pages.draft for plane in stack.stacked]
+        planes = [plane for stack in pages.target_stacks + pages.draft_stacks for plane in stack.planes]
         parts = [plane.unflatten(1, (-1, pages.page_size))[:, ids].transpose(0, 1).flatten(1) for plane in planes]
         return torch.cat(parts, 1).view(torch.uint8)
 

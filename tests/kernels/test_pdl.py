@@ -185,8 +185,8 @@ class LatentLayers(MixtureWithShared):
         layout = RoundLayout(1, 0, 1, 1, 64, 32768, 0, max(rows, 16))
         pages = -(-self.context // 64)
         self.pages = PagedKV(layout, 1 + pages, self.specs, 2, torch.bfloat16, device)
-        for stack in self.pages.target:
-            stack.stacked[0].normal_()
+        for stack in self.pages.target_stacks:
+            stack.planes[0].normal_()
         self.staging = StagedKV(self.specs, range(2), max(rows, 16), torch.bfloat16, device)
         self.page_table = torch.zeros(1, layout.table_width, dtype=torch.int32, device=device)
         self.page_table[0, :pages] = 1 + torch.arange(pages, device=device)

@@ -229,7 +229,7 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
     tokens = torch.tensor([[vocab - 1, -1, 0], [1, vocab // 2, -1]])
     hidden = torch.randn(2, 3, 6, dtype=torch.float64)
     beside = DraftHidden(hidden, None, torch.ones(6), 1e-6, torch.ones(6), 1e-6, False) if is_draft else None
-    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), keep_rotation=lambda *_: None)
+    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), store_rotation=lambda *_: None)
 
     def of(embed: Embedding) -> tuple[Tensor, Tensor]:
         stream = embed(passed, rope, beside)

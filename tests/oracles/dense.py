@@ -128,7 +128,7 @@ class DensePass(Pass):
                 torch.cat((old.expand(len(new), *old.shape), new), 1)
                 for old, new in zip(self.past[layer], held, strict=True)
             )
-        held = held[: self.specs[layer].rows.num_read_planes]
+        held = held[: self.specs[layer].row_spec.num_read_planes]
         meant = held if self.scales is None else self.scales[layer].meant(held)
         if layer not in self.k_up:
             k, v = meant

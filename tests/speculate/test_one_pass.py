@@ -71,7 +71,7 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
         sampler = make_kernel_sampler(slots, ALL_SAMPLING_FEATURES, slots.num_tokens)
     else:
         sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
-    return drafter.begin(slots)(sampler), [plane for stack in pages.draft for plane in stack.stacked]
+    return drafter.begin(slots)(sampler), [plane for stack in pages.draft_stacks for plane in stack.planes]
 
 
 def check(kernel_device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch, fault: str | None = None) -> None:

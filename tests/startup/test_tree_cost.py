@@ -98,7 +98,9 @@ def test_at_one_request_a_mixture_has_a_small_tree():
 
 
 def test_a_pass_reads_multiplies_and_launches():
-    weights = PassWeights(dense=1000, expert=100, num_experts=10, top_k=2, draft=50, layers=3, draft_layers=1, kept=7)
+    weights = PassWeights(
+        dense=1000, expert=100, num_experts=10, top_k=2, draft=50, layers=3, draft_layers=1, kv_values=7
+    )
     fixed = 3 * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
     # Reading hides the products of a row, and the products of many rows hide the reading.
     assert weights.target_seconds(1, H200) == pytest.approx(fixed + 2 * 1200 / 4.4e12)

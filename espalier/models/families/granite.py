@@ -99,11 +99,11 @@ def with_numeric_limits(fields: Json) -> Json:
     return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
 
 
-def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+def require_mamba_sizes(fields: Json, count_fields: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Raises EspalierError for invalid fields of Mamba-2, and if no layer has attention.
-    counts: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and the
-    number of groups; the heads of a group share B and C."""
-    require_counts(fields, counts)
+    count_fields: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and
+    the number of groups; the heads of a group share B and C."""
+    require_counts(fields, count_fields)
     require_multiple(fields, *heads_and_groups)
     hybrid_windows(fields)
     limits = fields["time_step_limit"]

@@ -97,7 +97,7 @@ class Embedding:
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
         x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
-        p.keep_rotation(rope, rotation)
+        p.store_rotation(rope, rotation)
         if draft_hidden is not None:
             return Residual(residual, live, x)
         x = x if self.row_norm is None else self.row_norm(x)

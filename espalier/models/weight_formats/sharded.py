@@ -58,23 +58,23 @@ class UnsummedOutput:
     """A block's output on one rank, which the next norm must sum over the ranks.
     parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order."""
 
-    __slots__ = ("parts", "shards", "dtype")
+    __slots__ = ("partial_sums", "shards", "dtype")
 
     def __init__(self, parts: Tensor, shards: Shards, dtype: torch.dtype) -> None:
-        self.parts = parts
+        self.partial_sums = parts
         self.shards = shards
         self.dtype = dtype
 
     def summed(self) -> Tensor:
         """Returns the sum over the ranks, [N, H] in `dtype`."""
-        return self.shards.all_reduce(add_partial_sums(self.parts, self.dtype))
+        return self.shards.all_reduce(add_partial_sums(self.partial_sums, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is
         no such kernel.
         See Collectives.all_reduce_add_norm."""
         joined = self.shards.collectives
-        return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
+        return None if joined is None else joined.all_reduce_add_norm(self.partial_sums, residual, weight, eps)
 
 
 def sum_over_ranks(output: Tensor | UnsummedOutput) -> Tensor:
