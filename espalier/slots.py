@@ -148,9 +148,9 @@ class SlotTable:
     attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the
     tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W],
     the host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at
-    a depth is right if its parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one
-    request.  own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's
-    own text.  candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
+    a depth is right if its parent is.  draft_skill: [num_slots, 1], added to this logarithm for the draft's nodes of
+    one request.  own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the
+    request's own text.  candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
     (speculate/sources/calibrate.py).
     """
 
@@ -185,7 +185,7 @@ class SlotTable:
         self.guesses = zeros(layout.sent_paths, GUESS_HEADER_COLUMNS + max_guess_length(layout))
         self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
-        self.skill = zeros(1, dtype=torch.float32)
+        self.draft_skill = zeros(1, dtype=torch.float32)
         self.survival = torch.zeros(NODE_KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)

@@ -102,12 +102,12 @@ class Tokenizer:
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
         self._has_byte_pieces = self._decoder_has_type("ByteFallback")
         self._has_space_pieces = self._has_byte_pieces or self._decoder_has_type("Metaspace")
-        self._bytes: dict[int, TokenBytes] = {}
+        self._bytes_of_token: dict[int, TokenBytes] = {}
         self.template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the cache, because another thread may be writing to it.  A copy gets a cache of its own."""
-        return {**vars(self), "_bytes": {}}
+        return {**vars(self), "_bytes_of_token": {}}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
@@ -126,9 +126,9 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> TokenBytes:
         """Returns the bytes that a token adds to a text, or a special token's name.  The result is cached."""
-        cached = self._bytes.get(token)
+        cached = self._bytes_of_token.get(token)
         if cached is None:
-            cached = self._bytes[token] = self._token_bytes(token)
+            cached = self._bytes_of_token[token] = self._token_bytes(token)
         return cached
 
     def _token_bytes(self, token: int) -> TokenBytes:
@@ -265,7 +265,7 @@ class TextStream:
         self.num_pushed += 1
         self.decoder.push_token(token_id)
         if self.stop_finder.stop and not self.stop_finder.found_stop:
-            self._read(final=False)
+            self._read_decoder(final=False)
         return self.stop_finder.found_stop
 
     def push_tokens(self, token_ids: Sequence[int]) -> None:
@@ -276,10 +276,10 @@ class TextStream:
     def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.  Unless final, text that may begin a stop string is held back."""
         if not self.stop_finder.found_stop:
-            self._read(final)
+            self._read_decoder(final)
         return self.stop_finder.take_text(final)
 
-    def _read(self, final: bool) -> None:
+    def _read_decoder(self, final: bool) -> None:
         text, counts = self.decoder.take_text(final), self.num_pushed > self.min_tokens
         # A stop string may end in withheld_text(): whole characters that take_text() has not given out.
         self.stop_finder.add(text, counts, self.decoder.withheld_text() if counts and self.stop_finder.stop else "")

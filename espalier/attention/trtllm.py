@@ -28,7 +28,7 @@ class TrtllmAttention(LibraryAttention):
     def __init__(self, workspace: Tensor, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.workspace = workspace
-        self.queries = nodes.positions.shape[1]
+        self.num_queries = nodes.positions.shape[1]
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
@@ -44,12 +44,12 @@ class TrtllmAttention(LibraryAttention):
             self.workspace,
             self.prefix.get_or_make("table", self.tail_prefix.page_table.contiguous),
             self.int_lengths(),
-            self.queries,
+            self.num_queries,
             self._max_rows,
             spec.softmax_scale,
             1.0,
             batch,
-            self.prefix.get_or_make(("query starts", self.queries), self._query_starts),
+            self.prefix.get_or_make(("query starts", self.num_queries), self._query_starts),
             self.prefix.get_or_make("row starts", self._row_starts),
             kv_layout="NHD",
             causal=False,
@@ -61,10 +61,10 @@ class TrtllmAttention(LibraryAttention):
         latent, _ = self.paged_rows(layer)
         v_size = spec.cache_spec.v_size
         table = self.prefix.get_or_make(
-            ("tables", self.queries), lambda: self.tail_prefix.page_table.repeat_interleave(self.queries, 0)
+            ("tables", self.num_queries), lambda: self.tail_prefix.page_table.repeat_interleave(self.num_queries, 0)
         )
         lengths = self.prefix.get_or_make(
-            ("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries)
+            ("lengths", self.num_queries), lambda: self.int_lengths().repeat_interleave(self.num_queries)
         )
         out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
             q[:, None].contiguous(),
@@ -89,7 +89,7 @@ class TrtllmAttention(LibraryAttention):
 
     def _query_starts(self) -> Tensor:
         batch, device = self.tail_prefix.length.shape[0], self.tail_prefix.length.device
-        return torch.arange(batch + 1, dtype=torch.int32, device=device) * self.queries
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * self.num_queries
 
     def _row_starts(self) -> Tensor:
         return torch.nn.functional.pad(self.tail_prefix.length.cumsum(0), (1, 0)).int()

@@ -35,7 +35,7 @@ class RoundGuesses(NamedTuple):
 
     guesses: GuessesBySlot = ()
     survival: np.ndarray | None = None
-    skill: tuple[float, ...] = ()
+    draft_skill: tuple[float, ...] = ()
 
 
 class SourceGuesses(NamedTuple):
@@ -133,7 +133,7 @@ class GuessSources:
             kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
         return RoundGuesses(
-            guesses, self.survival.table_to_send(), tuple(self.survival.skill(request.id) for request in batch)
+            guesses, self.survival.table_to_send(), tuple(self.survival.draft_skill(each.id) for each in batch)
         )
 
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:

@@ -158,7 +158,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
         part_sizes |= {
             "guesses": form.batch * guess_numbers_per_slot(layout),
             "survival": NODE_KINDS * layout.steps,
-            "skill": form.batch,
+            "draft_skill": form.batch,
         }
     return {"slots": form.batch} | {
         f"{name}.{part}": size for name, size in part_sizes.items() for part in ("at", "values")
@@ -168,16 +168,16 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
     """Returns the updates with a round's guesses, survival table and skills.
 
-    A padding zero in `survival` is written to kind 0, which no guess has; in `skill` it is written to the dummy slot.
+    A padding zero in `survival` is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot.
     """
     if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
-    skill = np.array(launch_input.skill, dtype=np.float32)
+    skill = np.array(launch_input.draft_skill, dtype=np.float32)
     return {
         "guesses": table.guess_updates(launch_input.guesses),
         "survival": ScatterUpdate(np.arange(len(survival)), float_bits(survival)),
-        "skill": ScatterUpdate(np.array(launch_input.slots[: len(skill)], dtype=np.int64), float_bits(skill)),
+        "draft_skill": ScatterUpdate(np.array(launch_input.slots[: len(skill)], dtype=np.int64), float_bits(skill)),
     }
 
 

@@ -46,8 +46,8 @@ class LaunchInput:
     which are copied in this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the
     snapshot that the launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot;
     empty if the launch takes none.  guesses: (slot, guesses of the host's sources) for requests of a round
-    (speculate/sources).  survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in
-    SlotTable, for a round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in
+    (speculate/sources).  survival: [NODE_KINDS, S], as in SlotTable; None if unchanged.  draft_skill: by slot, as
+    in SlotTable, for a round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in
     tokens: by slot for a round, by piece for a prefill pass; empty for dummy slots.
     """
 
@@ -69,7 +69,7 @@ class LaunchInput:
     snapshots: tuple[tuple[int, int], ...] = ()
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
     survival: np.ndarray | None = None
-    skill: tuple[float, ...] = ()
+    draft_skill: tuple[float, ...] = ()
     committed_lengths: CommittedLengths = NOTHING_COMMITTED
 
     @property

@@ -113,7 +113,7 @@ class GrammarCompiler:
             if future.done():  # refused while it waited
                 return
             lower_priority(threading.get_native_id())  # running streams come first
-            timer = _call_after(self.wait_s, self._give_up, key, future)
+            timer = _call_after(self.wait_s, self._give_up_waiting, key, future)
             try:
                 compiled: CompiledGrammar | EspalierError = self._compile_and_try(grammar)
             except EspalierError as error:
@@ -130,9 +130,9 @@ class GrammarCompiler:
                     future.set_exception(compiled)
                 else:
                     future.set_result(compiled)
-                self._drop_oldest()
+                self._drop_oldest_grammar()
 
-    def _give_up(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
+    def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
         with self._lock:
             if future.done():
                 return
@@ -144,10 +144,10 @@ class GrammarCompiler:
                 )
             )
             if self.num_given_up == MAX_RUNNING_COMPILATIONS:
-                self._refuse_waiting()
-        _call_after(self.time_limit_s - self.wait_s, self._refuse, key, future)
+                self._refuse_waiting_grammars()
+        _call_after(self.time_limit_s - self.wait_s, self._refuse_grammar, key, future)
 
-    def _refuse(self, key: CacheKey, given_up: "Future[CompiledGrammar]") -> None:
+    def _refuse_grammar(self, key: CacheKey, given_up: "Future[CompiledGrammar]") -> None:
         """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
             if self._futures.get(key) is given_up:
@@ -155,13 +155,13 @@ class GrammarCompiler:
                 why = f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one"
                 self._futures[key].set_exception(EspalierError(why))
 
-    def _refuse_waiting(self) -> None:
+    def _refuse_waiting_grammars(self) -> None:
         """Refuses the grammars that still wait.  None can begin before a thread ends, which may never happen."""
         for key, waiting in [(key, future) for key, future in self._futures.items() if not future.done()]:
             waiting.set_exception(_busy_error())
             del self._futures[key]
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest_grammar(self) -> None:
         done = {key: future for key, future in self._futures.items() if future.done()}
         sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
         total = sum(sizes.values())

@@ -252,10 +252,10 @@ def parse_config(
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     with path_in_errors(path):
-        return _parse(raw, family, path, overrides or {}, generation or {})
+        return _parse_fields(raw, family, path, overrides or {}, generation or {})
 
 
-def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
+def _parse_fields(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
     raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}

@@ -23,7 +23,7 @@ from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # The time for the last messages of a replica whose engine has ended.
-LAST_MESSAGES_S = 0.5
+LAST_MESSAGES_WAIT_S = 0.5
 EXIT_CODE = 1
 
 
@@ -104,7 +104,7 @@ class EngineReplica:
         why = await self.client.wait_until_ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
-            await asyncio.sleep(LAST_MESSAGES_S)
+            await asyncio.sleep(LAST_MESSAGES_WAIT_S)
             await self.client.close()
             self.exit_actor(EXIT_CODE)
 

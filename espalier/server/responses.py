@@ -137,10 +137,10 @@ class ResponsesRequest(_SamplingFields, ToolFields, CommonFields):
             raise validation_error(error.errors(include_url=False, include_input=False), ChatRequest) from None
 
 
-def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_tool(location: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool in the form of chat completions, which have a tool's fields inside `function`."""
     if tool.get("type") != "function":
-        raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
+        raise EspalierError(f"{location}.type={shown(tool.get('type'))} is not supported; use 'function'")
     return {"type": "function", "function": _drop_type(tool)}
 
 
@@ -180,43 +180,43 @@ def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions:
         return [*messages, {"role": "user", "content": response_input}]
     names: dict[str, str] = {}
     for i, item in enumerate(response_input):
-        place = f"input[{i}]"
-        kind = _checked_item_type(place, item)
+        location = f"input[{i}]"
+        kind = _checked_item_type(location, item)
         if kind == "function_call_output":
-            output = _joined_text(f"{place}.output", item["output"])
+            output = _joined_text(f"{location}.output", item["output"])
             name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name})
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _joined_text(f"{place}.content", item["content"])})
+            messages.append({"role": item["role"], "content": _joined_text(f"{location}.content", item["content"])})
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
             if not _is_repeated_by_next(item, f"input[{i + 1}]", response_input[i + 1 : i + 2]):
-                _add_to_answer(messages, place, kind, item)
+                _add_to_answer(messages, location, kind, item)
     return messages
 
 
-def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
+def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
     """Check an item's fields and return its type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
-        raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
+        raise EspalierError(f"{location}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
         # OpenAI's client sends items of earlier answers with all fields, most of them null.
         if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_FIELDS):
-            raise unknown_name_error(place, name, (*needed, *optional))
+            raise unknown_name_error(location, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:
-            raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")
+            raise EspalierError(f"{location}.{name} is missing; a {kind} item needs it")
         if name not in ("content", "output") and not isinstance(item[name], str):
-            raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
+            raise EspalierError(f"{location}.{name}={shown(item[name])} is not supported; use text")
     if kind == "message" and item["role"] not in MESSAGE_ROLES:
-        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(MESSAGE_ROLES)}")
+        raise EspalierError(f"{location}.role={shown(item['role'])} is not supported; use {', '.join(MESSAGE_ROLES)}")
     return kind
 
 
-def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
+def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, item: Mapping[str, Any]) -> None:
     """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     has_content = last is not None and (last["content"] is not None or "tool_calls" in last)
@@ -225,32 +225,33 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
     if last is None or (kind in ("message", "reasoning") and is_late):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
-        last["content"] = _joined_text(f"{place}.content", item["content"])
+        last["content"] = _joined_text(f"{location}.content", item["content"])
     elif kind == "reasoning":
-        last["reasoning_content"] = _joined_text(f"{place}.content", item.get("content") or item.get("summary") or "")
+        content = item.get("content") or item.get("summary") or ""
+        last["reasoning_content"] = _joined_text(f"{location}.content", content)
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether an item is a cut-off call whose text is in the next item too.  place: the item's, for errors."""
+def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether an item is a cut-off call whose text is in the next item too.  location: for errors."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
-    messages = (each for each in following if each.get("role") == "assistant")
-    return any(item["arguments"] in _joined_text(f"{place}.content", each.get("content") or "") for each in messages)
+    messages = (each for each in next_items if each.get("role") == "assistant")
+    return any(item["arguments"] in _joined_text(f"{location}.content", each.get("content") or "") for each in messages)
 
 
-def _joined_text(place: str, content: Any) -> str:
+def _joined_text(location: str, content: Any) -> str:
     """Returns an item's content as one text: text parts are joined.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise EspalierError(f"{place}={shown(content)} is not supported; use text or a list of text parts")
+        raise EspalierError(f"{location}={shown(content)} is not supported; use text or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PART_TYPES or not isinstance(part.get("text"), str):
-            raise EspalierError(f"{place}[{i}]={shown(part)} is not supported; this server supports only text parts")
+            raise EspalierError(f"{location}[{i}]={shown(part)} is not supported; this server supports only text parts")
         texts.append(part["text"])
     return "".join(texts)

@@ -279,20 +279,20 @@ def bind_listener(host: str, port: int) -> socket.socket:
     # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
     # with it, because the old connections of a server that has ended keep its port for a minute.
     with suppress(OSError, OverflowError):
-        return _bind(host, port, reuse=False)
+        return _bind(host, port, reuse_address=False)
     try:
-        return _bind(host, port, reuse=True)
+        return _bind(host, port, reuse_address=True)
     except (OSError, OverflowError) as error:
         raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
 
 
-def _bind(host: str, port: int, reuse: bool) -> socket.socket:
+def _bind(host: str, port: int, reuse_address: bool) -> socket.socket:
     """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sets TCP_NODELAY only on such sockets.  Without TCP_NODELAY, an event waits
     # up to 40 ms for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
     # Connections inherit this option.  The system then buffers little, so bytes that it takes are read by the client.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:

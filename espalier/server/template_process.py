@@ -59,11 +59,11 @@ class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
 
     def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
         self.chat_template = chat_template
-        self._special = special_tokens
+        self._special_tokens = special_tokens
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
-        return self._special
+        return self._special_tokens
 
 
 def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:

@@ -285,7 +285,9 @@ class Watch:
             return trees
         table = self.engine.executor.runner.table
         trees = [
-            recalibrated(tree, request.params.temperature > 0, table.survival.numpy(), float(table.skill[request.slot]))
+            recalibrated(
+                tree, request.params.temperature > 0, table.survival.numpy(), float(table.draft_skill[request.slot])
+            )
             for request, tree in zip(requests, trees, strict=True)
         ]
         most = [self.most_depth(request, decided) for request, decided in zip(requests, before, strict=True)]

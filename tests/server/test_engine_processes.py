@@ -14,7 +14,7 @@ from tests import warm
 from tests.server.serving import exists
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r'worker="(.*?)"')
+NAMED = re.compile(r'worker_module="(.*?)"')
 
 
 def modules():

@@ -38,7 +38,7 @@ class Rounds:
         tokens, scores, beams = (part.expand(self.batch, -1) for part in random_pool(1, TOPK, STEPS, self.rounds))
         pool = [[part.contiguous()] for part in (tokens, scores, beams)]
         tree = select_tree(torch.zeros(self.batch, dtype=torch.int64), *pool, TOPK, NODES)
-        kinds, skill = draft_node_kinds(tree, self.is_sampled), [[self.survival.skill(name)] for name in names]
+        kinds, skill = draft_node_kinds(tree, self.is_sampled), [[self.survival.draft_skill(name)] for name in names]
         table = torch.tensor(np.log(self.survival.probabilities), dtype=torch.float32)
         scored = calibrate_scores(tree, kinds, table, torch.tensor(skill))
         paths = [self.path(tree, row, chance) for row, chance in enumerate(chances)]

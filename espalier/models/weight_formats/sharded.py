@@ -20,10 +20,10 @@ class ShardedWeight(Weight):
 
     __slots__ = ("format", "own_weight", "shards")
 
-    def __init__(self, own: Weight, shards: Shards, out: int) -> None:
-        super().__init__((out, own.shape[1]), own.nbytes)
-        self.format = own.format
-        self.own_weight = own
+    def __init__(self, own_weight: Weight, shards: Shards, out: int) -> None:
+        super().__init__((out, own_weight.shape[1]), own_weight.nbytes)
+        self.format = own_weight.format
+        self.own_weight = own_weight
         self.shards = shards
 
     @property
@@ -33,7 +33,7 @@ class ShardedWeight(Weight):
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return self.join_ranks(self.own_weight.apply(x, None), bias)
 
-    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the whole product [rows, out].  own_weight: this rank's product."""
         raise NotImplementedError
 
@@ -43,8 +43,8 @@ class SummedWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        total = self.shards.all_reduce(own)
+    def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
+        total = self.shards.all_reduce(own_output)
         return total if bias is None else total + bias
 
     def residual_delta(self, x: InputRows, bias: Tensor | None) -> "UnsummedOutput":
@@ -91,6 +91,6 @@ class GatheredWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        whole = self.shards.gather_tokens(own, self.shape[0])
+    def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
+        whole = self.shards.gather_tokens(own_output, self.shape[0])
         return whole if bias is None else whole + bias

@@ -75,7 +75,7 @@ class PathMergingDrafter:
             return tree
         if self.layout.drafts:
             kinds = draft_node_kinds(tree, requests_that_sample(slots))
-            tree = calibrate_scores(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
+            tree = calibrate_scores(tree, kinds, table.survival, table.draft_skill.index_select(0, slots.index))
         else:
             kinds = torch.zeros_like(tree.tokens)
         if paths is not None:

@@ -43,14 +43,14 @@ def probability_at_level_middle(level: int) -> float:
     return math.exp(-(((level + 0.5) / LEVEL_SCALE) ** 2))
 
 
-def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
+def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and draft_skill: [B, 1], both float32 as in
     SlotTable.
     """
     is_no_guess = _is_root_or_void(tree)
-    step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
+    step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + draft_skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
     step = (step + TIE_BREAK_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
     scores = torch.where(unpack_bits(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
     return tree._replace(scores=torch.where(tree.scores == -torch.inf, -torch.inf, scores))

@@ -34,8 +34,8 @@ GUESS_HALF_LIFE = 256.0
 # MIN_COUNTS_TO_SEND counts.
 MIN_PROBABILITY_CHANGE, MIN_COUNTS_TO_SEND = 0.02, 8
 # A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
-# halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
-REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
+# halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_DRAFT_SKILL ..  MAX_DRAFT_SKILL.
+REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_DRAFT_SKILL = 2.0, 8.0, 50.0
 
 
 class SurvivalCounts:
@@ -155,12 +155,12 @@ class SurvivalCounts:
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
 
-    def skill(self, request_id: str) -> float:
+    def draft_skill(self, request_id: str) -> float:
         """Returns the log-ratio of how often nodes of this request's draft are right to how often they are expected to
         be."""
         expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
         ratio = (found + REQUEST_PRIOR_WEIGHT) / (expected + REQUEST_PRIOR_WEIGHT)
-        return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
+        return math.log(min(max(ratio, 1 / MAX_DRAFT_SKILL), MAX_DRAFT_SKILL))
 
     def table_to_send(self) -> np.ndarray | None:
         """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since
