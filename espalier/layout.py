@@ -145,12 +145,12 @@ class LaunchForm(NamedTuple):
         return f"a round of batch {self.batch}" + (f", {self.tree}" if self.tree else "")
 
 
-def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
+def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
     """Returns the form that a prefill pass is padded to: the first captured form that holds the pass, or None.
 
-    captured: in the order of RoundLayout.captured_passes.
+    captured_forms: in the order of RoundLayout.captured_passes.
     """
-    return next((form for form in captured if form.width == width and form.pieces >= pieces), None)
+    return next((form for form in captured_forms if form.width == width and form.pieces >= pieces), None)
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,11 @@ class LLM:
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
         _require_settings(settings)
-        self._load_engine(prepare(EngineConfig(model=model, **settings)))
+        self._load_engine(prepare_engine(EngineConfig(model=model, **settings)))
 
     @classmethod
     def from_prepared(cls, prepared: "PreparedEngine") -> "LLM":
-        """Returns an LLM from prepare(...), for callers that check requests before the weights are loaded."""
+        """Returns an LLM from prepare_engine(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._load_engine(prepared)
         return llm
@@ -335,7 +335,7 @@ class PreparedEngine:
     inputs: InputProcessor
 
 
-def prepare(config: EngineConfig) -> PreparedEngine:
+def prepare_engine(config: EngineConfig) -> PreparedEngine:
     """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
     checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)

@@ -37,12 +37,12 @@ FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
 # The sources of paths beside a draft.  A path's kind is a number for its source and its strength.  The strength is how
 # well the path matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 means no path.  A node that a path proposes and the
-# draft does not is right less often, so it has its own kind, higher by ALONE_OFFSET.
+# draft does not is right less often, so it has its own kind, higher by UNDRAFTED_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
-ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
-PATH_KINDS = 1 + 2 * ALONE_OFFSET
+UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
+PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
 # The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
 # on the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
 NUM_RANKS, NUM_LEVELS = 3, 8

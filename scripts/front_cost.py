@@ -24,7 +24,7 @@ import zmq
 
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.llm import prepare
+from espalier.llm import prepare_engine
 from espalier.request import OutputChunk, Usage
 from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
@@ -52,7 +52,7 @@ def stand_in(address: str, api_server_pid: int) -> int:
         pair.connect(address)
         if wait_for_start(pair, api_server_pid) is None:
             return EXIT_FAILED
-        model_info = prepare(EngineConfig(model="bundled")).inputs.model_info
+        model_info = prepare_engine(EngineConfig(model="bundled")).inputs.model_info
         pair.send(
             protocol.encode(
                 EngineReady(model_info, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})

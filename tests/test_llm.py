@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationConfig
 from espalier.config import EngineConfig
-from espalier.llm import prepare
+from espalier.llm import prepare_engine
 from espalier.request import Output
 from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup import load
@@ -403,7 +403,7 @@ def test_bad_parameters_are_refused_before_anything_starts(llm):
 
 
 def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions(paths):
-    inputs = prepare(EngineConfig(model=paths[0], max_context=4096)).inputs
+    inputs = prepare_engine(EngineConfig(model=paths[0], max_context=4096)).inputs
     whose = r"is 4096 tokens for prompt and output \(it has no more positions\)"
     with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
         inputs.prompt_tokens([1] * 4096)

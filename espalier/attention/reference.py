@@ -63,7 +63,7 @@ class ReferenceBackend(AttentionBackend):
         fp8=Provider.ITSELF,
         softcap=Provider.ITSELF,
         selection=Provider.ITSELF,
-        different_v_size=True,
+        any_v_size=True,
         tested_on=("CPU", "H100", "H200"),
     )
     plan_class = ReferenceAttention

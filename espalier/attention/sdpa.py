@@ -164,7 +164,7 @@ class SdpaBackend(AttentionBackend):
         fp8=Provider.ITSELF,
         softcap=Provider.ITSELF,
         selection=Provider.ITSELF,
-        different_v_size=True,
+        any_v_size=True,
         tested_on=("CPU",),
     )
 

@@ -61,7 +61,7 @@ class Support:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     cache_specs: tuple[type[CacheSpec], ...] = (KVHeads,)
-    different_v_size: bool = False
+    any_v_size: bool = False
     window_on_chain: Provider = Provider.NOTHING
     window_on_tree: Provider = Provider.NOTHING
     lacks_first_rows: Provider = Provider.ITSELF
@@ -185,7 +185,7 @@ class Support:
         wide_index = limit is not None and index_size > limit
         yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
         differ = isinstance(cache_spec, KVHeads) and cache_spec.k_size != cache_spec.v_size
-        yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
+        yield differ and not self.any_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
         wrong = self._unsupported_sizes(cache_spec)
         of_size = "latent" if is_latent else "head_size"
         yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.head_sizes_text}", of_size
@@ -253,7 +253,7 @@ MATRIX_PROPERTIES: dict[str, Callable[[Support], str]] = {
     "page_size": _pages_text,
     "layers that keep": lambda s: ", ".join(kind.kind for kind in s.cache_specs),
     "head sizes": lambda s: s.head_sizes_text,
-    "k and v of different sizes": lambda s: Provider.ITSELF if s.different_v_size else Provider.NOTHING,
+    "k and v of different sizes": lambda s: Provider.ITSELF if s.any_v_size else Provider.NOTHING,
     "window on a chain": lambda s: s.window_on_chain,
     "window on a tree": lambda s: s.window_on_tree,
     "sinks": lambda s: s.sinks,

@@ -221,7 +221,7 @@ class TritonBackend(AttentionBackend):
         selection=Provider.ITSELF,
         max_selected=MAX_TOPK,
         max_index_size=MAX_INDEX_SIZE,
-        different_v_size=True,
+        any_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         max_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,

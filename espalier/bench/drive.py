@@ -14,7 +14,7 @@ from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
-from espalier.llm import LLM, prepare
+from espalier.llm import LLM, prepare_engine
 from espalier.request import Request, SamplingParams
 from espalier.startup.build import make_engine
 from espalier.startup.checkpoints import BUNDLED_FILES
@@ -240,7 +240,7 @@ class ModelEngines:
         return find_checkpoint(EngineConfig(**self.settings)).target.max_position
 
     def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
-        return prepare(EngineConfig(**{**self.settings, **way})).resolved
+        return prepare_engine(EngineConfig(**{**self.settings, **way})).resolved
 
     @contextmanager
     def open(self, way: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:

@@ -53,11 +53,11 @@ def run(args: Namespace) -> int:
     if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
     # Imported here, so that help texts and errors in prompts do not wait for PyTorch.
-    from espalier.llm import LLM, prepare
+    from espalier.llm import LLM, prepare_engine
 
     # Check prompts and parameters before the weights are loaded, which may take minutes.
     with waiting("loading the tokenizer"):
-        prepared = prepare(EngineConfig(**engine_settings(args)))
+        prepared = prepare_engine(EngineConfig(**engine_settings(args)))
     inputs = prepared.inputs
     inputs.resolve(params)
     checked = [_checked_prompt(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]

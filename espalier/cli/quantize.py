@@ -13,7 +13,7 @@ from espalier.bench import quantised
 from espalier.bench.drive import heldout_json
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.llm import prepare
+from espalier.llm import prepare_engine
 from espalier.models.draft import draft_verifier
 from espalier.models.quantisers import GROUP_SIZES, QuantiseReport, quantise
 from espalier.models.weight_files import safetensors_files
@@ -131,7 +131,7 @@ def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) 
 def _require_runnable(config: EngineConfig) -> None:
     """Check, without loading weights, that an engine can run the comparison.  Raises EspalierError."""
     try:
-        prepare(config)
+        prepare_engine(config)
     except EspalierError as error:
         raise EspalierError(f"no comparison with the original: {error}; --texts 0 leaves it out") from None
 

@@ -74,7 +74,7 @@ class GrammarRows:
 
     def __init__(self, memory: GrammarRowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
         self.memory = memory
-        self.values, self.pinned = (flat[: prod(shape)].view(shape) for flat in (memory.values, memory.pinned))
+        self.values, self.pinned_values = (flat[: prod(shape)].view(shape) for flat in (memory.values, memory.pinned))
         self.unmasked_row = unmasked_row
         self.rows: tuple[int, ...] = ()
         self._clear()
@@ -99,10 +99,10 @@ class GrammarRows:
             self.rows = rows
         if row_values is None or not rows:
             return
-        self.pinned.numpy()[: len(rows)] = row_values
+        self.pinned_values.numpy()[: len(rows)] = row_values
         for begin, end in runs_of_rows(rows):
             first = rows[begin]
-            self.values[first : first + end - begin].copy_(self.pinned[begin:end], non_blocking=True)
+            self.values[first : first + end - begin].copy_(self.pinned_values[begin:end], non_blocking=True)
 
 
 class StageMemory:

@@ -176,7 +176,7 @@ class OtherRanks:
         self.peers = tuple(peers)
         self.collectives: Any = None
         self.failure: Exception | None = None
-        self.num_launched = self.num_loaded = self.num_answered = 0
+        self.num_launched = self.num_loaded = self.num_confirmed_loads = 0
         self.rendezvous_folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._condition = threading.Condition()
         self._is_ending = threading.Event()
@@ -227,9 +227,9 @@ class OtherRanks:
     def wait_until_loaded(self) -> None:
         """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
         `wait_for_messages`."""
-        if self.num_answered <= self.num_loaded:
+        if self.num_confirmed_loads <= self.num_loaded:
             self.wait_for_messages(ModelsLoaded, self.num_loaded)
-            self.num_answered = self.num_loaded + 1
+            self.num_confirmed_loads = self.num_loaded + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
         """Sends a launch to every rank.  Returns the number of the launch."""

@@ -78,7 +78,7 @@ class Scheduler:
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.num_preempted = 0
         self.num_rounds: Counter[int] = Counter()
-        self._in_flight = 0
+        self._launches_in_flight = 0
         self._last_was_prefill = False
         # The rows that idle slots could have run since the last prefill pass: the cost of delaying the next pass.
         self._idle_rows = 0.0
@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._in_flight or self._output_chunks)
+        return bool(self.waiting or self.running or self._launches_in_flight or self._output_chunks)
 
     def next_launch(self) -> Launch | None:
         """Returns a prefill pass or a round; None if launches must be read first, or if there is nothing to do."""
@@ -120,7 +120,7 @@ class Scheduler:
 
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
         """Processes the results of a launch.  Called in the order in which the launches were started."""
-        self._in_flight -= 1
+        self._launches_in_flight -= 1
         num_right = self.guess_sources.count_correct_guesses(launch, results)
         allowed = [0] * len(results)
         of_requests = zip(launch.launched_requests, results, strict=True)
@@ -137,7 +137,7 @@ class Scheduler:
 
     def abort_all(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
-        self._in_flight = 0
+        self._launches_in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish_request(request, "abort", error)
         self.waiting = WaitingQueue()
@@ -220,7 +220,7 @@ class Scheduler:
         batch = []
         for request in decoding:
             while request.slot is not None and not self._extend_pages(request):
-                if self._in_flight:
+                if self._launches_in_flight:
                     return []
                 self._preempt(self.running[-1])
             if request.slot is not None:
@@ -304,7 +304,7 @@ class Scheduler:
             committed_lengths=committed_lengths,
         )
         self._appended_pages, self._pages_to_clear = [], []
-        self._in_flight += 1
+        self._launches_in_flight += 1
         members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
         return Launch(launch_input, members, guesses.guesses_by_slot)
 
@@ -396,7 +396,7 @@ class Scheduler:
                 continue
             if request.slot is None:
                 self.waiting.remove(request)
-            elif self._in_flight:
+            elif self._launches_in_flight:
                 self._aborted_requests.append(request)
                 continue
             self._finish_request(request, "abort")

@@ -128,10 +128,10 @@ class ClientShares:
 def without_timeout(app: ASGIApp) -> ASGIApp:
     """Returns the app without --request-timeout."""
 
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": {NO_TIMEOUT: True}}, receive, send)
 
-    return call
+    return call_app
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:
@@ -185,10 +185,10 @@ class ModelFrontend:
             render = self.template_process.render
             return await self.tokenizer_threads.run_steps(work, *values, render=render, size=size, field="messages")
 
-        def whole(inputs: InputProcessor) -> list[int]:
+        def render_and_encode(inputs: InputProcessor) -> list[int]:
             return run_steps(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
-        return await self.tokenizer_threads.run(whole, size=size, field="messages")
+        return await self.tokenizer_threads.run(render_and_encode, size=size, field="messages")
 
     @property
     def status(self) -> str:

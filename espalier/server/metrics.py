@@ -76,13 +76,13 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  limits: upper limits of the buckets, in order."""
+    """A histogram that counts many equal values in one call.  upper_limits: upper limits of the buckets, in order."""
 
-    def __init__(self, name: str, documentation: str, limits: Sequence[float]):
+    def __init__(self, name: str, documentation: str, upper_limits: Sequence[float]):
         self.name = name
         self.documentation = documentation
-        self.upper_limits = limits
-        self.counts = [0] * (len(limits) + 1)
+        self.upper_limits = upper_limits
+        self.counts = [0] * (len(upper_limits) + 1)
         self.total = 0.0
 
     def observe(self, value: float, count: int) -> None:

@@ -25,7 +25,7 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.round_trees import tree_label
 from espalier.errors import EspalierError
 from espalier.layout import padded_batch
-from espalier.llm import LLM, is_acceptance_low, prepare
+from espalier.llm import LLM, is_acceptance_low, prepare_engine
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
@@ -223,7 +223,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
-    prepared = prepare(EngineConfig(**unpack_settings(settings)))
+    prepared = prepare_engine(EngineConfig(**unpack_settings(settings)))
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))

@@ -155,15 +155,15 @@ def _draft_weights(draft: DraftConfig) -> int:
 
 
 def trees_by_cost(
-    configured: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
+    configured_tree: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
 ) -> dict[int, TreeShape]:
     """The trees that are predicted to be fastest, as a table: least number of requests -> tree.
 
     Empty if the configured tree is predicted to be fastest at every batch size.
     """
-    trees = [configured, *smaller_trees(configured, weights), PLAIN_TREE]
+    trees = [configured_tree, *smaller_trees(configured_tree, weights), PLAIN_TREE]
     chosen: dict[int, TreeShape] = {}
-    current = configured
+    current = configured_tree
     for batch in _buckets(max_batch):
         rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
         best = max(trees, key=lambda tree: rates[tree])
@@ -172,21 +172,22 @@ def trees_by_cost(
     return chosen
 
 
-def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape]:
+def smaller_trees(configured_tree: TreeShape, weights: PassWeights) -> list[TreeShape]:
     """The trees that are compared with the configured tree, apart from plain decoding."""
     if not weights.block_rows:
-        return [tree for tree in SMALLER_TREES if fits_in(configured, tree)]
-    sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
-    return [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
+        return [tree for tree in SMALLER_TREES if fits_in(configured_tree, tree)]
+    nodes_of_trees = [tree.num_draft_tokens for tree in SMALLER_TREES]
+    sizes = [nodes for nodes in nodes_of_trees if nodes < configured_tree.num_draft_tokens]
+    return [replace(configured_tree, num_draft_tokens=nodes) for nodes in sizes]
 
 
-def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
+def fits_in(configured_tree: TreeShape, tree: TreeShape) -> bool:
     """Whether a tree differs from the configured tree and exceeds it in no size."""
     return (
-        tree != configured
-        and tree.steps <= configured.steps
-        and tree.topk <= configured.topk
-        and tree.num_draft_tokens <= configured.num_draft_tokens
+        tree != configured_tree
+        and tree.steps <= configured_tree.steps
+        and tree.topk <= configured_tree.topk
+        and tree.num_draft_tokens <= configured_tree.num_draft_tokens
     )
 
 

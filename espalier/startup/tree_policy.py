@@ -58,15 +58,15 @@ class PredictedCosts:
 
 
 def tree_sets(
-    configured: TreeShape, costs: PredictedCosts, max_batch: int, has_sources: bool = False
+    configured_tree: TreeShape, costs: PredictedCosts, max_batch: int, has_sources: bool = False
 ) -> ChoicesByBatch:
     """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
     speed).
 
     has_sources: whether other sources propose tokens in addition to a draft.
     """
-    trees = [configured, *smaller_trees(configured, costs.weights)]
-    halved = configured
+    trees = [configured_tree, *smaller_trees(configured_tree, costs.weights)]
+    halved = configured_tree
     sets: dict[int, tuple[TreeShape, ...]] = {}
     least = 1
     for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
@@ -113,7 +113,7 @@ TreesByBatch = dict[int, TreeShape]
 
 
 def choose_trees(
-    requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
+    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
@@ -124,18 +124,18 @@ def choose_trees(
         chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
         chosen, why = read_trees(Path(requested)), f"read from {requested}"
-    elif configured == PLAIN_TREE:
+    elif configured_tree == PLAIN_TREE:
         return {}
     elif costs is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted_trees(configured, costs, max_batch)
+        chosen, why = _predicted_trees(configured_tree, costs, max_batch)
     if requested == "auto":
-        chosen = _limit_trees(chosen, configured, max_batch)
+        chosen = _limit_trees(chosen, configured_tree, max_batch)
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
     replaces_named = requested == "auto" and is_named and costs is not None
     level = logging.WARNING if replaces_named else logging.INFO
-    log.log(level, "trees by batch: %s%s (%s)", configured, f"; {listed}" if chosen else " at every batch", why)
+    log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {listed}" if chosen else " at every batch", why)
     return chosen
 
 
@@ -146,7 +146,7 @@ def has_tree_settings(speculation: SpeculationConfig) -> bool:
 
 def adaptive_tree_choices(
     speculation: SpeculationConfig,
-    configured: TreeShape,
+    configured_tree: TreeShape,
     costs: PredictedCosts | None,
     max_batch: int,
     algorithm: str,
@@ -165,18 +165,18 @@ def adaptive_tree_choices(
     drafter.  weights: the numbers of weights of target and draft.  max_steps: the maximum depth of this drafter; None
     for no limit.
     """
-    if speculation.by_batch != "auto" or configured == PLAIN_TREE:
+    if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
     if costs is not None:
-        return costs, tree_sets(configured, costs, max_batch, looks_up)
+        return costs, tree_sets(configured_tree, costs, max_batch, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
-        return CpuCosts(), ((1, (configured, PLAIN_TREE)),)
+        return CpuCosts(), ((1, (configured_tree, PLAIN_TREE)),)
     if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
-        deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
-        lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN_TREE)
-        has_shared = can_share_rows and configured.num_draft_tokens >= 2 * SHARED_ROWS
-        shared = (replace(configured, shared_rows=SHARED_ROWS),) if has_shared else ()
+        deepest = max(configured_tree.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
+        lone = (configured_tree, replace(configured_tree, steps=deepest, drafts=False), PLAIN_TREE)
+        has_shared = can_share_rows and configured_tree.num_draft_tokens >= 2 * SHARED_ROWS
+        shared = (replace(configured_tree, shared_rows=SHARED_ROWS),) if has_shared else ()
         return CpuCosts(draft_cost=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
@@ -186,7 +186,7 @@ def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
-def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[TreesByBatch, str]:
+def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[TreesByBatch, str]:
     """Returns the trees that tree_cost.py predicts, and a text that explains the prediction."""
     chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
@@ -194,13 +194,13 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
         f"measured on {chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
-    return trees_by_cost(configured, costs.weights, max_batch, chip), why
+    return trees_by_cost(configured_tree, costs.weights, max_batch, chip), why
 
 
-def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> TreesByBatch:
+def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:
     """Adds trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
     halves: TreesByBatch = {}
-    shape, end = configured, min([*trees, max_batch + 1])
+    shape, end = configured_tree, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
         shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
         halves[least] = shape

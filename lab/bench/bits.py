@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.ranks import OtherRanks
 from espalier.errors import EspalierError
-from espalier.llm import LLM, PreparedEngine, prepare
+from espalier.llm import LLM, PreparedEngine, prepare_engine
 from espalier.request import SamplingParams
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--ranks={args.ranks} --passes={args.passes}: at least 2 ranks and 1 pass are compared")
     require_writable("--json", args.json)
     settings: dict[str, Any] = {"device": args.device, "max_batch": args.max_batch, "max_context": MAX_CONTEXT}
-    prepared = prepare(EngineConfig(model="bundled", tensor_parallel=args.ranks, **settings))
+    prepared = prepare_engine(EngineConfig(model="bundled", tensor_parallel=args.ranks, **settings))
     print_header()
     with starting_ranks(args.ranks) as ranks:
         counted = count_bits(ranks, prepared, args.passes)

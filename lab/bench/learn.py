@@ -22,7 +22,7 @@ from typing import Any
 from espalier.config import EngineConfig
 from espalier.learn.folder import LearnConfig
 from espalier.learn.learner import TRAINER, Learner
-from espalier.llm import LLM, prepare
+from espalier.llm import LLM, prepare_engine
 from espalier.request import Request, SamplingParams
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
@@ -95,7 +95,7 @@ class TopicPhase:
 def run(args: Namespace) -> None:
     trainer = (sys.executable, "-c", NORMAL_PRIORITY_TRAINER) if args.busy else TRAINER
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        prepared = prepare(EngineConfig("bundled", draft="bundled", **ENGINE_SETTINGS))
+        prepared = prepare_engine(EngineConfig("bundled", draft="bundled", **ENGINE_SETTINGS))
         learner = Learner(LearnConfig(folder, tokens=args.tokens, seconds=args.seconds), prepared, trainer)
         llm = stack.enter_context(LLM.from_prepared(prepared))
         stack.callback(learner.close)

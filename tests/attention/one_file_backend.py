@@ -41,7 +41,7 @@ class LibraryBackend(AttentionBackend):
         devices=("cpu",),
         dtypes=(torch.float64,),
         cache_specs=(KVHeads, LatentKV),
-        different_v_size=True,
+        any_v_size=True,
     )
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
 
     def preempt(r: Request) -> None:
         assert r is max(engine.scheduler.running, key=lambda other: other.arrival_index)
-        assert not engine.scheduler._in_flight, "what is in flight may free pages: it is read first"
+        assert not engine.scheduler._launches_in_flight, "what is in flight may free pages: it is read first"
         right(r)
         victims.append(r.arrival_index)
         assert [w.arrival_index for w in engine.scheduler.waiting] == sorted(

@@ -85,7 +85,7 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, draw: st.DataObject) -> None:
         self.engine.abort(draw.draw(st.sampled_from(self.requests)).id)
 
-    @precondition(lambda self: self.engine.scheduler.running and not self.engine.scheduler._in_flight)
+    @precondition(lambda self: self.engine.scheduler.running and not self.engine.scheduler._launches_in_flight)
     @rule(draw=st.data())
     def preempt(self, draw: st.DataObject) -> None:
         self.engine.scheduler._preempt(draw.draw(st.sampled_from(self.engine.scheduler.running)))

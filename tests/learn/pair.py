@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.llm import LLM, PreparedEngine, prepare
+from espalier.llm import LLM, PreparedEngine, prepare_engine
 from espalier.train.checkpoint import make_draft_shape, save_draft
 from espalier.train.draft import Eagle3Draft
 from espalier.train.llama import LlamaShape
@@ -51,7 +51,7 @@ def draft(seed: int, vocab: int = 16) -> Path:
 
 def prepared(seed: int = 1, **settings: object) -> PreparedEngine:
     models = {"model": target(), "draft": draft(seed), "speculation": TREE}
-    return prepare(EngineConfig(**{**models, **SETTINGS, **settings}))
+    return prepare_engine(EngineConfig(**{**models, **SETTINGS, **settings}))
 
 
 def engine(seed: int = 1, **settings: object) -> LLM:

@@ -22,7 +22,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.linear import add_partial_sums
-from espalier.llm import prepare
+from espalier.llm import prepare_engine
 from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.linear import Embedding, Linear
@@ -281,7 +281,7 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
     (path / "model.safetensors").write_bytes(b"not read")
     require_shards(read_config(path), 1)
     with pytest.raises(EspalierError, match=says) as refused:
-        prepare(EngineConfig(model=path, tensor_parallel=count, dtype="float32", speculation=None))
+        prepare_engine(EngineConfig(model=path, tensor_parallel=count, dtype="float32", speculation=None))
     assert "\n" not in str(refused.value)
     for number in re.findall(r"\d+", str(refused.value).rpartition("; use ")[2]):
         require_shards(read_config(path), int(number))
@@ -290,7 +290,7 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
 def test_a_model_that_transformers_runs_is_refused(tmp_path):
     path = make_target(tmp_path / "target")
     with pytest.raises(EspalierError, match="tensor_parallel=2 is not supported for models that transformers runs"):
-        prepare(EngineConfig(model=path, tensor_parallel=2, model_impl="transformers", speculation=None))
+        prepare_engine(EngineConfig(model=path, tensor_parallel=2, model_impl="transformers", speculation=None))
 
 
 def test_a_format_without_parts_is_refused_by_name(tmp_path):
@@ -339,4 +339,4 @@ def test_gpus_that_do_not_fit_are_refused(device, count, cards, says, tmp_path, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     path = make_target(tmp_path / "target", heads=8, kv_heads=4)
     with pytest.raises(EspalierError, match=says):
-        prepare(EngineConfig(model=path, tensor_parallel=count, device=device, speculation=None))
+        prepare_engine(EngineConfig(model=path, tensor_parallel=count, device=device, speculation=None))

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.slots import ALONE_OFFSET, PATH_KINDS
+from espalier.slots import PATH_KINDS, UNDRAFTED_OFFSET
 from espalier.speculate.sources.survival import GUESS_HALF_LIFE, SurvivalCounts
 
 # Sums of at most a hundred terms, none above 1.
@@ -48,7 +48,7 @@ class PathCounts:
         if min(followed + 1, alone):
             self.by_kind[kind].append((0, min(followed, alone), min(followed + 1, alone)))
         if alone < min(followed + 1, compared):
-            self.by_kind[kind + ALONE_OFFSET].append((alone, followed, min(followed + 1, compared)))
+            self.by_kind[kind + UNDRAFTED_OFFSET].append((alone, followed, min(followed + 1, compared)))
 
     def check(self, survival: SurvivalCounts | None) -> None:
         """In lock-step: a request that ends leaves no round in flight.  Raises AssertionError."""

@@ -10,7 +10,7 @@ from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN_TREE
 from espalier.request import Request, SamplingParams
-from espalier.slots import ALONE_OFFSET, Guess
+from espalier.slots import UNDRAFTED_OFFSET, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import SurvivalCounts
 from espalier.startup.build import assemble_engine
@@ -45,7 +45,7 @@ class Told:
             true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
         # Of a place that the host should have moved on from.
         start -= self.says == "late"
-        kind = self.random.randint(1, ALONE_OFFSET)
+        kind = self.random.randint(1, UNDRAFTED_OFFSET)
         return [Guess(max(start, 0), kind, tuple(true))] if true else []
 
 

@@ -12,7 +12,7 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingFeatures
-from espalier.slots import ALONE_OFFSET, PATH_KINDS, Guess
+from espalier.slots import PATH_KINDS, UNDRAFTED_OFFSET, Guess
 from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.calibrate import root_only_trees
 from espalier.speculate.sources.merge_paths import merge_paths
@@ -54,7 +54,7 @@ def expected(tree: Tree, paths: Paths, table: torch.Tensor, row: int) -> Sequenc
             if token == VOID or not kind:
                 break
             at = tuple(path[: depth + 1])
-            score = score + table[kind if at in drafted else kind + ALONE_OFFSET, depth]
+            score = score + table[kind if at in drafted else kind + UNDRAFTED_OFFSET, depth]
             every[at] = max(every.get(at, -math.inf), float(score))
     order = {at: place for place, at in enumerate(every)}
     kept = sorted(every, key=lambda at: (bool(at), -every[at], order[at]))[: tree.tokens.shape[1]]
@@ -73,7 +73,7 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
     tokens, scores, beams = random_pool(batch, topk, steps, seed, VOCAB)
     tree = select_tree(torch.full((batch,), 9), [tokens], [scores], [beams], topk, min(nodes, tokens.shape[1] + 1))
     drawn = torch.randint(-1, VOCAB, (batch, count, steps), generator=random(seed + 1))
-    paths = Paths(drawn, torch.randint(0, 1 + ALONE_OFFSET, (batch, count), generator=random(seed + 2)))
+    paths = Paths(drawn, torch.randint(0, 1 + UNDRAFTED_OFFSET, (batch, count), generator=random(seed + 2)))
     table = survival(steps, seed + 3)
     of_draft = torch.where(tree.tokens == VOID, 0, PATH_KINDS + 1)
     made, kinds = merge_paths(tree, of_draft, paths, table, steps)
@@ -86,7 +86,7 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
                 for i in range(count)
                 if at == tuple(drawn[row, i, : len(at)].tolist()) and paths.kinds[row, i]
             ]
-            assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0] + ALONE_OFFSET)
+            assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0] + UNDRAFTED_OFFSET)
         assert list(got.items()) == list(expected(tree, paths, table, row).items())
         lineage = made.ancestor_mask()[row]
         for node, (at, parent) in enumerate(zip(lineage.tolist(), made.parents[row].tolist(), strict=True)):
@@ -133,7 +133,7 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_merges(data, seed):
             start = int(table.prefix_len[slot]) - data.draw(st.integers(-1, 2))
             known = table.history[slot, start + 1 : int(table.prefix_len[slot]) + 1].tolist()
             said = known + data.draw(st.lists(st.integers(-1, 1), max_size=layout.steps + 1))
-            row = [start, data.draw(st.integers(0, ALONE_OFFSET)), *said, *[-1] * table.guesses.shape[2]]
+            row = [start, data.draw(st.integers(0, UNDRAFTED_OFFSET)), *said, *[-1] * table.guesses.shape[2]]
             table.guesses[slot, path] = torch.tensor(row[: table.guesses.shape[2]])
     batch = gather_slots(table, slots)
     nodes = data.draw(st.integers(2, layout.num_draft_tokens))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import self_only_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, BatchState
+from espalier.slots import MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, UNDRAFTED_OFFSET, BatchState
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
@@ -85,7 +85,7 @@ class CandidateNodes(NamedTuple):
     @property
     def sources(self) -> np.ndarray:
         """The index of each node's source in ALL_SOURCES."""
-        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE_OFFSET // MATCH_STRENGTHS, len(SOURCES))
+        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % UNDRAFTED_OFFSET // MATCH_STRENGTHS, len(SOURCES))
 
     @property
     def draft_sequences(self) -> set[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
-from espalier.slots import ALONE_OFFSET
+from espalier.slots import UNDRAFTED_OFFSET
 from espalier.speculate.sources.base import Paths
 
 # Fills a node's sequence of tokens beyond the node's depth.  This number differs from every token and from VOID.
@@ -39,7 +39,7 @@ def merge_paths(
     of_paths = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
     if is_drafted:
         is_alone = (first[:, num_drafted:] >= num_drafted).view(of_paths.shape)
-        of_paths = of_paths + ALONE_OFFSET * (is_alone & (of_paths > 0))
+        of_paths = of_paths + UNDRAFTED_OFFSET * (is_alone & (of_paths > 0))
     depths = torch.arange(steps, device=exists.device)
     path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
     scores = comparable_scores(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)

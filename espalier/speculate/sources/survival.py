@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES
+from espalier.slots import MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, UNDRAFTED_OFFSET
 from espalier.speculate.sources.calibrate import CandidateNodes, probability_at_level_middle
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
@@ -42,7 +42,7 @@ class SurvivalCounts:
     """The counts of right guesses.
 
     num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were
-    right at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the
+    right at this depth too.  path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], both counts for whole paths of the
     sources, by whether the request samples. path_counts include tokens that a draft proposed too.  counts_of_request:
     by request, how many nodes of its draft were expected to be right, and how many were.
     """
@@ -57,7 +57,7 @@ class SurvivalCounts:
         self.initial_survival = np.array(by_kind)
         self.num_tried = np.zeros((NODE_KINDS, steps))
         self.num_right = np.zeros((NODE_KINDS, steps))
-        self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
+        self.path_counts = np.zeros((2, 2, 1 + UNDRAFTED_OFFSET, steps))
         self.counts_of_request: dict[str, tuple[float, float]] = {}
         self._sent_table: np.ndarray | None = None
         self._num_counted = 0
@@ -94,7 +94,7 @@ class SurvivalCounts:
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         fades = 0.5 ** (1 / GUESS_HALF_LIFE)
         first_alone = len(pairs) if num_drafted is None else min(num_drafted, len(pairs))
-        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
+        for of_kind, begin, end in ((kind, 0, first_alone), (kind + UNDRAFTED_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
                 for counts, last in ((self.num_tried, tried), (self.num_right, min(followed, end))):

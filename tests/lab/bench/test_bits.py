@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.config import EngineConfig
-from espalier.llm import prepare
+from espalier.llm import prepare_engine
 from lab.bench.bits import BitCounter, count_bits
 from tests.builders import make_target
 from tests.models.test_shards import on_ranks
@@ -31,7 +31,7 @@ def test_ranks_of_an_engine_do_not_differ(tmp_path):
     settings = {"device": "cpu", "max_batch": 2, "max_context": 512, "num_pages": 64, "speculation": None}
     ranks = KeptRanks(fork_ranks(2))
     try:
-        counted = count_bits(ranks, prepare(EngineConfig(model=target, tensor_parallel=2, **settings)), 12)
+        counted = count_bits(ranks, prepare_engine(EngineConfig(model=target, tensor_parallel=2, **settings)), 12)
     finally:
         ranks.finish()
     assert counted.passes >= 12 and counted.tokens and not counted.differing_bits
