@@ -106,7 +106,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
         ran = run(engine, traffic(None)[::3])
         trees = [[part.tolist() for part in tree] for tree in verified]
         # Numbers of how paths survive are sent, and no paths.
-        found.append((ran.tokens, trees, [repr(replace(each, survival=None, skill=())) for each in launches]))
+        found.append((ran.tokens, trees, [repr(replace(each, survival=None, draft_skill=())) for each in launches]))
         verified.clear()
     assert found[0] == found[1]
 
