@@ -296,14 +296,14 @@ class EagerStages:
         device = memory.device
         self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
-        self.query_runner = BeamMaskQueryRunner(words, memory)
+        self.beam_query = BeamMaskQueryRunner(words, memory)
         unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
         # No level is known yet.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
         forced_and_level, mask = unpack_side_by_side(self.guide_rows.values, steps + 1, words)
-        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.query_runner)
+        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.beam_query)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.with_vector(self.vector), sampling_features)
@@ -316,7 +316,7 @@ class EagerStages:
         return RoundStages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        self.query_runner.ask_beam_masks = ask_beam_masks
+        self.beam_query.ask_beam_masks = ask_beam_masks
         self.staged.propose(self.guide)
 
     def _settle(self) -> None:
@@ -347,9 +347,7 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.query_runner.graphs = graphs = ProposeGraphs(
-            pool, self.query_runner.num_mask_words, self.query_runner.memory
-        )
+        self.beam_query.graphs = graphs = ProposeGraphs(pool, self.beam_query.num_mask_words, self.beam_query.memory)
         graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
@@ -358,7 +356,7 @@ class EagerStages:
                 graphs.end_graph()
             raise
         finally:
-            self.query_runner.graphs = None
+            self.beam_query.graphs = None
         graphs.end_graph()
         return graphs
 

@@ -87,8 +87,7 @@ class DraftGuide:
         return torch.where(host_tokens >= 0, host_tokens, only_tokens), host_mask & mask
 
     def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
-        """Returns what `allowed_children` returns for one row at each of `num_levels` levels.  The host is not
-        asked."""
+        """Returns what `allowed_children` returns for one row at each of `num_levels` levels, without the host."""
         levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced_tokens[:, first_level - 1 : first_level - 1 + num_levels], mask

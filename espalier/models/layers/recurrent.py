@@ -59,8 +59,7 @@ class Mamba2:
         self.columns = state_spec.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
-        residual.py:NormReader."""
+        """Returns (x + delta, the norm of that sum, as `input_projection` takes it).  See residual.py:NormReader."""
         return self.input_projection.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
@@ -80,16 +79,14 @@ class Mamba2:
 @dataclass(eq=False, slots=True)
 class GatedConv:
     """A short convolution whose input and output are multiplied by gates.
-    input_projection: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden,
-    hidden]."""
+    input_projection: the stacked projections of the input gate, the output gate and the inputs, [3 · H, H]."""
 
     input_projection: Linear
     conv: ShortConv
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
-        residual.py:NormReader."""
+        """Returns (x + delta, the norm of that sum, as `input_projection` takes it).  See residual.py:NormReader."""
         return self.input_projection.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
@@ -115,11 +112,9 @@ class DeltaNet:
     is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0, then all rows of head 1,
     ...  If false, all rows of q come first, then all rows of k, ...
     A_log, dt_bias: [heads], float32 or float64.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
-    sigmoid(b).
-    norm: the norm of each head's output, which is then multiplied by silu(z).
-    v_heads_per_k_head: the number of v heads per k head.  columns: the first columns of q, k and v in the output of
-    qkvz.
-    z_column: the first column of z in the output of qkvz.
+    sigmoid(b).  norm: the norm of each head's output, which is then multiplied by silu(z).
+    v_heads_per_k_head: the number of v heads per k head.  columns, z_column: the first columns of q, k, v and of z in
+    the output of qkvz.
     """
 
     state_spec: RecurrentState
@@ -167,19 +162,12 @@ class DeltaNet:
         q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(
-            select_kept_rows(qkvz, layer, p)[..., self.z_column :],
-            self.v_heads_per_k_head,
-            self.columns.v_group_stride,
-            False,
-        )
+        z = select_kept_rows(qkvz, layer, p)[..., self.z_column :]
+        gate = OutputGate(z, self.v_heads_per_k_head, self.columns.v_group_stride, False)
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
     def _gate_inputs(self, ba: Tensor) -> GateInputs:
         """Returns the inputs of decay and beta.  ba: [..., N, 2 · heads], from `self.ba`, or partial sums."""
-        apart, step = (
-            (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
-            if self.is_grouped
-            else (self.state_spec.heads, self.v_heads_per_k_head)
-        )
-        return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.v_heads_per_k_head, step)
+        shared = self.v_heads_per_k_head
+        first_a, step = (shared, 2 * shared) if self.is_grouped else (self.state_spec.heads, shared)
+        return GateInputs(ba[..., first_a:], ba, self.A_log, self.dt_bias, shared, step)
