@@ -107,9 +107,7 @@ TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 def padded_batch(batch: int, buckets: Iterable[int]) -> int:
     """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
-
-    buckets: ascending.  A batch above the largest bucket is not padded.
-    """
+    buckets: ascending.  A batch above the largest bucket is not padded."""
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
@@ -229,8 +227,7 @@ class RoundLayout:
         """Returns the layout of rounds with this tree.  Raises EspalierError if it is larger than the configured tree.
 
         Use the result only for the sizes of a launch.  Size page tables and allocate pages by the original layout, not
-        by the result.
-        """
+        by the result."""
         self.tree.require_fits(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
