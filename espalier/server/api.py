@@ -107,7 +107,9 @@ def message_steps(
 ) -> RenderLoop:
     """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
     return inputs.chat_steps(
-        plan.messages([message.as_template_dict() for message in messages]), check_text=check_text, **options
+        plan.template_messages([message.as_template_dict() for message in messages]),
+        check_text=check_text,
+        **options,
     )
 
 

@@ -86,12 +86,12 @@ class MarkovHead(nn.Module):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.kind, rank, size = shape.edge_kind, shape.edge_rank, shape.hidden_size
+        self.edge_kind, rank, size = shape.edge_kind, shape.edge_rank, shape.hidden_size
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
-        if self.kind == "gated":
+        if self.edge_kind == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
-        elif self.kind == "rnn":
+        elif self.edge_kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def forward(self, factors: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ class MarkovHead(nn.Module):
     def projection(self, hidden: Tensor) -> FactorProjection | None:
         """Returns the part of the factors that depends on hidden states; None if there is no such part.  hidden: [...,
         S, H], the inputs of the lm_head."""
-        if self.kind == "vanilla":
+        if self.edge_kind == "vanilla":
             return None
-        is_recurrent = self.kind == "rnn"
+        is_recurrent = self.edge_kind == "rnn"
         linear = self.joint_proj if is_recurrent else self.gate_proj
         hidden_part, of_rows = split_projection_columns(linear.weight, hidden.shape[-1], is_recurrent)
         return FactorProjection(F.linear(hidden, hidden_part, linear.bias), of_rows, is_recurrent)

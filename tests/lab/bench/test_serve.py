@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espalier import SamplingParams
-from espalier.bench.clients import HttpResponse, post_request
+from espalier.bench.clients import HttpResponse, post_request_bytes
 from espalier.cli.serve import plain_settings
 from espalier.errors import EspalierError
 from espalier.request import Output
@@ -38,7 +38,7 @@ def test_the_engine_process_makes_the_model(tiny):
         assert llm.tokenizer is None and llm.inputs.model_info.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_with_accept_length("tiny", 0, 4.0)
         models = engines.ShapeEngines(recipe, SIZES, torch.device("cpu")).models
-        [prompt] = models.prompts([8])
+        [prompt] = models.make_prompts([8])
         [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16))
         assert models.follows(prompt, output.token_ids) and output.speculation.drafted
 
@@ -86,7 +86,7 @@ def echoing():
 
 def test_clients_read_whole_responses(echoing):
     sent = [{"stream": i % 2 == 0, "bad": i == 3, "text": "é" * 100_000 * i} for i in range(5)]
-    answers = exchange_all(echoing.port, [post_request("/x", body) for body in sent])
+    answers = exchange_all(echoing.port, [post_request_bytes("/x", body) for body in sent])
     assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
     for body, answer in zip(sent, answers, strict=True):
         data = json.dumps(body).encode()
