@@ -208,9 +208,8 @@ class TimedBatches:
                 f"--batch={other[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
             )
         chosen = sorted(set(batch_sizes)) or buckets
-        return cls(
-            {batch: given_prompts or bench.make_prompts([context] * batch) for batch in chosen}, num_tokens, repeats
-        )
+        prompts = {batch: given_prompts or bench.make_prompts([context] * batch) for batch in chosen}
+        return cls(prompts, num_tokens, repeats)
 
     def prompt_batches(self, batch_size: int) -> Iterator[list[Sequence[int]]]:
         """Yields the prompts of each run with this batch size."""

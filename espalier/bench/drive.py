@@ -113,8 +113,7 @@ def empty_prefix_cache(engine: Engine) -> None:
 
 
 def full_step_times(results: Sequence[DriveResult]) -> list[float]:
-    """Returns the full_step_times of all runs of one batch, in seconds.  Raises EspalierError if there are no
-    full steps."""
+    """Returns the full steps' times of all runs of one batch, in seconds.  Raises EspalierError for none."""
     steps = [seconds for run in results for seconds in run.full_step_times]
     if not steps:
         requests = results[0].requests

@@ -1,37 +1,111 @@
-"""Lists the matrix products of a model's passes by their shapes: linear layers, and experts behind routers.
-
-timing.py runs these products on a GPU.
-"""
+"""Lists the matrix products of a model's passes: linear layers, and experts behind routers.  timing.py runs them."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from espalier.bench.product_groups import ExpertSizes, ProductGroup, RoutedExperts, Shape
 from espalier.bench.shapes import find_shape
 from espalier.cache.layer_spec import INDEX_PLANE, NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
-from espalier.kernels.ops.activation import SILU
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.block import MARKOV_PROJECTION_SIZES, BlockConfig, MarkovHeadType
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp import MTPConfig
-from espalier.models.quantisers import QUANTISERS
+from espalier.models.quantisers import GROUP_SIZE, MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE, QUANTISERS
 
 # Config fields of models with products that this module does not count.
 UNCOUNTED_FIELDS = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ProductGroup:
+    """A run of equal products: `num_weights` weights [out, in], each multiplied with `num_rows` rows.
+
+    num_heads: if above 1, a weight is [heads, out, in], and a batched product multiplies each head with its own rows.
+    weight_format: the weights' format, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.  experts: for a
+    router, the experts behind it; None for other layers.  first_weight: index of the run's first weight among all
+    weights of this name and shape."""
+
+    name: str
+    shape: Shape
+    num_weights: int
+    num_rows: int
+    num_heads: int = 1
+    weight_format: str = DENSE
+    experts: "RoutedExperts | None" = None
+    first_weight: int = 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """The bytes of all weights of the run.  Dense weights have two bytes a number."""
+        return value_bytes(self.weight_format) * self.num_weights * self.num_heads * self.shape[0] * self.shape[1]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.num_rows * self.num_weights * self.num_heads * self.shape[0] * self.shape[1]
+
+    @property
+    def expert_bytes(self) -> float:
+        """The bytes of all experts that get rows from the routers of this run."""
+        experts = self.experts
+        return 0 if experts is None else self.num_weights * experts.active_experts(self.num_rows) * experts.expert_bytes
+
+
+def value_bytes(weight_format: str) -> float:
+    """Returns the bytes of a matrix's number, with its share of a group's scale, without row and block scales."""
+    scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
+    return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The sizes of a model's mixture-of-experts layers.
+
+    shape: the experts' sizes in one layer.  shared_size: the shared expert's intermediate size, 0 for no shared expert.
+    fuses_shared: whether passes of few rows compute an unquantised shared expert in the launches of the routed experts
+    (espalier/models/layers/mlp.py).  has_biases, activation: of the routed experts."""
+
+    num_layers: int
+    shape: ExpertsShape
+    shared_size: int = 0
+    shared_gate: bool = False
+    fuses_shared: bool = False
+    has_biases: bool = False
+    activation: Activation = SILU
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts behind a router.
+
+    weight_format: the experts' format, see ProductGroup.  mean_active: the mean number of a layer's experts that get
+    rows; None for the number with uniform routing."""
+
+    sizes: ExpertSizes
+    weight_format: str = DENSE
+    mean_active: float | None = None
+
+    @property
+    def expert_bytes(self) -> float:
+        """The bytes of one stored expert."""
+        return self.sizes.shape.expert_bytes * value_bytes(self.weight_format) / value_bytes(DENSE)
+
+    def active_experts(self, num_rows: int) -> float:
+        return self.sizes.shape.active_experts(num_rows) if self.mean_active is None else self.mean_active
+
 
 @dataclass(frozen=True)
 class MTPSizes:
-    """The sizes of the modules of an MTP draft.
+    """The sizes of the modules of an MTP draft, without embeddings, of which a pass reads only its rows.
 
-    layer_shape: sizes of one module's decoder layer.  has_own_heads: whether each module has its own lm_head; False if
-    all modules use the target's lm_head.  Embeddings are not counted, because a pass reads only the embeddings of its
-    rows."""
+    layer_shape: of one module's decoder layer.  has_own_heads: whether each module has its own lm_head; False if all
+    modules use the target's lm_head."""
 
     num_modules: int
     layer_shape: "ModelShape"
@@ -99,28 +173,22 @@ class ModelShape:
 
     @property
     def num_dense(self) -> int:
-        """The number of dense layers before the layers with experts; 0 if one_block."""
-        return (
-            0
-            if self.one_block_layers
-            else self.num_layers - (0 if self.experts is None else min(self.experts.num_layers, self.num_layers))
-        )
+        """The number of dense layers before the layers with experts; 0 if one_block_layers."""
+        num_expert_layers = self.experts.num_layers if self.experts else 0
+        return 0 if self.one_block_layers else max(0, self.num_layers - num_expert_layers)
 
     def slice_layers(self, begin: int, end: int | None = None) -> "ModelShape":
         """Returns the sizes of a model with only the layers `begin` to `end`."""
         specs = self.layer_specs[begin:end]
         dense = min(max(self.num_dense - begin, 0), len(specs))
-        return replace(
-            self, layer_specs=specs, experts=self.experts and replace(self.experts, num_layers=len(specs) - dense)
-        )
+        experts = self.experts and replace(self.experts, num_layers=len(specs) - dense)
+        return replace(self, layer_specs=specs, experts=experts)
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductGroup, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
         Routed experts have no run of their own.  The run of their router has them as `experts`."""
-        return (
-            *self._layer_products("", self.hidden_size, rows),
-            self._lm_head("lm_head", self.vocab_size, rows, head_rows),
-        )
+        lm_head = self._lm_head("lm_head", self.vocab_size, rows, head_rows)
+        return (*self._layer_products("", self.hidden_size, rows), lm_head)
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
@@ -178,9 +246,8 @@ class ModelShape:
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
-        return tuple(
-            dict.fromkeys(run.shape for run in runs if run.num_heads == 1 and run.weight_format == weight_format)
-        )
+        shapes = (run.shape for run in runs if run.num_heads == 1 and run.weight_format == weight_format)
+        return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
         """Returns the products of all layers, dense layers first.  Equal layers share a run.  input_columns: of the
@@ -366,10 +433,8 @@ def with_draft(target: ModelShape, draft: DraftConfig, weight_format: str = DENS
     """Returns the target's sizes with the draft's sizes.  weight_format: of the draft (ProductGroup)."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(
-            target,
-            mtp=MTPSizes(spec.num_modules, replace(module_sizes(draft), weight_format=weight_format, is_draft=True)),
-        )
+        module = replace(module_sizes(draft), weight_format=weight_format, is_draft=True)
+        return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weight_format=weight_format, is_draft=True)
     if isinstance(draft, BlockConfig):
         block = BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)
@@ -381,6 +446,5 @@ def shape_named(name: str, weight_format: str = DENSE, draft_weight_format: str 
     """Returns the sizes of a named shape with an EAGLE-3 head.  weight_format, draft_weight_format: the formats of
     target and draft. Raises EspalierError for an unknown name."""
     shape = find_shape(name)
-    return with_draft(
-        replace(model_sizes(shape.target), weight_format=weight_format), shape.draft_config, draft_weight_format
-    )
+    target = replace(model_sizes(shape.target), weight_format=weight_format)
+    return with_draft(target, shape.draft_config, draft_weight_format)

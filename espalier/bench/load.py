@@ -69,26 +69,22 @@ class Load:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Returns the lengths of the prompts that `texts` takes, in tokens."""
+        """Returns the lengths of the prompts that `user_texts` takes, in tokens."""
         lengths = [sum(self.only_conversation(i).input_lengths) for i in range(self.num_conversations)]
         return [self.prefix_tokens] * self.num_prefixes + lengths
 
 
 def random_load(
-    num_conversations: int,
-    input_bounds: tuple[int, int],
-    output_bounds: tuple[int, int],
-    num_turns: int = 1,
-    **more_fields: Any,
+    count: int, input_bounds: tuple[int, int], output_bounds: tuple[int, int], num_turns: int = 1, **load_fields: Any
 ) -> Load:
-    """Returns a load of `num_conversations` conversations.  Lengths are drawn uniformly between the bounds, both
-    included.  more_fields: further fields of Load."""
+    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.
+    load_fields: further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:
-        return tuple(torch.randint(low, high + 1, (num_conversations * num_turns,), generator=generator).tolist())
+        return tuple(torch.randint(low, high + 1, (count * num_turns,), generator=generator).tolist())
 
-    return Load(drawn(*input_bounds), drawn(*output_bounds), num_turns, **more_fields)
+    return Load(drawn(*input_bounds), drawn(*output_bounds), num_turns, **load_fields)
 
 
 @dataclass(frozen=True)

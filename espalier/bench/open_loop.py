@@ -96,9 +96,9 @@ class OpenLoopResult:
         of_each = length if len({each.category for each in self.requests}) == 1 else None
         answers = [
             AnsweredRequest(
-                each.category, each.timeline, each.num_output_tokens, of_each and each.num_later_tokens / of_each
+                one.category, one.timeline, one.num_output_tokens, of_each and one.num_later_tokens / of_each
             )
-            for each in self.answered_requests
+            for one in self.answered_requests
         ]
         good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)
         tokens = sum(each.num_output_tokens for each in self.answered_requests)
@@ -233,9 +233,8 @@ async def _measure_server(
 
     async def one(conversation: Conversation) -> list[SentRequest]:
         async with free:
-            asked = await target.run_conversation(
-                conversation, begun + due[conversation.index] if arrivals.rate else perf_counter()
-            )
+            start = begun + due[conversation.index] if arrivals.rate else perf_counter()
+            asked = await target.run_conversation(conversation, start)
         advance()
         return asked
 
@@ -267,6 +266,5 @@ def _rate_text(rate: float | None) -> str:
 
 def _load_point(figures: Mapping[str, Any]) -> LoadPoint:
     times = {name: figures[name] for name in LATENCY_TIMES}
-    return LoadPoint(
-        figures["server"], figures["rate"], times, figures["goodput_per_second"], figures["requests_per_second"]
-    )
+    per_second = figures["goodput_per_second"], figures["requests_per_second"]
+    return LoadPoint(figures["server"], figures["rate"], times, *per_second)

@@ -64,8 +64,7 @@ class ModelOutputs:
     accept_length: float | None
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B: MAX_LOGIT_ROWS at
-        most."""
+        """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B <= MAX_LOGIT_ROWS."""
         for hidden, following in zip(self.hidden, self.next_tokens, strict=True):
             for rows, tokens in zip(hidden.split(MAX_LOGIT_ROWS), following.split(MAX_LOGIT_ROWS), strict=True):
                 logits = self.logits(rows)

@@ -76,9 +76,8 @@ def check_plot_path(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in PLOT_SUFFIXES:
-        raise EspalierError(
-            f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(PLOT_SUFFIXES)}"
-        )
+        suffixes = ", ".join(PLOT_SUFFIXES)
+        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {suffixes}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -130,9 +129,8 @@ def _plot_lines(points: Sequence[LoadPoint], colour: str, latency_axes: Sequence
     """Plot one server's lines.  Rates without answered requests have no times."""
     for i, axis in enumerate(latency_axes):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
-            known = [
-                (point.rate, found[percentile]) for point in points if (found := list(point.latencies.values())[i])
-            ]
+            found = [(point.rate, list(point.latencies.values())[i]) for point in points]
+            known = [(rate, latency[percentile]) for rate, latency in found if latency]
             axis.plot([rate for rate, _ in known], [ms for _, ms in known], style, color=colour)
     rates = [point.rate for point in points]
     request_axis.plot(rates, [point.goodput_per_second for point in points], "o-", color=colour)

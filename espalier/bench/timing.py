@@ -141,9 +141,8 @@ class Weights:
     def make_pass(self, groups: Sequence[ProductGroup], multiply: Multiply) -> Callable[[], None]:
         """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""
         inputs: InputsBySize = {}
-        steps = [
-            (run, layer) for group in group_by_count(groups) for layer in range(group[0].num_weights) for run in group
-        ]
+        layers = ((group, layer) for group in group_by_count(groups) for layer in range(group[0].num_weights))
+        steps = [(run, layer) for group, layer in layers for run in group]
         return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
     def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:

@@ -52,8 +52,7 @@ class Traffic:
     vocab_size: int | None = None
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
-        """Draw `count` conversations.  Equal arguments give equal conversations, so servers can be
-        compared."""
+        """Draw `count` conversations.  Equal arguments give equal conversations."""
         chance = random.Random(seed)
         words = _heldout_words() if self.vocab_size is None else range(self.vocab_size)
         beginnings = [chance.choices(words, k=self.prefix_words) for _ in range(self.num_prefixes)] or [[]]

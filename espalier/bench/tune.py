@@ -95,12 +95,12 @@ SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overri
 
 # (shape, bucket of rows)
 PlanKey = tuple[Shape, int]
+Groups = Sequence[ProductGroup]
 
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """One shape and bucket, measured alone.  baseline_us: the baseline; fastest_us: our fastest plan; plans: fastest
-    first."""
+    """One shape and bucket, measured alone.  fastest_us: of our fastest plan.  plans: fastest first."""
 
     shape: Shape
     num_rows: int
@@ -268,49 +268,43 @@ class LinearTuner:
         assert isinstance(any_matrix, QuantisedMatrix)
         return quantised_plans.tuning_format_name(any_matrix)
 
-    def measure_alone(self, shapes: Sequence[Shape], num_rows: int) -> dict[PlanKey, MeasuredPlans]:
-        """Measure each shape alone in the bucket of `num_rows`.  Shapes for which no time is left are not in the
-        result."""
+    def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
+        """Measure each shape alone in the bucket of `rows`.  The result lacks shapes for which no time is left."""
         if perf_counter() > self.alone_deadline:
             return {}
-        plans = {shape: self._candidates(shape, num_rows) for shape in shapes}
-        inputs = {
-            shape: torch.randn(num_rows, shape[1], dtype=self.random_weights.dtype, device=self.device)
-            for shape in shapes
-        }
+        plans, dtype = {shape: self._candidates(shape, rows) for shape in shapes}, self.random_weights.dtype
+        inputs = {shape: torch.randn(rows, shape[1], dtype=dtype, device=self.device) for shape in shapes}
         if self.device.type == "cuda":
             with precompile():
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
                         _repeated_products(x, self.weight_copies(shape), plan, 1)()
         found: dict[PlanKey, MeasuredPlans] = {}
-        buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(num_rows)
+        buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
             now = perf_counter()
             if now > self.alone_deadline:
                 break
             # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
             share = (self.alone_deadline - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
-            found[shape, num_rows] = self._measure_bucket(shape, x, plans[shape], now + share)
+            found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def weight_copies(self, shape: Shape) -> list[Matrix]:
         """Returns different weights of the same shape, together larger than the L2 cache."""
         if shape not in self._weight_copies:
-            one = self.random_weights.random_weight(shape, self.weight_format)
-            more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
-            self._weight_copies[shape] = [
-                one,
-                *(self.random_weights.random_weight(shape, self.weight_format) for _ in range(more)),
-            ]
+            copies = [self.random_weights.random_weight(shape, self.weight_format)]
+            while len(copies) < max(2, -(-COPIES_BYTES // copies[0].nbytes)):
+                copies.append(self.random_weights.random_weight(shape, self.weight_format))
+            self._weight_copies[shape] = copies
         return self._weight_copies[shape]
 
-    def _candidates(self, shape: Shape, num_rows: int) -> Sequence[TritonPlan | LibraryPlan]:
+    def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
         weight = self.weight_copies(shape)[0]
         if isinstance(weight, QuantisedMatrix):
-            plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidate_plans(num_rows, weight, self.chip)
+            plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidate_plans(rows, weight, self.chip)
         else:
-            plans = candidate_plans(num_rows, *shape, self.chip)
+            plans = candidate_plans(rows, *shape, self.chip)
         return plans[:MAX_CANDIDATES_IN_LIMIT] if self.is_limited else plans
 
     def _measure_bucket(
@@ -346,12 +340,9 @@ class LinearTuner:
         weights = Weights(self.random_weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                cells = dict.fromkeys(
-                    (r.shape, rows) for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format
-                )
-                undecided = {
-                    cell: measured_alone[cell] for cell in cells if cell in measured_alone and cell not in table
-                }
+                of_format = (r for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format)
+                cells = [key for r in of_format if (key := (r.shape, rows)) in measured_alone and key not in table]
+                undecided = {cell: measured_alone[cell] for cell in cells}
                 table |= {cell: measured.fastest for cell, measured in undecided.items()}
                 if not undecided or perf_counter() > self.deadline - WEIGHT_SETUP_SECONDS:
                     continue
@@ -366,18 +357,13 @@ class LinearTuner:
                     table[measured.shape, rows] = self._fastest_plan_in_pass(runs, weights, measured, table)
 
     def _pass_with_plan(
-        self,
-        groups: Sequence[ProductGroup],
-        weights: Weights,
-        measured: MeasuredPlans,
-        plan: LinearPlan,
-        table: PlanTable,
+        self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
         plans = {**table, (measured.shape, measured.num_rows): plan}
         return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 
     def _fastest_plan_in_pass(
-        self, groups: Sequence[ProductGroup], weights: Weights, measured: MeasuredPlans, table: PlanTable
+        self, groups: Groups, weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
         key = (measured.shape, measured.num_rows)
         others = [plan for plan in (None, *measured.plans[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
@@ -413,7 +399,7 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
     return body
 
 
-def _multiply_by_table(product_groups: Sequence[ProductGroup], table: PlanTable, num_rows: int) -> Multiply:
+def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that multiplies like a model's layers.
 
     After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
@@ -425,16 +411,16 @@ def _multiply_by_table(product_groups: Sequence[ProductGroup], table: PlanTable,
 
     def multiply(x: InputRows, weight: Matrix) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
-        if (shape, num_rows) not in table:
+        if (shape, rows) not in table:
             return multiply_like_engine(x, weight)
         if shape in gated:
-            return _plan_product(x, weight, table[shape, num_rows], gated=True)
+            return _plan_product(x, weight, table[shape, rows], gated=True)
         if shape not in in_parts:
-            return _plan_product(x, weight, table[shape, num_rows])
+            return _plan_product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_plan_product(x, weight, table[shape, num_rows], in_parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_plan_product(x, weight, table[shape, rows], in_parts=True), residual, norm, 1.0)[1]
 
     return multiply

@@ -106,14 +106,14 @@ def random_expert_ids(
 
 
 def _deal_experts(
-    num_rows: int, num_experts: int, num_per_row: int, num_calls: int, generator: torch.Generator
+    num_rows: int, num_experts: int, per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
     """Returns each row's experts [rows, size] by call.  Calls use different experts while unused experts remain."""
-    calls_per_deal = num_experts // num_per_row
+    calls_per_deal = num_experts // per_row
     calls: list[Tensor] = []
     while len(calls) < num_calls:
-        dealt = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * num_per_row]
-        calls += dealt.view(num_rows, calls_per_deal, num_per_row).sort(-1).values.unbind(1)
+        dealt = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * per_row]
+        calls += dealt.view(num_rows, calls_per_deal, per_row).sort(-1).values.unbind(1)
     return [ids.contiguous() for ids in calls[:num_calls]]
 
 
@@ -183,21 +183,10 @@ class ExpertsTuner:
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
         whole = self._measure_together(chains, plans, gate_up, down)
         plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
-        rules = self._measure_together(
-            chains,
-            [experts_plan_by_rule(shape, each.num_rows, self.dtype, self.chip) for each in chains],
-            gate_up,
-            down,
-        )
+        by_rule = [experts_plan_by_rule(shape, each.num_rows, self.dtype, self.chip) for each in chains]
+        rules = self._measure_together(chains, by_rule, gate_up, down)
         return [
-            MeasuredExperts(
-                shape,
-                each.num_rows,
-                each.mean_active_experts,
-                plan,
-                whole[plan][i],
-                rules[experts_plan_by_rule(shape, each.num_rows, self.dtype, self.chip)][i],
-            )
+            MeasuredExperts(shape, each.num_rows, each.mean_active_experts, plan, whole[plan][i], rules[by_rule[i]][i])
             for i, each in enumerate(chains)
         ]
 
@@ -209,8 +198,7 @@ class ExpertsTuner:
         plans: Sequence[ProductPlan],
         weight: Tensor,
     ) -> dict[ProductPlan, list[float]]:
-        """Returns the µs of one product by plan, at each number of rows.  num_matrices: 2 for gate and up, 1 for
-        down."""
+        """Returns the µs of one product by plan, at each number of rows.  num_matrices: 1 for down, else 2."""
         from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
         from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
@@ -255,13 +243,10 @@ class ExpertsTuner:
             for each in chains:
                 for plan in plans:
                     make_chain(each, plan, 1)()
-        times = [
-            [
-                1e3 * ms / each.num_calls
-                for ms in self.timer.median_ms([make_chain(each, plan, each.num_calls) for plan in plans], repeats)
-            ]
-            for each in chains
-        ]
+        times = []
+        for each in chains:
+            bodies = [make_chain(each, plan, each.num_calls) for plan in plans]
+            times.append([1e3 * ms / each.num_calls for ms in self.timer.median_ms(bodies, repeats)])
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
 
 

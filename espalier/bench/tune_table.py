@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from espalier.bench.product_groups import Shape
+from espalier.bench.linears import Shape
 from espalier.kernels.layers.linear_plans import (
     LINEAR_TUNING,
     NO_PLANS,

@@ -29,21 +29,21 @@ def require_finite_values(schema: Mapping[str, Any]) -> None:
 
 
 def _least_fixpoint(
-    references_of: Mapping[Any, Any],
+    parts: Mapping[Any, Any],
     is_terminating: Callable[[Any, set[Any]], bool],
     required_items: Callable[[Any], Iterable[Any]],
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.  ends(part, known): whether a part is finite if the parts
-    `known` are.  required_items: the names that a part refers to."""
+    """Returns the names of the parts that have a finite text.  is_terminating(part, finite): whether a part is finite
+    if the parts `finite` are.  required_items: the names that a part refers to."""
     waiting: dict[Any, list[Any]] = {}
-    for name, part in references_of.items():
+    for name, part in parts.items():
         for needed in required_items(part):
             waiting.setdefault(needed, []).append(name)
     found: set[Any] = set()
-    to_try = list(references_of)
+    to_try = list(parts)
     while to_try:
         name = to_try.pop()
-        if name not in found and is_terminating(references_of[name], found):
+        if name not in found and is_terminating(parts[name], found):
             found.add(name)
             to_try += waiting.get(name, ())
     return found
@@ -108,8 +108,7 @@ def require_finite_rules(ebnf: str) -> None:
 
 
 def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
-    """Returns the names of the reachable rules without finite text.  parsed_grammar: a grammar in xgrammar's JSON
-    form."""
+    """Returns the names of the reachable rules without finite text.  parsed_grammar: xgrammar's JSON."""
     data, starts = parsed_grammar["grammar_expr_data"], parsed_grammar["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(parsed_grammar["rules"])}

@@ -241,8 +241,7 @@ def list_values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, path: str) -> dict[str, Any]:
-    """Returns an enum of all arrays of `minimum` to `maximum` different items.  Raises EspalierError for too many
-    arrays."""
+    """Returns an enum of all arrays of `minimum` to `maximum` different items.  Raises EspalierError for too many."""
     values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
     maximum = len(values) if maximum is None else min(maximum, len(values))
     if minimum > maximum:

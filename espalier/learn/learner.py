@@ -319,9 +319,8 @@ class Learner:
             manifest.before,
             manifest.after,
         )
-        best, length = (
-            (draft, manifest.after) if manifest.after > manifest.given else (self.given_draft, manifest.given)
-        )
+        is_better = manifest.after > manifest.given
+        best, length = (draft, manifest.after) if is_better else (self.given_draft, manifest.given)
         if not length >= manifest.before + MIN_GAIN:  # true if `length` is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",

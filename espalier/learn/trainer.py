@@ -68,7 +68,7 @@ class TrainSignal:
 def newest_texts(
     folder: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
-    """Returns the newest texts, each cut to num_before and num_behind tokens around its output's beginning."""
+    """Returns the newest texts, cut to tokens_before and tokens_after tokens around its output's beginning."""
     tokens, firsts = [], []
     for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)

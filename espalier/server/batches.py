@@ -206,11 +206,8 @@ class BatchRunner:
             if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             # A batch with all answers is completed, even if its time is over.
-            end_status = (
-                "completed"
-                if end_status is None or (end_status == "expired" and not journal.num_unanswered)
-                else end_status
-            )
+            if end_status is None or (end_status == "expired" and not journal.num_unanswered):
+                end_status = "completed"
             if end_status == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save_batch(batch)

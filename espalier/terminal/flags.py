@@ -46,8 +46,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key.  help_text: its help text.  several: whether the flag may be repeated (api_keys,
-    api_key)."""
+    """Add the flag --api-key.  several: whether the flag may be repeated (api_keys, api_key)."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
@@ -200,9 +199,8 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
     how: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
         # The help text also describes an API field with the values true and false; a switch has two names instead.
-        how["help"] = help_text.replace("true: ", f"{flag_of(field.name)}: ").replace(
-            "false: ", f"{flag_of('no_' + field.name)}: "
-        )
+        help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
+        how["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
         group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
         how["help"] += "; may be repeated"

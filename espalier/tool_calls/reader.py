@@ -167,8 +167,7 @@ class TextReader:
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
     def read_json_value(self, on_text: TextCallback) -> Steps[None]:
-        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall if the value is cut
-        off.
+        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall if it is cut off.
 
         Only brackets and quotes are interpreted, so the value may be invalid JSON.
         """

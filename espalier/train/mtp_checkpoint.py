@@ -33,8 +33,7 @@ SPECULATORS_VERSION = "0.9.0"
 def mtp_config(
     layer_config: dict[str, Any], num_layers: int, hidden_form: str, target: Path, architectures: list[str]
 ) -> dict[str, Any]:
-    """Returns the config.json of a head.  layer_config: the sizes of a layer, with the field names of a Llama
-    config."""
+    """Returns the config.json of a head.  layer_config: the sizes of a layer, named as in a Llama config."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
     return {
         "architectures": ["MTPDraftModel"],

@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, row_length: int) -> int:
-    """Returns the number of windows of `length + 1` tokens that a stream has at every offset below `row_length`."""
+    """Returns the number of windows of `row_length + 1` tokens that a stream has at every offset below `row_length`."""
     return max(0, (num_tokens - 1) // row_length - 1)
 
 
@@ -21,13 +21,12 @@ def require_windows(text: str, num_tokens: int, row_length: int, num_rows: int, 
     """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
     text: the description of the text in the error message."""
     if (found := num_windows(num_tokens, row_length)) < num_rows:
-        raise EspalierError(
-            f"{text}: {found} rows of {row_length} tokens, and a batch takes {num_rows} of them; {remedy}"
-        )
+        have = f"{text}: {found} rows of {row_length} tokens"
+        raise EspalierError(f"{have}, and a batch takes {num_rows} of them; {remedy}")
 
 
 class StreamWindows:
-    """Windows of `length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
+    """Windows of `row_length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
 
     def __init__(self, stream: np.ndarray, row_length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
@@ -85,7 +84,7 @@ class TextList:
 
 
 class TextRows:
-    """Rows of `length + 1` tokens.  A row begins at the beginning of a text, or continues a text that is longer than a
+    """Rows of `row_length + 1` tokens.  A row begins with a text, or continues a text that is longer than a
     row.
 
     In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden

@@ -224,7 +224,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
         patched.setattr(os, "_exit", lambda status: ended.set())
         turn = TrainSignal(stdin)
         worked = threading.Event()
-        threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
+        threading.Thread(target=lambda: (turn.wait_until_allowed(), worked.set()), daemon=True).start()
         os.write(said, WAIT_SIGNAL)
         assert not worked.wait(0.05)
         os.write(said, GO_SIGNAL)
@@ -234,7 +234,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
 
 
 class Always:
-    def wait(self):
+    def wait_until_allowed(self):
         pass
 
 

@@ -488,7 +488,7 @@ def test_the_weights_of_mtp_modules_are_those_of_their_layers(family):
         for name, value in load_file(draft_path / "model.safetensors").items()
         if not is_of_target(name, first)
     }
-    runs = [run for module in (1, 2) for run in sizes.draft_pass(4, 0, module_number=module)]
+    runs = [run for module in (1, 2) for run in sizes.draft_pass(4, 0, module=module)]
     counted = sum(run.weight_bytes for run in runs) // 2
     experts = sizes.mtp.layer_shape.experts
     if experts is not None:

@@ -38,7 +38,7 @@ def test_the_engine_process_makes_the_model(tiny):
         assert llm.tokenizer is None and llm.inputs.model_info.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_with_accept_length("tiny", 0, 4.0)
         models = engines.ShapeEngines(recipe, SIZES, torch.device("cpu")).models
-        [prompt] = models.make_prompts([8])
+        [prompt] = models.prompts([8])
         [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16))
         assert models.follows(prompt, output.token_ids) and output.speculation.drafted
 
