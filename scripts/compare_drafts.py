@@ -47,7 +47,7 @@ class Row:
     texts: list[list[int]] = field(default_factory=list)
     stats: dict[str, SpeculationStats] = field(default_factory=dict)
 
-    def engine_stats(self, temperature: float, plain: "Row | None") -> dict[str, Any]:
+    def figures(self, temperature: float, plain: "Row | None") -> dict[str, Any]:
         total = SpeculationStats()
         for stats in self.stats.values():
             total.merge(stats)
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 measure(llm, row, prompts if turn else prompts[:WARM_UP], params)
                 row.seconds = row.seconds if turn else []
         plain = next((row for row in rows if row.name == "plain"), None)
-        found += [row.engine_stats(temperature, plain) for row in rows]
+        found += [row.figures(temperature, plain) for row in rows]
         write_json(arguments.json, {"rows": found})
     return found
 

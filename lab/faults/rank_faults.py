@@ -15,7 +15,7 @@ def _reversed_prompts(original):
     def launch(follower, message):
         given = message.launch_input
         inits = tuple(replace(each, tokens=each.tokens[::-1]) for each in given.slot_inits)
-        original(follower, replace(message, launch_input=replace(given, slot_inits=inits)))
+        original(follower, message._replace(launch_input=replace(given, slot_inits=inits)))
 
     return launch
 

@@ -25,7 +25,7 @@ LONGEST_SLEEP = 0.001
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "path_features")),
     (executing, ("decode_round", "prefill", "begin", "propose", "verify", "settle")),
-    (LaunchBuffer, ("apply",)),
+    (LaunchBuffer, ("update_slot_table",)),
     (autoregressive, ("store_carried_field",)),
     (ResultsRing, ("write",)),
 )

@@ -113,7 +113,7 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaLaunchHandle) -> Any:
-        entry = self.host.results[: len(self.launch_input.slots)].numpy()
+        entry = self.host_entry.results[: len(self.launch_input.slots)].numpy()
         return read_results(self.results.columns, entry, self.prompt_logprobs, self.launch_input)
 
     patch.setattr(CudaLaunchHandle, "result", result)
@@ -156,13 +156,13 @@ def a_stream_of_its_own(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:
-    right = LaunchBuffer.apply
+    right = LaunchBuffer.update_slot_table
 
     def apply(self: LaunchBuffer, table: Any) -> None:
         right(self, table)
         int(table.prefix_len.max())
 
-    patch.setattr(LaunchBuffer, "apply", apply)
+    patch.setattr(LaunchBuffer, "update_slot_table", apply)
 
 
 def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:

@@ -405,18 +405,9 @@ def routed_rows() -> Iterator[list[tuple[Tensor, int]]]:
     """The experts and the number of rows that go to them, one entry for each call of the expert product."""
     routed: list[tuple[Tensor, int]] = []
 
-    def counted(
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        live: Tensor | None,
-        *args: Any,
-        **how: Any,
-    ) -> Tensor:
-        routed.append((gate_up, len(x) if live is None else int(live.sum())))
-        return grouped_experts(x, gate_up, down, ids, weights, live, *args, **how)
+    def counted(x: Tensor, gate_up: Tensor, *args: Any, live_rows: Tensor | None, **kwargs: Any) -> Tensor:
+        routed.append((gate_up, len(x) if live_rows is None else int(live_rows.sum())))
+        return grouped_experts(x, gate_up, *args, live_rows=live_rows, **kwargs)
 
     with patch.object(mlp, "grouped_experts", counted):
         yield routed
