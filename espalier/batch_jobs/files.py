@@ -237,8 +237,8 @@ def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
 class Journal:
     """The output file of a batch, which also records which lines are answered.
 
-    num_answered: the number of answered input lines.  num_failed: the number of lines whose answer is an error or has
-    another status than 200.  Raises EspalierError if the file cannot be written, or is not the output of this input.
+    num_failed: the number of lines whose answer is an error or has another status than 200.  Raises EspalierError if
+    the file cannot be written, or is not the output of this input.
     """
 
     def __init__(self, path: Path, scan: InputScan):

@@ -29,9 +29,9 @@ LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms"
 class Load:
     """A load: conversations of `num_turns` requests each, in order of arrival.
 
-    input_lengths, output_lengths: the number of tokens that a user adds, and of the output, for each request of the
-    first conversation, then of the second, and so on.  num_prefixes: the number of different shared beginnings, of
-    prefix_tokens tokens each; 0 for no shared beginnings.  think_s: seconds from an answer to the next turn."""
+    input_lengths, output_lengths: the tokens that a user adds, and of the output, for each request of the first
+    conversation, then of the second, and so on.  num_prefixes: of different shared beginnings, of prefix_tokens tokens
+    each.  think_s: seconds from an answer to the next turn."""
 
     input_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]
@@ -143,8 +143,7 @@ class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
     seconds_by_kind: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    num_target_rows: the number of rows that the target ran, with the padding of passes, but without the padding of
-    rounds to a graph's batch size."""
+    num_target_rows: with the padding of passes, without the padding of rounds to a graph's batch size."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout

@@ -93,11 +93,9 @@ class OpenLoopResult:
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
         # A server reports one accept length for all its requests, so several categories do not show it.
-        of_each = length if len({each.category for each in self.requests}) == 1 else None
+        mean = length if len({each.category for each in self.requests}) == 1 else None
         answers = [
-            AnsweredRequest(
-                one.category, one.timeline, one.num_output_tokens, of_each and one.num_later_tokens / of_each
-            )
+            AnsweredRequest(one.category, one.timeline, one.num_output_tokens, mean and one.num_later_tokens / mean)
             for one in self.answered_requests
         ]
         good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)

@@ -40,9 +40,9 @@ class Conversation:
 class Traffic:
     """The parameters of random conversations.
 
-    input_bounds: the fewest and most words of a turn.  output_bounds: the smallest and largest max_tokens.  num_turns:
-    the turns of a conversation.  num_prefixes: the number of different shared beginnings, of prefix_words words each; 0
-    for none. vocab_size: prompts are token ids below this number; None for prompts of words."""
+    input_bounds: the fewest and most words of a turn.  output_bounds: the smallest and largest max_tokens.
+    num_prefixes: of different shared beginnings, of prefix_words words each.  vocab_size: prompts are token ids
+    below this number; None for prompts of words."""
 
     input_bounds: tuple[int, int]
     output_bounds: tuple[int, int]

@@ -10,7 +10,7 @@ With --seconds only the first candidates are measured, few rows first.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -25,7 +25,6 @@ from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductGroup, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, multiply_like_engine
 from espalier.bench.tune_experts import gpu_versions
-from espalier.bench.tune_table import PlanTable, plans_by_shape, table_rows
 from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
@@ -33,9 +32,11 @@ from espalier.kernels.layers.experts_plan import EXPERTS_TUNING as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import (
     DENSE,
     LINEAR_TUNING,
+    NO_PLANS,
     ROWS_BUCKETS,
     LibraryPlan,
     LinearPlan,
+    LinearPlans,
     TritonPlan,
     TuningTable,
     candidate_plans,
@@ -95,6 +96,7 @@ SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overri
 
 # (shape, bucket of rows)
 PlanKey = tuple[Shape, int]
+PlanTable = dict[PlanKey, LinearPlan]
 Groups = Sequence[ProductGroup]
 
 
@@ -140,9 +142,8 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     dtype = _engine_dtype(config, checkpoint)
     weights = _weight_format(args)
     if checkpoint is None:
-        of_target, of_draft = args.weights or DENSE, args.draft_weights or DENSE
-        names = args.shapes.split(",")
-        models = [shape_named(name, weight_format=of_target, draft_weight_format=of_draft) for name in names]
+        formats = args.weights or DENSE, args.draft_weights or DENSE
+        models = [shape_named(name, *formats) for name in args.shapes.split(",")]
     else:
         models = [_sizes_of_checkpoint(args, checkpoint)]
     path = args.choices or user_tuning_file()
@@ -161,7 +162,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found_plans: PlanTable) -> None:
-        plans = plans_by_shape(found_plans, kept)
+        plans = _plans_by_shape(found_plans, kept)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
     # The table keeps the plans of buckets that are not measured now.
@@ -180,7 +181,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in alone.items()} | table
     keep(table)
-    print_table(table_rows(alone.values(), table, BASELINE_NAME[weights == DENSE]))
+    print_table(_table_rows(alone.values(), table, BASELINE_NAME[weights == DENSE]))
     if left_out := len(shapes) * len(ROWS_BUCKETS) - len(alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
@@ -236,8 +237,7 @@ def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
 
 def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
     """Raises EspalierError if any matrix of `names` is quantised."""
-    stored = {formats(name).name for name in names} - {DENSE}
-    if stored:
+    if stored := {formats(name).name for name in names} - {DENSE}:
         raise EspalierError(
             f"--tune measures the quantised matrices of named sizes, and {path} is {min(stored)}; use --shapes "
             f"llama-3.1-8b {flag} fp8, or an unquantised copy"
@@ -245,8 +245,8 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names
 
 
 class LinearTuner:
-    """Measures plans on the GPU of this machine, in one dtype.  weight_format: the weight format, a name of
-    ProductGroup.weights.  seconds: after this time no further measurement starts."""
+    """Measures plans on the GPU of this machine, in one dtype.  weight_format: see ProductGroup.
+    seconds: after this time no further measurement starts."""
 
     def __init__(self, dtype: torch.dtype, weight_format: str = DENSE, seconds: float = inf) -> None:
         begun = perf_counter()
@@ -315,34 +315,30 @@ class LinearTuner:
         ends = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first: dict[TritonPlan | LibraryPlan, float] = {}
         for plan in plans:
-            first[plan] = self._product_us(x, weights, [plan], 3)[0]
+            first[plan] = self._plan_us(x, weights, [plan], 3)[0]
             if perf_counter() > deadline:
                 break
         finalists = sorted(first, key=lambda plan: first[plan])[:NUM_REMEASURED]
-        times = [self._product_us(few, weights, [None, *finalists], 12) for few in ends]
+        times = [self._plan_us(few, weights, [None, *finalists], 12) for few in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
-    def _product_us(
-        self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int
-    ) -> list[float]:
+    def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
         """Returns the µs of one product by each plan.  The plans take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in plans]
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
 
-    def measure_in_passes(
-        self, model: ModelShape, measured_alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable
-    ) -> None:
+    def measure_in_passes(self, model: ModelShape, plans_alone: dict[PlanKey, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
         model = model.slice_layers(0, MEASURED_LAYERS)
         weights = Weights(self.random_weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
                 of_format = (r for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format)
-                cells = [key for r in of_format if (key := (r.shape, rows)) in measured_alone and key not in table]
-                undecided = {cell: measured_alone[cell] for cell in cells}
+                keys = dict.fromkeys((r.shape, rows) for r in of_format)
+                undecided = {key: plans_alone[key] for key in keys if key in plans_alone and key not in table}
                 table |= {cell: measured.fastest for cell, measured in undecided.items()}
                 if not undecided or perf_counter() > self.deadline - WEIGHT_SETUP_SECONDS:
                     continue
@@ -366,8 +362,7 @@ class LinearTuner:
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
         key = (measured.shape, measured.num_rows)
-        others = [plan for plan in (None, *measured.plans[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
-        contenders = [table[key], *others]
+        contenders = list(dict.fromkeys([table[key], None, *measured.plans[:NUM_MEASURED_IN_PASSES]]))
         bodies = [self._pass_with_plan(groups, weights, measured, plan, table) for plan in contenders]
         times = self.timer.median_ms(bodies, 12)
         best = min(range(len(times)), key=lambda i: times[i])
@@ -424,3 +419,30 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
         return add_rms_norm(_plan_product(x, weight, table[shape, rows], in_parts=True), residual, norm, 1.0)[1]
 
     return multiply
+
+
+def _plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
+    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `stored_plans`."""
+    stored = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
+    return {
+        shape: tuple(table.get((shape, rows), LINEAR_TUNING.plan_for_count(plans, rows)) for rows in ROWS_BUCKETS)
+        for shape, plans in stored.items()
+    }
+
+
+def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, baseline_name: str) -> list[list[str]]:
+    """Returns the rows of the printed table.  baseline_name: the text in place of a plan if the baseline is fastest."""
+    rows = [["weight", "rows", f"{baseline_name}, µs", "ours, µs", "taken among its neighbours"]]
+    for bucket in sorted(measured, key=lambda each: (each.shape, each.num_rows)):
+        shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
+        taken = _plan_name(table[bucket.shape, bucket.num_rows], baseline_name)
+        rows.append([shape, f"{bucket.num_rows}", f"{bucket.baseline_us:.1f}", f"{bucket.fastest_us:.1f}", taken])
+    return rows
+
+
+def _plan_name(plan: LinearPlan, baseline_name: str) -> str:
+    if plan is None:
+        return baseline_name
+    if isinstance(plan, LibraryPlan):
+        return f"F.linear, {plan.pieces} pieces" if plan.splits == 1 else f"F.linear, {plan.splits} parts"
+    return f"{plan.block_out}x{plan.block_in}, {plan.splits} parts, {plan.stages} stages, {plan.warps} warps"

@@ -32,11 +32,9 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a quantised copy with its original.
+    """A comparison of a quantised copy with its original.  texts_name: a description of the texts, for the user.
 
-    run(advance): compares them, calls `advance` after each step, and returns (results for --json, rows of the table).
-    num_steps: the number of steps.  what: a description of the texts, for the user.
-    """
+    compare(advance): compares, calls `advance` after each step, returns (results for --json, rows of the table)."""
 
     compare: Compare
     num_steps: int

@@ -29,21 +29,19 @@ def require_finite_values(schema: Mapping[str, Any]) -> None:
 
 
 def _least_fixpoint(
-    parts: Mapping[Any, Any],
-    is_terminating: Callable[[Any, set[Any]], bool],
-    required_items: Callable[[Any], Iterable[Any]],
+    parts: Mapping[Any, Any], is_finite: Callable[[Any, set[Any]], bool], requires: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.  is_terminating(part, finite): whether a part is finite
-    if the parts `finite` are.  required_items: the names that a part refers to."""
+    """Returns the names of the parts that have a finite text.  is_finite(part, finite): whether a part is finite
+    if the parts `finite` are.  requires: the names that a part refers to."""
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
-        for needed in required_items(part):
+        for needed in requires(part):
             waiting.setdefault(needed, []).append(name)
     found: set[Any] = set()
     to_try = list(parts)
     while to_try:
         name = to_try.pop()
-        if name not in found and is_terminating(parts[name], found):
+        if name not in found and is_finite(parts[name], found):
             found.add(name)
             to_try += waiting.get(name, ())
     return found

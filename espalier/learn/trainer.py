@@ -66,11 +66,11 @@ class TrainSignal:
 
 
 def newest_texts(
-    folder: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
+    path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
     """Returns the newest texts, cut to tokens_before and tokens_after tokens around its output's beginning."""
     tokens, firsts = [], []
-    for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
+    for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)
         tokens.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
         firsts.append(text.output_start - begin)

@@ -19,8 +19,7 @@ class MessageStream:
     """A request.IncrementalDetokenizer that finds stop strings only in the content.  Its text is the model's whole
     text.
 
-    text_stream: makes text from tokens, without stop strings.  num_reasoning_tokens: the number of reasoning tokens so
-    far."""
+    text_stream: makes text from tokens, without stop strings.  num_reasoning_tokens: so far."""
 
     def __init__(self, text_stream: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text_stream = text_stream

@@ -25,8 +25,7 @@ from espalier.train.settings import EdgeKind
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
-    """The sizes of a block draft.  block_size: S.  num_features: the number of target layers that are read.  edge_rank:
-    the rank of the Markov head; 0 if there is none.  edge_kind: the type of the Markov head."""
+    """The sizes of a block draft.  num_features: of the target.  edge_rank: of the Markov head, or 0."""
 
     block_size: int
     num_features: int

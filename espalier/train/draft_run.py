@@ -89,8 +89,7 @@ def count_own_rows(config: TrainConfig, data: UserText) -> int:
 
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
-    """Raises EspalierError if the own text is too short for its share of a batch.
-    num_tokens: the number of tokens of the text, or its maximum."""
+    """Raises EspalierError if an own text of `num_tokens` at most is too short for its share of a batch."""
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
         f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy
