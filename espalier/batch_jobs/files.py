@@ -219,12 +219,12 @@ def _refuse_equal_ids(path: Path, hashes: array) -> None:
         _refuse_first_repeated(path, repeated)
 
 
-def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
+def _refuse_first_repeated(path: Path, repeated_hashes: Collection[int]) -> None:
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
-            if custom_id is None or _hash_of_id(custom_id) not in repeated:
+            if custom_id is None or _hash_of_id(custom_id) not in repeated_hashes:
                 continue
             if custom_id in seen:
                 raise EspalierError(

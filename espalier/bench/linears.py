@@ -74,7 +74,7 @@ class ExpertSizes:
     num_layers: int
     shape: ExpertsShape
     shared_size: int = 0
-    shared_gate: bool = False
+    has_shared_gate: bool = False
     fuses_shared: bool = False
     has_biases: bool = False
     activation: Activation = SILU
@@ -361,7 +361,7 @@ class ModelShape:
         gate = ProductGroup(f"{prefix}shared gate", (1, self.hidden_size), num_layers, rows)
         halves = experts.activation.num_matrices
         shared = self._mlp_products(f"{prefix}shared ", experts.shared_size, num_layers, rows, halves)
-        return router, *([gate] if experts.shared_gate else ()), *(shared if experts.shared_size else ())
+        return router, *([gate] if experts.has_shared_gate else ()), *(shared if experts.shared_size else ())
 
     def _fusion_product(self, draft: "ModelShape", rows: int) -> ProductGroup:
         return draft._product("draft fc", (draft.hidden_size, self.num_captured * self.hidden_size), 1, rows)

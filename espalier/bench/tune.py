@@ -162,7 +162,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found_plans: PlanTable) -> None:
-        plans = _plans_by_shape(found_plans, kept)
+        plans = plans_by_shape(found_plans, kept)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
     # The table keeps the plans of buckets that are not measured now.
@@ -421,7 +421,7 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
     return multiply
 
 
-def _plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
+def plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
     """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `stored_plans`."""
     stored = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
     return {

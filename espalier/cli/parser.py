@@ -93,9 +93,9 @@ GUESSED_COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """A command's help text, and the modules of its code.
 
-    help_text: the help text.  flags: the module with add_flags(parser), or "module:function".  work: the module with
-    run(args) -> status, imported only to run the command; None for a command with subcommands.  Most `work` modules
-    import PyTorch, but `flags` modules do not, so help and errors about misspelt words appear at once.
+    flags: the module with add_flags(parser), or "module:function".  run_module: the module with run(args) -> status,
+    imported only to run the command; None for a command with subcommands.  Most of these modules import PyTorch, but
+    `flags` modules do not, so help and errors about misspelt words appear at once.
     """
 
     help_text: str

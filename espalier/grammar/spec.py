@@ -76,7 +76,7 @@ def read_json(description: str, text: str) -> Any:
             text,
             parse_int=_parse_integer,
             parse_float=_parse_float,
-            parse_constant=refuse_constant,
+            parse_constant=refuse_json_constant,
             object_pairs_hook=without_duplicate_keys,
         )
         json.dumps(value, ensure_ascii=False).encode()
@@ -103,5 +103,5 @@ def _parse_float(digits: str) -> float:
     return value
 
 
-def refuse_constant(name: str) -> Any:
+def refuse_json_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

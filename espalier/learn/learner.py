@@ -164,9 +164,9 @@ class Learner:
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
         self._is_busy = False
-        # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
+        # The learner's thread sets _candidate and takes _new_draft; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
-        self._swapped: Candidate | None = None
+        self._new_draft: Candidate | None = None
         self._close_event = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="learner", daemon=True)
 
@@ -203,7 +203,7 @@ class Learner:
     @property
     def is_swapping(self) -> bool:
         """Whether a draft waits to be swapped in, or a swapped draft waits to be recorded as the one to serve."""
-        return self._candidate is not None or self._swapped is not None
+        return self._candidate is not None or self._new_draft is not None
 
     def close(self) -> None:
         """End the training process and the thread.  Idempotent."""
@@ -229,7 +229,7 @@ class Learner:
         if self._candidate is not None:
             engine.drain()
             self._candidate.swap.copy_weights()
-            self._swapped, self._candidate = self._candidate, None
+            self._new_draft, self._candidate = self._candidate, None
 
     # The thread
 
@@ -332,7 +332,7 @@ class Learner:
 
     def _remember_swap(self) -> None:
         """Record the draft that was swapped in.  After an OSError, a restart serves the draft before."""
-        swapped, self._swapped = self._swapped, None
+        swapped, self._new_draft = self._new_draft, None
         if swapped is None:
             return
         self.draft_dir, manifest = swapped.directory, swapped.manifest

@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, str]:
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
-        "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
+        "machine": f"{_cpu_name()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
         "system": platform.platform(),
         "python": platform.python_version(),
         "espalier": espalier.__version__,
@@ -70,7 +70,7 @@ def installed_version(package: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

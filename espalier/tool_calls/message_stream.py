@@ -64,7 +64,7 @@ class MessageStream:
         return deltas
 
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of an output after `read`.
+        """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
         They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from espalier.grammar.spec import refuse_constant
+from espalier.grammar.spec import refuse_json_constant
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -77,7 +77,7 @@ class TextReader:
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take`.  Not allowed while recording."""
+        """Undo a `take_characters`.  Not allowed while recording."""
         self.buffer = text + self.buffer
 
     def wait_for_text(self) -> Steps[bool]:
@@ -190,7 +190,7 @@ class TextReader:
 def decode_json(text: str) -> Any:
     """Returns the value of a JSON text.  Raises BrokenCall."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(text, parse_constant=refuse_json_constant)
     except (ValueError, RecursionError):
         raise BrokenCall("the tool call is not valid JSON") from None
 

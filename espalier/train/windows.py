@@ -60,12 +60,11 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  firsts: the number of tokens of each text's
-    prompt."""
+    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  output_starts: the lengths of the prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    firsts: np.ndarray
+    output_starts: np.ndarray
 
     @classmethod
     def of(cls, texts: Sequence[np.ndarray], output_starts: Sequence[int]) -> TextList:
@@ -80,12 +79,11 @@ class TextList:
     def is_answer(self) -> np.ndarray:
         """For each token, whether the token belongs to a continuation."""
         place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
-        return place >= np.repeat(self.firsts, self.lengths)
+        return place >= np.repeat(self.output_starts, self.lengths)
 
 
 class TextRows:
-    """Rows of `row_length + 1` tokens.  A row begins with a text, or continues a text that is longer than a
-    row.
+    """Rows of `row_length + 1` tokens.  A row begins with a text, or continues a longer text.
 
     In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden
     states would differ.  Every epoch has another order of texts.  If the end of a row cuts a text, the rest of the text

@@ -155,10 +155,10 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     monkeypatch.setattr(tune, "perf_counter", Clock())
     monkeypatch.setattr(tune, "MAX_CANDIDATES_IN_LIMIT", 2)
-    asked, us = [], LinearTuner._product_us
+    asked, us = [], LinearTuner._plan_us
     monkeypatch.setattr(
         LinearTuner,
-        "_product_us",
+        "_plan_us",
         lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1),
     )
     path, known = tmp_path / "choices.json", (None, None, None, None, FIRST)
