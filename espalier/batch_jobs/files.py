@@ -57,7 +57,7 @@ class LineError(Exception):
         self.custom_id = custom_id
 
 
-def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, bytes) of each line that is not blank.  A byte order mark at the start of the file is skipped.
     Raises EspalierError for a line that is too long."""
     number = 0
@@ -65,7 +65,7 @@ def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(data) > MAX_LINE_BYTES:
             raise EspalierError(
-                f"{name}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
+                f"{path}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
             )
         if number == 1:
             data = data.removeprefix(BOM_UTF8)

@@ -112,9 +112,9 @@ def choose(
             Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", DIM_STYLE)
         )
         given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
-        runs = TimedBatches.for_batches(bench, args.batch or (), context, args.tokens, args.repeats, given)
-        with progress("measuring", len(shapes) * len(runs.prompts_by_batch)) as advance:
-            timed = measure_trees(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
+        timed_batches = TimedBatches.for_batches(bench, args.batch or (), context, args.tokens, args.repeats, given)
+        with progress("measuring", len(shapes) * len(timed_batches.prompts_by_batch)) as advance:
+            timed = measure_trees(bench.engine, config.graph_batch, timed_batches, shapes, lengths, advance)
     by_batch = by_batch_table(timed)
     # Write the files before printing, because printing fails if stdout is closed.
     if args.out is not None:
@@ -220,7 +220,7 @@ class TimedBatches:
 def measure_trees(
     engine: Engine,
     graph_batch: int,
-    runs: TimedBatches,
+    timed_batches: TimedBatches,
     trees: Sequence[TreeShape],
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
@@ -240,8 +240,8 @@ def measure_trees(
         runner_of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
         engine_of_shape = make_engine(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
-        for batch in runs.prompts_by_batch:
-            round_ms = _round_ms(engine_of_shape, batch, runs, stats)
+        for batch in timed_batches.prompts_by_batch:
+            round_ms = _round_ms(engine_of_shape, batch, timed_batches, stats)
             cells.append((batch, round_ms))
             advance()
         engine_of_shape.close()
@@ -250,10 +250,10 @@ def measure_trees(
     return timed
 
 
-def _round_ms(engine: Engine, batch_size: int, runs: TimedBatches, stats: SpeculationStats) -> float:
+def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stats: SpeculationStats) -> float:
     """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
-    params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
-    driven = [drive(engine, prompts, params) for prompts in runs.prompt_batches(batch_size)][1:]
+    params = SamplingParams(temperature=0.0, max_tokens=timed_batches.num_tokens)
+    driven = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
     for each in driven:
         stats.merge(each.stats)
     return 1000 * median(full_step_times(driven))

@@ -18,7 +18,7 @@ from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
 # The default smallest and largest max_tokens of an answer.
-OUTPUT_BOUNDS = (256, 256)
+DATASET_OUTPUT_BOUNDS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
@@ -39,7 +39,7 @@ def dataset_from_flags(args: Namespace) -> list[Conversation] | None:
     args.temperature = args.temperature or [0.0]
     for temperature in args.temperature:
         require_number("--temperature", temperature, lambda value: 0 <= value <= MAX_TEMPERATURE, "0 to 2")
-    args.output, args.sample_seed = args.output or OUTPUT_BOUNDS, args.sample_seed or 0
+    args.output, args.sample_seed = args.output or DATASET_OUTPUT_BOUNDS, args.sample_seed or 0
     talks, num_silent = read_conversations(args.dataset, args.output, args.limit, args.sample_seed)
     if num_silent:
         stdout().print(f"{num_silent} records of {args.dataset} are left out: no user speaks in them")

@@ -383,8 +383,8 @@ class _RegexParser:
         return self._read_literal(char, at)
 
 
-def _node_of_characters(found: Characters) -> Node:
-    return Chars(found.in_every_dialect) if found.in_every_dialect else NO_TEXT
+def _node_of_characters(characters: Characters) -> Node:
+    return Chars(characters.in_every_dialect) if characters.in_every_dialect else NO_TEXT
 
 
 def _has_anchor(node: Node) -> bool:

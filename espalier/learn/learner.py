@@ -102,7 +102,7 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
         raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
 
 
-def trainers_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
+def trainer_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
     """Returns the second GPU if there is one, else the engine's device.  Raises EspalierError without room on a GPU."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
@@ -152,7 +152,7 @@ class Learner:
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
-        self.machine = trainers_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
+        self.machine = trainer_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
         self.target_dir, self.draft_dir, self.given_draft = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = LearnFolder(Path(config.folder).expanduser(), origin)

@@ -143,14 +143,14 @@ def sampling_params(args: Namespace) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def require_readable(text: str, what: str, encoding: str) -> str:
+def require_readable(text: str, description: str, encoding: str) -> str:
     """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
         is_utf8 = codecs.lookup(encoding).name == "utf-8"
         remedy = "write it in UTF-8" if is_utf8 else "set a UTF-8 locale, LANG=C.UTF-8"
-        raise EspalierError(f"{what} is not valid {encoding}; {remedy}") from None
+        raise EspalierError(f"{description} is not valid {encoding}; {remedy}") from None
     return text
 
 

@@ -44,12 +44,12 @@ class BlockAttention(DraftAttention):
         """Projects x [..., T, H] to heads [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
-    def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns K and V of rows x [..., T, H].  K is rotated by the tables."""
-        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *tables), self.project_heads(x, self.v_proj)
+    def keys_and_values(self, x: Tensor, rope_tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns K and V of rows x [..., T, H].  K is rotated by the RoPE tables."""
+        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *rope_tables), self.project_heads(x, self.v_proj)
 
-    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *tables)
+    def queries(self, x: Tensor, rope_tables: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *rope_tables)
 
 
 class SingleBlockLayer(nn.Module):

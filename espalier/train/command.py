@@ -169,7 +169,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         _evaluate(arguments)
     elif arguments.command == "auto":
-        _auto(arguments)
+        _train_auto(arguments)
     elif arguments.command == "own-text":
         _write_own_text(arguments)
     else:
@@ -191,7 +191,7 @@ def _train(arguments: argparse.Namespace) -> None:
     import_function("espalier.train.kinds:train")(arguments.command, target, data, out, work, config)
 
 
-def _auto(arguments: argparse.Namespace) -> None:
+def _train_auto(arguments: argparse.Namespace) -> None:
     if not arguments.minutes >= MIN_MINUTES:
         raise EspalierError(f"--minutes={arguments.minutes:g} is too few to try drafts; use {MIN_MINUTES} or more")
     require_names({"--target": arguments.target})

@@ -255,7 +255,7 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_do
 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
     """Measures the draft on the held-out continuations and prints the result.  Returns {} if all are too short."""
-    texts, firsts = run.held_out.split(), run.held_out.output_starts.tolist()
+    texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
     long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(MIN_MEASURED_TOKENS, run.depth)]
     if not long_enough:
         print("held out: nothing, as the target's continuations end or repeat at once", flush=True)

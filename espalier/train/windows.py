@@ -60,11 +60,11 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  output_starts: the lengths of the prompts."""
+    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: the lengths of the prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    output_starts: np.ndarray
+    firsts: np.ndarray
 
     @classmethod
     def of(cls, texts: Sequence[np.ndarray], output_starts: Sequence[int]) -> TextList:
@@ -79,7 +79,7 @@ class TextList:
     def is_answer(self) -> np.ndarray:
         """For each token, whether the token belongs to a continuation."""
         place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
-        return place >= np.repeat(self.output_starts, self.lengths)
+        return place >= np.repeat(self.firsts, self.lengths)
 
 
 class TextRows:
