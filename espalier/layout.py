@@ -18,9 +18,8 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 MAX_ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes of fewer than chunk_size rows: the widths of their pieces, and the most pieces and
-# rows.  For an 8B model in FP8, a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run
-# 2,048 rows (docs/log.md).
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  For an 8B model in FP8,
+# a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
@@ -330,13 +329,22 @@ class RoundLayout:
 
         Forms with fewer rows come first; of forms with equally many rows, the wider one.
         """
-        sizes = {(width, pieces) for width in CAPTURED_WIDTHS for pieces in self.batch_buckets(MAX_CAPTURED_PIECES)}
+        forms = (
+            LaunchForm(min(pieces, self.max_batch), width, pieces)
+            for width in CAPTURED_WIDTHS
+            for pieces in self.batch_buckets(MAX_CAPTURED_PIECES)
+        )
         most_rows = min(MAX_CAPTURED_ROWS, self.chunk_size)
-        fitting = {(width, pieces) for width, pieces in sizes if width * pieces <= most_rows}
-        # Full passes: the host needs longer to launch a pass of many small layers than a GPU to run it (docs/log.md).
-        full = {(width, self.max_pieces(width)) for width in CAPTURED_WIDTHS[1:] if width <= self.chunk_size}
-        forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in fitting | full)
-        return tuple(sorted(forms, key=lambda form: (form.pass_rows, -form.width)))
+        fitting = (form for form in forms if form.pass_rows <= most_rows)
+        return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
+
+    @property
+    def captured_full_passes(self) -> tuple[LaunchForm, ...]:
+        """The forms of full prefill passes that can be CUDA graphs.  They continue captured_passes."""
+        if self.chunk_size <= MAX_CAPTURED_ROWS:
+            return ()
+        sizes = [(width, self.max_pieces(width)) for width in CAPTURED_WIDTHS[:0:-1]]
+        return tuple(LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Returns the most rows of a prefill pass.  decoding: whether running requests wait for the pass."""

@@ -1,7 +1,7 @@
 """The GPU executor: one compute stream writes all device state, and rounds and most passes run as CUDA graphs.
 
 A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm).  Rounds are
-padded to batch buckets, prefill passes to the forms of RoundLayout.captured_passes.  Staged rounds have graphs of their
+padded to batch buckets, prefill passes to the forms of ModelRunner.captured_passes.  Staged rounds have graphs of their
 own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that fit no form, and for
 passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results.  A second stream copies the launch's entry of the results ring to the host.  The entry
@@ -179,7 +179,7 @@ class CudaExecutor:
         self.stream, self.copy_stream = streams = take_streams(self.device)
         self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.captured_passes = layout.captured_passes if graph_batch and runner.captures_prefill else ()
+        self.captured_passes = runner.captured_passes if graph_batch else ()
         widest = len(self._pack(dummy_launch(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
         results_shape = self.results.ring.shape[1:]

@@ -88,7 +88,7 @@ class Executor(Protocol):
 
     @property
     def captured_passes(self) -> tuple[LaunchForm, ...]:
-        """The forms of prefill passes that are CUDA graphs, in the order of RoundLayout.captured_passes."""
+        """The forms of prefill passes that are CUDA graphs, in the order of ModelRunner.captured_passes."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.states import SnapshotTargets, StateAccess
 from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
 from espalier.kernels.ops.tree import AcceptedPath, accept, gather_rows
-from espalier.layout import RoundLayout, TreeShape
+from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import DraftGuide
@@ -61,8 +61,15 @@ class ModelRunner:
         return self.cache.pages
 
     @property
-    def captures_prefill(self) -> bool:
-        return self.cache.backend.captures_prefill and self.drafter.captures_prefill
+    def captured_passes(self) -> tuple[LaunchForm, ...]:
+        """The forms of prefill passes that can be CUDA graphs.
+
+        Layers that keep a state have many kernels, so a host launches a full pass more slowly than a GPU runs it.
+        """
+        if not (self.cache.backend.captures_prefill and self.drafter.captures_prefill):
+            return ()
+        full = () if self.cache.states is None else self.layout.captured_full_passes
+        return self.layout.captured_passes + full
 
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
         """Returns the runner for rounds with this tree at every batch size.  tree: None for the layout's trees.  Models

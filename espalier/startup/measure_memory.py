@@ -177,7 +177,7 @@ def measure_launch_memory(
     executor.compile_kernels(
         [*compiled, *passes, *smaller_prefill_passes(layout, executor.runner.target.config.vocab_size)]
     )
-    captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
+    captured = [*rounds, *(dummy_launch(*form) for form in executor.runner.captured_passes[-1:])]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return MeasuredMemory(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from espalier import layout
 from espalier.attention import GroupedBackend
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
@@ -37,17 +38,24 @@ def asked(index: int, prompt: list[int]) -> Request:
     ("fields", "graph_batch", "overlap"),
     [
         # A batch of three runs eagerly.
-        ({"keeps": "hybrid", "chunk_size": 32}, 2, True),
+        ({"keeps": "hybrid"}, 2, True),
         pytest.param({"family": "qwen3_5"}, 3, False, marks=pytest.mark.full),
         pytest.param({"keeps": "hybrid_conv"}, 3, True, marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_the_gpu_executor_says_what_the_cpu_executor_says(fields, graph_batch, overlap, monkeypatch):
+    monkeypatch.setattr(layout, "CAPTURED_WIDTHS", (16, 32, 64))
+    monkeypatch.setattr(layout, "MAX_CAPTURED_ROWS", 32)
     setup = replace(SETUP, overlap=overlap, **fields)
     expected = two_turns(setup.engine())
     fake_cuda(monkeypatch)
     monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
     engine = engine_on_fake_cuda(setup, graph_batch)
+    executor, replayed = engine.executor, []
+    assert [form.pass_rows for form in engine.layout.captured_full_passes] == [64, 64]
+    full = [id(executor.graphs[form]) for form in engine.layout.captured_full_passes]
+    copied = executor._copy_to_graph
+    monkeypatch.setattr(executor, "_copy_to_graph", lambda *args: (replayed.append(id(args[-1])), copied(*args)))
     assert two_turns(engine) == expected
-    assert FakeGraph.replayed > 0
+    assert FakeGraph.replayed > 0 and set(full) & set(replayed)
