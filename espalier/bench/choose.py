@@ -278,8 +278,7 @@ def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
 
 
 def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
-    """Returns the rows of the printed table: a row for each batch size, with a column for each tree.  A star marks a
-    row's fastest tree."""
+    """Returns the rows of the printed table: a row for each batch size, a column for each tree, * for the fastest."""
     shapes = list(dict.fromkeys(one.tree for one in tree_times))
     fastest, by_cell = fastest_trees(tree_times), {(one.batch_size, one.tree): one for one in tree_times}
     rows = [["batch", *(str(shape) for shape in shapes)]]

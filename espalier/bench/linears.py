@@ -250,8 +250,7 @@ class ModelShape:
         return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of all layers, dense layers first.  Equal layers share a run.  input_columns: of the
-        first product."""
+        """Returns the products of all layers, dense layers first, equal layers in one run."""
         # A sliding window does not change a layer's products.
         kinds = Counter((at < self.num_dense, replace(spec, window=None)) for at, spec in enumerate(self.layer_specs))
         runs, taken = list[ProductGroup](), Counter[tuple[str, Shape]]()

@@ -169,8 +169,7 @@ def _run_model(
     original: ModelOutputs | None,
     advance: Callable[[], None],
 ) -> ModelOutputs:
-    """Run one model over the texts.  original: the original's run, whose texts the copy reads; None for the original,
-    which makes the texts."""
+    """Run one model over the texts.  original: its run, whose texts the copy reads; None to make the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts

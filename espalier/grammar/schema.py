@@ -306,8 +306,7 @@ class _SchemaRewriter:
     def _rewritten_unique_array(
         self, item_schema: Any, array_schema: dict[str, Any], path: str, depth: int
     ) -> dict[str, Any]:
-        """Returns the enforceable form of an array without equal items.  Its items must have a finite list of values.
-        Raises EspalierError."""
+        """Returns the enforceable form of an array without equal items.  Raises EspalierError for endless items."""
         if item_schema is not True:
             raise schema_error(path, f"'uniqueItems' is {shown(item_schema)}", "use true or false")
         values = None if "prefixItems" in array_schema else self._all_values(array_schema["items"], depth)

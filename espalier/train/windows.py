@@ -41,8 +41,7 @@ class StreamWindows:
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
     def batches(self, batch_size: int, first_batch: int = 0) -> Iterator[Tensor]:
-        """Yields an infinite sequence of batches [size, length + 1] int64.  first_batch: the number of batches to skip
-        in a resumed run."""
+        """Yields an infinite sequence of batches [size, length + 1] int64, from first_batch on."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, batch_size, "give more text"
         )

@@ -38,8 +38,7 @@ class Formats:
 
 
 def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
-    """Returns a model's formats: by name, or for "auto" by the text of its chat template.  Raises EspalierError for an
-    unknown name."""
+    """Returns a model's formats: by name, or for "auto" by the text of its chat template.  Raises EspalierError."""
     # The harmony format parses both calls and reasoning.
     if tool_format == harmony.TOOL_FORMAT.name and reasoning_format == AUTO:
         reasoning_format = harmony.REASONING_FORMAT.name
