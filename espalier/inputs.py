@@ -215,7 +215,7 @@ class InputProcessor:
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.prompt_tokens(self.chat_tokens(plan.messages(messages), **of_template))
+        prompt = self.prompt_tokens(self.chat_tokens(plan.template_messages(messages), **of_template))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
@@ -231,7 +231,7 @@ class InputProcessor:
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
-        return self.require_supported(plan.params(params, prompt))
+        return self.require_supported(plan.params_with_grammar(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns the parameters with defaults filled in and values checked.  Raises EspalierError.

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier.bench.drive import heldout_json
-from espalier.bench.report import require_plot, save_plot
+from espalier.bench.drive import heldout_texts
+from espalier.bench.report import check_plot_path, save_plot
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
@@ -84,7 +84,7 @@ def measure(llm: LLM, row: Row, prompts: Sequence[tuple[str, Any]], params: Samp
 
 def read_prompts(path: Path | None) -> list[tuple[str, Any]]:
     """(kind, text or messages) of each line; by default of the bundled prompts."""
-    lines = heldout_json() if path is None else map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    lines = heldout_texts() if path is None else map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [(line.get("kind", "code"), line.get("messages") or line["prompt"]) for line in lines]
 
 
@@ -197,7 +197,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if bool(arguments.draft) == bool(arguments.read):
         parser.error("give one --draft or several, or --read")
-    require_plot(arguments.plot)
+    check_plot_path(arguments.plot)
     read = [row for path in arguments.read or () for row in json.loads(path.read_text())["rows"]]
     written, found = [], read or run(arguments)
     for title, rows in tables(found):

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
+from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, parse_tree_shape
 from espalier.bench.timing import Matrix
 from espalier.engine.cuda import CapturedLaunch, CudaExecutor
 from espalier.engine.launch_input import dummy_launch
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a named shape (llama-3.1-8b)")
     parser.add_argument("--weights", choices=SHAPE_WEIGHTS, help="quantised matrices (dense)")
     parser.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, help="quantised matrices of the draft (dense)")
-    parser.add_argument("--tree", type=tree_shape, default=PLAIN_TREE, help="such as 5,8,64 (plain decoding)")
+    parser.add_argument("--tree", type=parse_tree_shape, default=PLAIN_TREE, help="such as 5,8,64 (plain decoding)")
     parser.add_argument("--batch", type=int, default=1, help="requests of the round (1)")
     parser.add_argument("--rows", type=int, required=True, help="the products that are varied have so many rows")
     parser.add_argument("--seconds", type=float, default=30, help="for the turns of all variants (30)")

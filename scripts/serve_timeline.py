@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench.clients import post_request
+from espalier.bench.clients import post_request_bytes
 from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import plain_settings
 from espalier.engine.engine import Engine
@@ -258,7 +258,7 @@ class Timeline:
 
     def measure(self, size: int) -> None:
         """A warm-up and the repeats, LLM.generate and the server in turns."""
-        prompts = self.opened.prompts([self.args.context] * size)
+        prompts = self.opened.make_prompts([self.args.context] * size)
         for turn in range(self.args.repeats + 1):
             offline, served = self._generate(prompts), self._serve(prompts, f"b{size}t{turn}")
             if turn:
@@ -283,7 +283,7 @@ class Timeline:
         same["return_token_ids"] = self.llm.tokenizer is None
         names = [f"{name}r{i}" for i in range(len(prompts))]
         requests = [
-            post_request("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
+            post_request_bytes("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
             for each, prompt in zip(names, prompts, strict=True)
         ]
         exchanges = exchange_all(self.port, requests)

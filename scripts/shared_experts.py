@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         x = torch.randn(count, sizes.hidden, dtype=torch.bfloat16, device=device)
         bodies = [chain([block(sizes, each, one) for one in drawn], each, norm, x) for each in VARIANTS]
         print(f"{count} rows, us a block")
-        for variant, ms in zip(VARIANTS, timer.ms(bodies, TURNS), strict=True):
+        for variant, ms in zip(VARIANTS, timer.median_ms(bodies, TURNS), strict=True):
             print(f"  {variant.name:70}{1e3 * ms / CALLS:8.2f}", flush=True)
     return 0
 

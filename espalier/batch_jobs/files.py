@@ -33,7 +33,7 @@ STATUS_OK = 200
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """One request of a batch.  number: the line's number in the input, from 1."""
 
     number: int
@@ -57,7 +57,7 @@ class LineError(Exception):
         self.custom_id = custom_id
 
 
-def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, bytes) of each line that is not blank.  A byte order mark at the start of the file is skipped.
     Raises EspalierError for a line that is too long."""
     number = 0
@@ -65,7 +65,7 @@ def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(data) > MAX_LINE_BYTES:
             raise EspalierError(
-                f"{name}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
+                f"{path}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
             )
         if number == 1:
             data = data.removeprefix(BOM_UTF8)
@@ -73,7 +73,7 @@ def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
             yield number, data
 
 
-def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> Line:
+def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> BatchLine:
     """Parses a line.  urls: the allowed endpoints.  Raises LineError."""
     try:
         value = msgspec.json.decode(data)
@@ -83,19 +83,19 @@ def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(LINE_FIELDS))
     custom_id = value.get("custom_id")
     known_id = custom_id if isinstance(custom_id, str) else None
-    _require_once_each(data, known_id)
+    _refuse_repeated_keys(data, known_id)
     try:
         _check_fields(value, urls)
     except LineError as error:
         raise LineError(error.code, str(error), known_id) from None
-    return Line(number, value["custom_id"], value["url"], value["body"])
+    return BatchLine(number, value["custom_id"], value["url"], value["body"])
 
 
 def _not_json(error: Exception, custom_id: str | None = None) -> LineError:
     return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
 
 
-def _require_once_each(data: bytes, custom_id: str | None) -> None:
+def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
     """Refuse an object with a repeated name, of which msgspec would keep only the last value.
 
     custom_id: the value that msgspec reads.  Raises LineError with this custom_id, or without it if the line has two,
@@ -172,12 +172,12 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: of its lines, in hex; num_lines: not blank; last: the last line's number."""
+    """A checked input file.  digest: of its lines, in hex; num_lines: not blank; last_line: the last line's number."""
 
     path: Path
     digest: str
     num_lines: int
-    last: int
+    last_line: int
 
 
 def scan_input(path: Path) -> InputScan:
@@ -219,12 +219,12 @@ def _refuse_equal_ids(path: Path, hashes: array) -> None:
         _refuse_first_repeated(path, repeated)
 
 
-def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
+def _refuse_first_repeated(path: Path, repeated_hashes: Collection[int]) -> None:
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
-            if custom_id is None or _hash_of_id(custom_id) not in repeated:
+            if custom_id is None or _hash_of_id(custom_id) not in repeated_hashes:
                 continue
             if custom_id in seen:
                 raise EspalierError(
@@ -237,18 +237,18 @@ def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
 class Journal:
     """The output file of a batch, which also records which lines are answered.
 
-    num_answered: the number of answered input lines.  num_failed: the number of lines whose answer is an error or has
-    another status than 200.  Raises EspalierError if the file cannot be written, or is not the output of this input.
+    num_failed: the number of lines whose answer is an error or has another status than 200.  Raises EspalierError if
+    the file cannot be written, or is not the output of this input.
     """
 
     def __init__(self, path: Path, scan: InputScan):
         self.path = path
-        self.input = scan
+        self.scan = scan
         self.num_answered = 0
         self.num_failed = 0
         self._prefix = id_prefix(scan.digest)
-        self._is_answered = bytearray(scan.last + 1)
-        self._unsynced = False
+        self._is_answered = bytearray(scan.last_line + 1)
+        self._has_unsynced = False
         # `sync` may run in a thread while `close` is called.
         self._syncing = threading.Lock()
         self._file = open_locked(path, "batch", "name another file")
@@ -263,19 +263,19 @@ class Journal:
         return bool(self._is_answered[number])
 
     @property
-    def num_left(self) -> int:
-        return self.input.num_lines - self.num_answered
+    def num_unanswered(self) -> int:
+        return self.scan.num_lines - self.num_answered
 
     def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
         """Yields (number, bytes) of each unanswered input line.  A line is read when it is needed."""
-        with self.input.path.open("rb") as file:
-            for number, data in numbered_lines(file, self.input.path):
+        with self.scan.path.open("rb") as file:
+            for number, data in numbered_lines(file, self.scan.path):
                 if not self.is_answered(number):
                     yield number, data
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if the file cannot be written."""
-        data = whole = answer_line(self.input.digest, number, custom_id, answer)
+        data = whole = answer_line(self.scan.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -286,15 +286,15 @@ class Journal:
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
-        self._unsynced = True
-        self._count(number, isinstance(answer, LineError) or answer.status_code != STATUS_OK)
+        self._has_unsynced = True
+        self._count_answer(number, isinstance(answer, LineError) or answer.status_code != STATUS_OK)
 
     def sync(self) -> None:
         """Sync the written lines to the disk.  May run in a thread.  Raises EspalierError if that fails."""
         with self._syncing:
-            if not self._unsynced:
+            if not self._has_unsynced:
                 return
-            self._unsynced = False
+            self._has_unsynced = False
             try:
                 os.fsync(self._file)
             except OSError as error:
@@ -314,7 +314,7 @@ class Journal:
         except OSError as error:
             raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
 
-    def _count(self, number: int, failed: bool) -> None:
+    def _count_answer(self, number: int, failed: bool) -> None:
         self._is_answered[number] = 1
         self.num_answered += 1
         self.num_failed += failed
@@ -345,19 +345,19 @@ class Journal:
             raise EspalierError(
                 f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
             ) from None
-        if not name.startswith(self._prefix) or not 0 < number <= self.input.last:
+        if not name.startswith(self._prefix) or not 0 < number <= self.scan.last_line:
             raise EspalierError(
-                f"{self.path} has answers to another input than {self.input.path}, or the input has changed since; "
+                f"{self.path} has answers to another input than {self.scan.path}, or the input has changed since; "
                 "name another file for the output"
             )
         if not self.is_answered(number):
-            self._count(number, failed)
+            self._count_answer(number, failed)
 
 
-def open_locked(path: Path, writer: str, remedy: str) -> int:
+def open_locked(path: Path, owner: str, remedy: str) -> int:
     """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    writer: a noun for the other process in messages.  remedy: the advice if the file cannot be opened.
+    owner: a noun for the other process in messages.  remedy: the advice if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -368,7 +368,7 @@ def open_locked(path: Path, writer: str, remedy: str) -> int:
     except OSError as error:
         os.close(file)
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise EspalierError(f"{path} is being written by another {writer}; wait for it, or end it") from None
+            raise EspalierError(f"{path} is being written by another {owner}; wait for it, or end it") from None
         raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
     return file
 

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import msgspec
 
-from espalier.batch_jobs.files import DEFAULT_URLS, Journal, Line, LineError, Response, id_prefix, parse_line
+from espalier.batch_jobs.files import DEFAULT_URLS, BatchLine, Journal, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
 # The longest time without data on a connection: some answers take many minutes.
@@ -30,10 +30,10 @@ SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
-    """A line got no answer.  final: a retry would fail too.  lost: the server had accepted the line."""
+    """A line got no answer.  is_final: a retry would fail too.  was_lost: the server had accepted the line."""
 
-    def __init__(self, why: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
-        super().__init__(why)
+    def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
+        super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.is_final = is_final
         self.was_lost = was_lost
@@ -54,7 +54,7 @@ class Sender:
         self._next_clients = cycle(clients)
         self._answered_at = asyncio.get_running_loop().time()
 
-    async def answer(self, name: str, line: Line) -> Response:
+    async def answer(self, name: str, line: BatchLine) -> Response:
         """Returns the response to a line.  name: the request id to send.
 
         Raises LineError if only this line gets no answer, and EspalierError if the server does not answer any more.
@@ -78,15 +78,15 @@ class Sender:
                 self._answered_at = asyncio.get_running_loop().time()
                 return response
 
-    def _give_up(self, why: NotAnswered) -> None:
+    def _give_up(self, failure: NotAnswered) -> None:
         """Raises EspalierError if a retry is useless."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
-        if why.is_final:
-            raise EspalierError(str(why))
+        if failure.is_final:
+            raise EspalierError(str(failure))
         if self.give_up_s is not None and silent_s > self.give_up_s:
-            raise EspalierError(f"no line was answered for {silent_s:.0f} s ({why}); see the server's log")
+            raise EspalierError(f"no line was answered for {silent_s:.0f} s ({failure}); see the server's log")
 
-    async def _send_once(self, client: httpx.AsyncClient, name: str, line: Line, data: bytes) -> Response:
+    async def _send_once(self, client: httpx.AsyncClient, name: str, line: BatchLine, data: bytes) -> Response:
         """Send a line without retries.  Returns the response.  Raises NotAnswered or LineError."""
         headers = {"content-type": "application/json", "x-request-id": name}
         try:
@@ -108,24 +108,25 @@ class Sender:
         return Response(got.status_code, got.headers.get("x-request-id", name), body)
 
 
-def _require_answer(got: httpx.Response, body: Any) -> None:
+def _require_answer(response: httpx.Response, body: Any) -> None:
     """Raises NotAnswered for an error status that does not depend on the line."""
     body = body if isinstance(body, dict) else {}
     error = body.get("error") or {}
     error = error if isinstance(error, dict) else {"message": str(error)}
-    why = f"status {got.status_code}: {error.get('message') or 'no message'}"
-    if got.status_code in (401, 403):
+    why = f"status {response.status_code}: {error.get('message') or 'no message'}"
+    if response.status_code in (401, 403):
         raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", is_final=True)
     # Some servers send the fields of an error without the object "error" around them.
-    if got.status_code == STATUS_NOT_FOUND and not error and "message" not in body:
-        here = f"{got.request.url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
+    if response.status_code == STATUS_NOT_FOUND and not error and "message" not in body:
+        url, text = response.request.url, shown(response.text)
+        here = f"{url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {text}"
         raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", is_final=True)
-    if got.status_code in RETRIED_STATUSES:
-        after = got.headers.get("retry-after", "")
+    if response.status_code in RETRIED_STATUSES:
+        after = response.headers.get("retry-after", "")
         raise NotAnswered(
             why,
             min(float(after), MAX_RETRY_PAUSE_S) if after.isdecimal() else 0.0,
-            is_final=got.headers.get("x-should-retry") == "false",
+            is_final=response.headers.get("x-should-retry") == "false",
             was_lost=error.get("code") == "engine_gone" and not after,
         )
 
@@ -196,7 +197,7 @@ async def run_batch(
         async with asyncio.TaskGroup() as group:
             syncing = group.create_task(_sync_periodically(journal))
             async with asyncio.TaskGroup() as workers:
-                for _ in range(min(concurrency, journal.num_left)):
+                for _ in range(min(concurrency, journal.num_unanswered)):
                     workers.create_task(_answer_lines(lines, journal, sender, on_answer, urls))
             syncing.cancel()
     except BaseExceptionGroup as errors:
@@ -219,7 +220,7 @@ async def _answer_lines(
         try:
             line = parse_line(number, data, urls)
             custom_id = line.custom_id
-            answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
+            answer = await sender.answer(f"{id_prefix(journal.scan.digest)}{number}", line)
         except LineError as error:
             custom_id, answer = error.custom_id, error
         journal.append(number, custom_id, answer)

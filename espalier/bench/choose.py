@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive, full_steps, require_positions
+from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive, full_step_times, require_positions
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -49,18 +49,18 @@ PredictAcceptLengths = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[
 class TreeTime:
     """The round time of one candidate tree at one batch size."""
 
-    batch: int
-    shape: TreeShape
+    batch_size: int
+    tree: TreeShape
     round_ms: float
     accept_length: float
 
     @property
     def tokens_per_second(self) -> float:
-        return 1000 * self.batch * self.accept_length / self.round_ms
+        return 1000 * self.batch_size * self.accept_length / self.round_ms
 
     def as_dict(self) -> dict[str, Any]:
         measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        return {"batch": self.batch, **self.shape.sizes, **measured, "tokens_per_second": self.tokens_per_second}
+        return {"batch": self.batch_size, **self.tree.sizes, **measured, "tokens_per_second": self.tokens_per_second}
 
 
 def run(args: Namespace) -> int:
@@ -85,19 +85,19 @@ def fill_and_check_flags(args: Namespace) -> None:
 def choose(
     args: Namespace,
     settings: dict[str, Any],
-    engines_with: Callable[[Mapping[str, Any]], BenchEngines],
-    predict: PredictAcceptLengths | None = None,
+    open_engines: Callable[[Mapping[str, Any]], BenchEngines],
+    predict_accept_lengths: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure the trees; print and write the table.  predict: returns accept lengths, which are then not measured.
-    Raises EspalierError."""
-    _refuse_unused(settings)
+    """Measure the trees; print and write the table.  predict_accept_lengths: returns accept lengths, which are then not
+    measured. Raises EspalierError."""
+    _refuse_unused_settings(settings)
     context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
     settings = without_by_batch(
         with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
     )
-    made = engines_with(settings)
-    require_positions(made.positions, longest, f"--context {context}", f"--tokens {args.tokens}")
+    made = open_engines(settings)
+    require_positions(made.max_positions, longest, f"--context {context}", f"--tokens {args.tokens}")
     with made.open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
         if not configured.steps:
@@ -106,15 +106,15 @@ def choose(
             )
         is_block = bench.engine.layout.block_rows > 0
         shapes = trees_to_measure(configured, args.candidates, is_block)
-        lengths = None if predict is None else predict(configured, shapes, is_block)
+        lengths = None if predict_accept_lengths is None else predict_accept_lengths(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(
             Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", DIM_STYLE)
         )
         given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
-        runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
-        with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
-            timed = measure_trees(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
+        timed_batches = TimedBatches.for_batches(bench, args.batch or (), context, args.tokens, args.repeats, given)
+        with progress("measuring", len(shapes) * len(timed_batches.prompts_by_batch)) as advance:
+            timed = measure_trees(bench.engine, config.graph_batch, timed_batches, shapes, lengths, advance)
     by_batch = by_batch_table(timed)
     # Write the files before printing, because printing fails if stdout is closed.
     if args.out is not None:
@@ -126,7 +126,7 @@ def choose(
         stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", DIM_STYLE))
 
 
-def _refuse_unused(settings: Mapping[str, Any]) -> None:
+def _refuse_unused_settings(settings: Mapping[str, Any]) -> None:
     """Raises EspalierError for engine settings without effect in this command."""
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
@@ -179,48 +179,49 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
 
 
 @dataclass(frozen=True)
-class TimedRuns:
+class TimedBatches:
     """The prompts of the timed runs, by batch size.  A run generates num_tokens greedy tokens for a batch of prompts.
     One run warms up, then `repeats` runs are timed."""
 
-    prompts: Mapping[int, Sequence[Sequence[int]]]
+    prompts_by_batch: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
     repeats: int
 
     @classmethod
-    def of(
+    def for_batches(
         cls,
         bench: BenchEngine,
-        batches: Sequence[int],
+        batch_sizes: Sequence[int],
         context: int,
         num_tokens: int,
         repeats: int,
-        given: Sequence[Sequence[int]] | None = None,
-    ) -> "TimedRuns":
-        """Returns the runs for these batch sizes; for every bucket if `batches` is empty.  given: the prompts; None for
-        random prompts of `context` tokens.  A CPU uses the buckets of a GPU.
+        given_prompts: Sequence[Sequence[int]] | None = None,
+    ) -> "TimedBatches":
+        """Returns the runs for these batch sizes; for every bucket if `batch_sizes` is empty.  given_prompts: the
+        prompts; None for random prompts of `context` tokens.  A CPU uses the buckets of a GPU.
 
         Raises EspalierError for a batch size that is not a bucket.
         """
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
-        if other := [batch for batch in batches if batch not in buckets]:
+        if other := [batch for batch in batch_sizes if batch not in buckets]:
             raise EspalierError(
                 f"--batch={other[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
             )
-        chosen = sorted(set(batches)) or buckets
-        return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
+        chosen = sorted(set(batch_sizes)) or buckets
+        prompts = {batch: given_prompts or bench.make_prompts([context] * batch) for batch in chosen}
+        return cls(prompts, num_tokens, repeats)
 
-    def batches(self, batch: int) -> Iterator[list[Sequence[int]]]:
+    def prompt_batches(self, batch_size: int) -> Iterator[list[Sequence[int]]]:
         """Yields the prompts of each run with this batch size."""
-        prompts = cycle(self.prompts[batch])
-        return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
+        prompts = cycle(self.prompts_by_batch[batch_size])
+        return (list(islice(prompts, batch_size)) for _ in range(self.repeats + 1))
 
 
 def measure_trees(
     engine: Engine,
     graph_batch: int,
-    runs: TimedRuns,
-    shapes: Sequence[TreeShape],
+    timed_batches: TimedBatches,
+    trees: Sequence[TreeShape],
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[TreeTime]:
@@ -235,12 +236,12 @@ def measure_trees(
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
     timed = []
-    for shape in shapes:
+    for shape in trees:
         runner_of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
         engine_of_shape = make_engine(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
-        for batch in runs.prompts:
-            round_ms = _round_ms(engine_of_shape, batch, runs, stats)
+        for batch in timed_batches.prompts_by_batch:
+            round_ms = _round_ms(engine_of_shape, batch, timed_batches, stats)
             cells.append((batch, round_ms))
             advance()
         engine_of_shape.close()
@@ -249,21 +250,21 @@ def measure_trees(
     return timed
 
 
-def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationStats) -> float:
+def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stats: SpeculationStats) -> float:
     """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
-    params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
-    driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]
+    params = SamplingParams(temperature=0.0, max_tokens=timed_batches.num_tokens)
+    driven = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
     for each in driven:
         stats.merge(each.stats)
-    return 1000 * median(full_steps(driven))
+    return 1000 * median(full_step_times(driven))
 
 
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """Returns the fastest tree at each batch size; the first of equally fast trees."""
     found: dict[int, TreeTime] = {}
     for one in tree_times:
-        if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
-            found[one.batch] = one
+        if one.batch_size not in found or one.tokens_per_second > found[one.batch_size].tokens_per_second:
+            found[one.batch_size] = one
     return dict(sorted(found.items()))
 
 
@@ -271,16 +272,15 @@ def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
     """Returns a table for SpeculationConfig.by_batch: the first batch size of a range -> the range's fastest tree."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in fastest_trees(tree_times).items():
-        if not trees or next(reversed(trees.values())) != fastest.shape:
-            trees[batch] = fastest.shape
+        if not trees or next(reversed(trees.values())) != fastest.tree:
+            trees[batch] = fastest.tree
     return trees
 
 
 def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
-    """Returns the rows of the printed table: a row for each batch size, with a column for each tree.  A star marks a
-    row's fastest tree."""
-    shapes = list(dict.fromkeys(one.shape for one in tree_times))
-    fastest, by_cell = fastest_trees(tree_times), {(one.batch, one.shape): one for one in tree_times}
+    """Returns the rows of the printed table: a row for each batch size, a column for each tree, * for the fastest."""
+    shapes = list(dict.fromkeys(one.tree for one in tree_times))
+    fastest, by_cell = fastest_trees(tree_times), {(one.batch_size, one.tree): one for one in tree_times}
     rows = [["batch", *(str(shape) for shape in shapes)]]
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():
@@ -289,5 +289,5 @@ def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
     return rows
 
 
-def _table_cell(one: TreeTime) -> str:
-    return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s"
+def _table_cell(tree_time: TreeTime) -> str:
+    return f"{tree_time.round_ms:.2f} ms, {tree_time.tokens_per_second:.0f} tokens/s"

@@ -31,18 +31,18 @@ REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server.  prefix: the path before /v1."""
+    """The address of a server.  path_prefix: the path before /v1."""
 
     host: str
     port: int
-    tls: bool = False
-    prefix: str = ""
+    uses_tls: bool = False
+    path_prefix: str = ""
 
     def __str__(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.prefix}"
+        return f"{'https' if self.uses_tls else 'http'}://{self.host}:{self.port}{self.path_prefix}"
 
 
-def address_of(url: str) -> Address:
+def parse_address(url: str) -> Address:
     """Parse the URL of a server, with or without /v1.  Raises EspalierError."""
     parts = split_url(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -72,7 +72,7 @@ class HttpResponse:
         return bytes(self.received[: max(self.received.find(HEAD_END), 0)]).lower()
 
     @property
-    def length(self) -> int | None:
+    def total_length(self) -> int | None:
         """The length of the whole response in bytes; None if the response has no content-length."""
         lines = self.head.split(b"\r\n")
         lengths = [int(line[len(LENGTH_HEADER) :]) for line in lines if line.startswith(LENGTH_HEADER)]
@@ -80,19 +80,19 @@ class HttpResponse:
 
     @property
     def is_complete(self) -> bool:
-        return self.received.endswith(LAST_CHUNK) or self.length == len(self.received)
+        return self.received.endswith(LAST_CHUNK) or self.total_length == len(self.received)
 
     def body(self) -> bytes:
-        return b"".join(data for _, data in self._pieces())
+        return b"".join(data for _, data in self._timed_chunks())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
         """Yields (arrival time of the last byte, data) of each server-sent event."""
         rest = b""
-        for time, data in self._pieces():
+        for time, data in self._timed_chunks():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
-    def _pieces(self) -> Iterator[tuple[float, bytes]]:
+    def _timed_chunks(self) -> Iterator[tuple[float, bytes]]:
         """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:
@@ -113,8 +113,8 @@ class Connection(asyncio.Protocol):
     """A client's connection, which sends one request after another."""
 
     transport: asyncio.Transport
-    exchange: HttpResponse
-    ended: asyncio.Future[HttpResponse]
+    response: HttpResponse
+    response_future: asyncio.Future[HttpResponse]
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -122,39 +122,39 @@ class Connection(asyncio.Protocol):
     def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
         """Send a request.  The returned future completes at the last byte of the response.  Raises EspalierError if the
         connection ends before that byte."""
-        self.ended = asyncio.get_running_loop().create_future()
-        self.exchange = HttpResponse(perf_counter())
+        self.response_future = asyncio.get_running_loop().create_future()
+        self.response = HttpResponse(perf_counter())
         self.transport.write(request)
-        return self.ended
+        return self.response_future
 
     def data_received(self, data: bytes) -> None:
-        now, exchange = perf_counter(), self.exchange
+        now, exchange = perf_counter(), self.response
         exchange.first_at = exchange.first_at or now
         exchange.received += data
         exchange.arrivals.append((now, len(exchange.received)))
         exchange.ended_at = now
-        if exchange.is_complete and not self.ended.done():
-            self.ended.set_result(exchange)
+        if exchange.is_complete and not self.response_future.done():
+            self.response_future.set_result(exchange)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not hasattr(self, "ended") or self.ended.done():
+        if not hasattr(self, "response_future") or self.response_future.done():
             return
         # A response without content-length and chunks ends when the connection ends.
-        if self.exchange.head and CHUNKED_HEADER not in self.exchange.head and self.exchange.length is None:
-            self.ended.set_result(self.exchange)
+        if self.response.head and CHUNKED_HEADER not in self.response.head and self.response.total_length is None:
+            self.response_future.set_result(self.response)
         else:
             message = "the server closed a connection before the response was complete; see its log"
-            self.ended.set_exception(EspalierError(message))
+            self.response_future.set_exception(EspalierError(message))
 
 
 async def connect(address: Address) -> Connection:
     """Open a connection.  Raises OSError."""
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=address.tls or None)
+    _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=address.uses_tls or None)
     return connection
 
 
-def post_request(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
+def post_request_bytes(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
     """Returns the bytes of a POST request with a JSON body."""
     data = json.dumps(body).encode()
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
@@ -170,30 +170,30 @@ class SentRequest:
     error: str = ""
     category: str = ""
     text: str = ""
-    num_prompt: int = 0
-    num_output: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
     def num_later_tokens(self) -> int:
         """The number of tokens that came after the first chunk."""
-        return self.num_output - self.timeline.chunks[0][1]
+        return self.num_output_tokens - self.timeline.chunks[0][1]
 
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A server that is measured.  same: the body fields that all requests share."""
+    """A server that is measured.  shared_fields: the body fields that all requests share."""
 
     address: Address
     headers: Mapping[str, str]
-    same: Mapping[str, Any]
+    shared_fields: Mapping[str, Any]
     endpoint: str
     timeout_s: float
-    think_s: float
+    think_time_s: float
 
-    async def send_request(self, body: Mapping[str, Any], due: float) -> SentRequest:
-        """Send a request and await its answer.  due: the planned time of sending, on perf_counter's clock."""
-        asked = SentRequest(Timeline(due))
-        request = post_request(self.address.prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
+    async def send_request(self, body: Mapping[str, Any], planned_at: float) -> SentRequest:
+        """Send a request and await its answer.  planned_at: the planned time of sending, on perf_counter's clock."""
+        asked = SentRequest(Timeline(planned_at))
+        request = post_request_bytes(self.address.path_prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = await connect(self.address)
@@ -207,53 +207,54 @@ class LoadTarget:
             asked.error = one_line(error)
         return asked
 
-    async def run_conversation(self, talk: Conversation, due: float) -> list[SentRequest]:
-        """Send the turns of a conversation, the first turn at `due`.  Stops after a turn without an answer."""
+    async def run_conversation(self, conversation: Conversation, planned_at: float) -> list[SentRequest]:
+        """Send the turns of a conversation, the first turn at `planned_at`.  Stops after a turn without an answer."""
         results: list[SentRequest] = []
         answers: list[str] = []
-        for body in request_bodies(talk, self.endpoint, answers, self.same):
-            await asyncio.sleep(due - perf_counter())
-            results.append(await self.send_request(body, due))
-            results[-1].category = talk.category
+        for body in request_bodies(conversation, self.endpoint, answers, self.shared_fields):
+            await asyncio.sleep(planned_at - perf_counter())
+            results.append(await self.send_request(body, planned_at))
+            results[-1].category = conversation.category
             if results[-1].error:
                 break
             answers.append(results[-1].text)
-            due = perf_counter() + self.think_s
+            planned_at = perf_counter() + self.think_time_s
         return results
 
 
-def parse_response(exchange: HttpResponse, asked: SentRequest) -> None:
-    """Parse a response into the fields of `asked`.
+def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
+    """Parse a response into the fields of `sent_request`.
 
     A chunk counts as the number of its token ids, or as one token if the server sends no ids.  Tokens that only `usage`
     reports are added to the last chunk.
     """
-    if exchange.status != STATUS_OK:
-        asked.error = f"status {exchange.status}: {_error_message(exchange.body())}"
+    if response.status != STATUS_OK:
+        sent_request.error = f"status {response.status}: {_error_message(response.body())}"
         return
     texts, is_ended = [], False
-    for time, data in exchange.events():
+    for time, data in response.events():
         if data == b"[DONE]":
             is_ended = True
             break
         event = json.loads(data)
         if "error" in event:
-            asked.error = f"the stream ended early: {_error_message(data)}"
+            sent_request.error = f"the stream ended early: {_error_message(data)}"
             return
         usage = event.get("usage") or {}
-        asked.num_prompt = usage.get("prompt_tokens", asked.num_prompt)
-        asked.num_output = usage.get("completion_tokens", asked.num_output)
-        text, num_ids = _text_of_event(event), _num_ids(event)
+        sent_request.num_prompt_tokens = usage.get("prompt_tokens", sent_request.num_prompt_tokens)
+        sent_request.num_output_tokens = usage.get("completion_tokens", sent_request.num_output_tokens)
+        text, num_ids = _text_of_event(event), _num_token_ids(event)
         if text or num_ids:
             texts.append(text)
-            asked.timeline.chunks.append((time, num_ids or 1))
-    chunks = asked.timeline.chunks
+            sent_request.timeline.chunks.append((time, num_ids or 1))
+    chunks = sent_request.timeline.chunks
     if not is_ended or not chunks:
-        asked.error = "the answer has no text" if is_ended else "the stream has no end"
+        sent_request.error = "the answer has no text" if is_ended else "the stream has no end"
         return
     before = sum(count for _, count in chunks[:-1])
-    asked.text, asked.num_output = "".join(texts), asked.num_output or before + chunks[-1][1]
-    chunks[-1] = chunks[-1][0], max(1, asked.num_output - before)
+    sent_request.text = "".join(texts)
+    sent_request.num_output_tokens = sent_request.num_output_tokens or before + chunks[-1][1]
+    chunks[-1] = chunks[-1][0], max(1, sent_request.num_output_tokens - before)
 
 
 def _text_of_event(event: Mapping[str, Any]) -> str:
@@ -267,7 +268,7 @@ def _text_of_event(event: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _num_ids(event: Mapping[str, Any]) -> int:
+def _num_token_ids(event: Mapping[str, Any]) -> int:
     """Returns the number of token ids in an event; 0 if the server sends no ids."""
     return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
@@ -292,8 +293,8 @@ def _unreachable(address: Address, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
-async def _get(address: Address, headers: Mapping[str, str], path: str) -> HttpResponse:
-    lines = [f"GET {address.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+async def _get_response(address: Address, headers: Mapping[str, str], path: str) -> HttpResponse:
+    lines = [f"GET {address.path_prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
         exchange = await connection.send("\r\n".join([*lines, "", ""]).encode())
@@ -303,19 +304,19 @@ async def _get(address: Address, headers: Mapping[str, str], path: str) -> HttpR
     return exchange
 
 
-async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
+async def fetch_rounds(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
     """Returns the server's number of rounds by accept length; None for a server without Espalier's metric."""
     try:
-        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_TIMEOUT_S)
+        exchange = await asyncio.wait_for(_get_response(address, headers, "/metrics"), METRICS_TIMEOUT_S)
         found = ROUNDS_METRIC_PATTERN.findall(exchange.body().decode()) if exchange.status == STATUS_OK else []
     except (EspalierError, TimeoutError, UnicodeDecodeError):
         return None
     return Counter({int(length): int(float(count)) for length, count in found}) if found else None
 
 
-async def first_model(address: Address, headers: Mapping[str, str]) -> str:
+async def fetch_model(address: Address, headers: Mapping[str, str]) -> str:
     """Returns the name of the server's first model.  Raises EspalierError."""
-    exchange = await _get(address, headers, "/v1/models")
+    exchange = await _get_response(address, headers, "/v1/models")
     if exchange.status != STATUS_OK:
         remedy = REMEDY_BY_STATUS.get(exchange.status, "look at the server's log")
         raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")

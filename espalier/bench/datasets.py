@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
+from espalier.bench.flags import DATASET_FLAGS, RANDOM_PROMPT_FLAGS
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
 from espalier.prompt_files import RECORD_FORMAT, messages_of, read_records, record_format, unexpected_record_error
@@ -18,13 +18,13 @@ from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
 # The default smallest and largest max_tokens of an answer.
-DEFAULT_OUTPUTS = (256, 256)
+DATASET_OUTPUT_BOUNDS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
-def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
+def dataset_from_flags(args: Namespace) -> list[Conversation] | None:
     """Returns the conversations of --dataset, if given.  Sets its flags' defaults.  Raises EspalierError."""
-    names = DATASET_FLAGS if getattr(args, "dataset", None) is None else DRAWN_PROMPT_FLAGS
+    names = DATASET_FLAGS if getattr(args, "dataset", None) is None else RANDOM_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
             "is for --dataset; give a file too"
@@ -39,21 +39,20 @@ def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
     args.temperature = args.temperature or [0.0]
     for temperature in args.temperature:
         require_number("--temperature", temperature, lambda value: 0 <= value <= MAX_TEMPERATURE, "0 to 2")
-    args.output, args.sample_seed = args.output or DEFAULT_OUTPUTS, args.sample_seed or 0
-    talks, num_silent = conversations_of(args.dataset, args.output, args.limit, args.sample_seed)
+    args.output, args.sample_seed = args.output or DATASET_OUTPUT_BOUNDS, args.sample_seed or 0
+    talks, num_silent = read_conversations(args.dataset, args.output, args.limit, args.sample_seed)
     if num_silent:
         stdout().print(f"{num_silent} records of {args.dataset} are left out: no user speaks in them")
     return talks
 
 
-def conversations_of(
-    path: Path, outputs: tuple[int, int], limit: int | None, seed: int
+def read_conversations(
+    path: Path, output_bounds: tuple[int, int], limit: int | None, seed: int
 ) -> tuple[list[Conversation], int]:
     """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
-    limit: the number of conversations, taken equally from all categories, in the file's order; None for all.  outputs:
-    the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError.
-    """
+    limit: the number of conversations, taken equally from all categories, in the file's order; None for all.
+    output_bounds: the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError."""
     chance = random.Random(seed)
     said = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
     spoken = [each for each in said if each[2]]
@@ -61,7 +60,7 @@ def conversations_of(
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {RECORD_FORMAT}")
     chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
     talks = [
-        Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
+        Conversation(i, system, tuple(Turn(text, chance.randint(*output_bounds)) for text in texts), category)
         for i, (category, system, texts) in enumerate(chosen)
     ]
     return talks, len(said) - len(spoken)

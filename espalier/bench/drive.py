@@ -24,7 +24,7 @@ from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, with_minimum
 
 # The number of random texts for a model without a tokenizer.  Long prompts repeat these texts.
-RANDOM_TEXTS = 64
+NUM_RANDOM_TEXTS = 64
 # The settings of LLM that differ from the configured engine, such as those for plain decoding.
 EngineVariant = Mapping[str, Any]
 AS_CONFIGURED: EngineVariant = {}
@@ -41,13 +41,12 @@ class Timer(Protocol):
 class DriveResult:
     """The measurements of one batch, from arrival to end.
 
-    full_steps: the seconds of each step whose round had all requests.  forward_seconds: the time of the models' forward
-    passes in these steps.  traces: the rounds' traces by request id.
-    """
+    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: the time of the
+    models' forward passes in these steps.  traces: the rounds' traces by request id."""
 
     requests: list[Request]
     seconds: float
-    full_steps: list[float] = field(default_factory=list)
+    full_step_times: list[float] = field(default_factory=list)
     forward_seconds: float = 0.0
     traces: dict[str, list[RoundTrace]] = field(default_factory=dict)
 
@@ -79,11 +78,11 @@ def drive(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     timers: Sequence[Timer] = (),
-    roots: Sequence[int] = (),
+    first_tokens: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> DriveResult:
-    """Run prompts as one batch.  roots: the first token of each output; () to sample it."""
-    requests = _requests(prompts, params, roots)
+    """Run prompts as one batch.  first_tokens: the first token of each output; () to sample it."""
+    requests = _requests(prompts, params, first_tokens)
     driven = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
     harvested: list[RoundTrace] = []
     engine.scheduler.on_round = harvested.append
@@ -98,7 +97,7 @@ def drive(
         for trace in harvested:
             driven.traces[trace.request_id].append(trace)
         if len(harvested) == len(requests):
-            driven.full_steps.append(elapsed)
+            driven.full_step_times.append(elapsed)
             driven.forward_seconds += sum(t.seconds for t in timers) - forward
         if after_step is not None:
             after_step()
@@ -113,11 +112,11 @@ def empty_prefix_cache(engine: Engine) -> None:
         engine.prefix_tree.evict(engine.pool.num_pages)
 
 
-def full_steps(runs: Sequence[DriveResult]) -> list[float]:
-    """Returns the full_steps of all runs of one batch, in seconds.  Raises EspalierError if there are no full steps."""
-    steps = [seconds for run in runs for seconds in run.full_steps]
+def full_step_times(results: Sequence[DriveResult]) -> list[float]:
+    """Returns the full steps' times of all runs of one batch, in seconds.  Raises EspalierError for none."""
+    steps = [seconds for run in results for seconds in run.full_step_times]
     if not steps:
-        requests = runs[0].requests
+        requests = results[0].requests
         raise EspalierError(
             f"no round held {len(requests)} requests of {len(requests[0].prompt)} tokens at once; lower --context, "
             "--batch or --max-batch, or raise --tokens or --num-pages"
@@ -125,15 +124,15 @@ def full_steps(runs: Sequence[DriveResult]) -> list[float]:
     return steps
 
 
-def greedy_request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
+def greedy_request(name: str, arrival_index: int, prompt: Sequence[int], num_tokens: int) -> Request:
     """Returns a greedy request for num_tokens tokens.  arrival_index: index in the order of arrival, also the seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
-    return Request(name, list(prompt), params, seed=arrival, arrival_index=arrival)
+    return Request(name, list(prompt), params, seed=arrival_index, arrival_index=arrival_index)
 
 
-def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: Sequence[int]) -> list[Request]:
+def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]) -> list[Request]:
     resolved = params.resolve({}, ())
-    given = [[root] for root in roots] or [[] for _ in prompts]
+    given = [[root] for root in first_tokens] or [[] for _ in prompts]
     return [
         Request(
             id=str(i),
@@ -148,7 +147,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
     ]
 
 
-def heldout_json() -> list[dict[str, str]]:
+def heldout_texts() -> list[dict[str, str]]:
     """Returns {"prompt", "reference"} pairs that the bundled model was not trained on.  Raises EspalierError."""
     path = BUNDLED_FILES / "heldout.jsonl"
     if not path.exists():
@@ -162,17 +161,17 @@ def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], 
     For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer texts than `count`.
     """
     if llm.tokenizer is not None:
-        if count is not None and count > len(heldout_json()):
-            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_json())} held-out texts")
+        if count is not None and count > len(heldout_texts()):
+            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_texts())} held-out texts")
         return [
-            token_parts(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_json()[:count]
+            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_texts()[:count]
         ]
     generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
+    draw = torch.randint(0, llm.model_config.vocab_size, (count or NUM_RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
 
 
-def token_parts(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
+def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
     """Returns the tokens of prompt + reference, split into two parts.  The first part, of at least one token, is the
     longest common prefix with the tokens of the prompt alone.
 
@@ -184,21 +183,21 @@ def token_parts(encode: Callable[[str], list[int]], prompt: str, reference: str)
     return whole[:border], whole[border:]
 
 
-def heldout_contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
-    """Returns `batch` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced offsets."""
+def heldout_prompts(llm: LLM, num_prompts: int, length: int) -> list[list[int]]:
+    """Returns `num_prompts` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced offsets."""
     joined = [token for prompt, reference in heldout_tokens(llm) for token in prompt + reference]
     while len(joined) < 2 * length:
         joined += joined
-    stride = (len(joined) - length) // batch
-    return [joined[i * stride : i * stride + length] for i in range(batch)]
+    stride = (len(joined) - length) // num_prompts
+    return [joined[i * stride : i * stride + length] for i in range(num_prompts)]
 
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """An LLM with its running engine.  prompts: returns prompts of the given lengths, as token ids."""
+    """An LLM with its running engine.  make_prompts: returns prompts of the given lengths, as token ids."""
 
     llm: LLM
-    prompts: Callable[[Sequence[int]], list[list[int]]]
+    make_prompts: Callable[[Sequence[int]], list[list[int]]]
 
     @property
     def engine(self) -> Engine:
@@ -210,19 +209,19 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """Opens engines of one model.  settings: the keywords of LLM.  positions: the most tokens of a request."""
+    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the most tokens of a request."""
 
     settings: Mapping[str, Any]
 
     @property
-    def positions(self) -> int: ...
+    def max_positions(self) -> int: ...
 
-    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
+    def config(self, variant: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         """Returns the configuration of `open(way)` without loading the model.  num_pages is an estimate."""
         ...
 
-    def open(self, way: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
-        """Opens an engine with the settings of `way`, and closes it at the end of the block.
+    def open(self, variant: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
+        """Opens an engine with the settings of `variant`, and closes it at the end of the block.
 
         The engine's memory is released only when the caller has dropped the BenchEngine too.
         """
@@ -236,45 +235,46 @@ class ModelEngines:
         self.settings = settings
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         return find_checkpoint(EngineConfig(**self.settings)).target.max_position
 
-    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
-        return prepare_engine(EngineConfig(**{**self.settings, **way})).resolved
+    def config(self, variant: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
+        return prepare_engine(EngineConfig(**{**self.settings, **variant})).resolved
 
     @contextmanager
-    def open(self, way: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
-        with LLM(**{**self.settings, **way}) as llm:
+    def open(self, variant: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
+        with LLM(**{**self.settings, **variant}) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
-                longest = heldout_contexts(llm, len(lengths), max(lengths))
+                longest = heldout_prompts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
             yield BenchEngine(llm, prompts)
 
 
-def variants_to_compare(made: BenchEngines) -> dict[str, EngineVariant]:
+def variants_to_compare(engines: BenchEngines) -> dict[str, EngineVariant]:
     """Returns the engine variants to compare, by name: with the tree, and plain decoding."""
-    return {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if made.config().layout.steps else {"plain": PLAIN_DECODING}
+    return (
+        {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if engines.config().layout.steps else {"plain": PLAIN_DECODING}
+    )
 
 
-def require_positions(positions: int, needed: int, *asked: str) -> None:
-    """Raises EspalierError if a request of `needed` tokens exceeds the model's `positions`.  asked: the flags with
-    their values, for the error message."""
-    if needed > positions:
+def require_positions(max_positions: int, num_needed: int, *flags: str) -> None:
+    """Raises EspalierError if a request of `num_needed` tokens exceeds the model's `max_positions`.  flags: the flags
+    with their values, for the error message."""
+    if num_needed > max_positions:
         raise EspalierError(
-            f"{' and '.join(asked)} need {needed} tokens a request, and the model takes at most {positions}; "
+            f"{' and '.join(flags)} need {num_needed} tokens a request, and the model takes at most {max_positions}; "
             "ask for less"
         )
 
 
-def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
+def engines_of(args: Namespace, defaults: Mapping[str, Any], **minimums: int) -> BenchEngines:
     """Returns engines of the model that the flags name.
 
-    defaults: for settings that are "auto".  least: the smallest allowed value by setting.  Raises EspalierError for a
-    smaller value.
-    """
+    defaults: for settings that are "auto".  minimums: the smallest allowed value by setting.  Raises EspalierError for
+    a smaller value."""
     require_writable("--json", args.json)
-    made = ModelEngines(with_minimum(engine_settings(args), defaults, **least))
+    made = ModelEngines(with_minimum(engine_settings(args), defaults, **minimums))
     print_header()
     return made

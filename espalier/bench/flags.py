@@ -10,14 +10,14 @@ from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
 # The default (smallest, largest) number of tokens of a prompt, and of an output.
-DEFAULT_INPUTS, DEFAULT_OUTPUTS = (16, 128), (16, 64)
+INPUT_BOUNDS, OUTPUT_BOUNDS = (16, 128), (16, 64)
 DEFAULT_REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
 # Flags for random prompts, which --dataset excludes, and flags that need --dataset.
-DRAWN_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
+RANDOM_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
 # Weight formats of a synthetic target (espalier/models/quantisers.py) and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
@@ -37,8 +37,8 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
     """Add the flags of a load and of its arrivals.  requests, inputs, outputs: the default values in the help texts."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
-    add("--input", type=length_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
-    add("--output", type=length_bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})")
+    add("--input", type=parse_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
+    add("--output", type=parse_bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})")
     add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
     add("--prefix-length", type=int, metavar="N", help="length of a shared text (64)")
     add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
@@ -46,7 +46,7 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (all at once)")
     arrivals.add_argument(
-        "--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another"
+        "--rate", type=_parse_rates, metavar="X,X", help="arrivals a second; several are measured one after another"
     )
     add(
         "--arrivals",
@@ -100,7 +100,7 @@ def add_server_flags(group: Any) -> None:
     )
     add(
         "--extra-body",
-        type=_json_object,
+        type=_parse_json_object,
         metavar="JSON",
         help='further fields of every request, such as {"ignore_eos": true}',
     )
@@ -112,7 +112,7 @@ def choose(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of trees there")
     parser.add_argument(
         "--candidates",
-        type=tree_shape,
+        type=parse_tree_shape,
         nargs="+",
         default=[],
         metavar="S,K,D",
@@ -167,7 +167,7 @@ def doctor(parser: ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def tree_shape(text: str) -> TreeShape:
+def parse_tree_shape(text: str) -> TreeShape:
     """Parses the value S,K,D of a flag; the argparse type."""
     try:
         steps, topk, num_draft_tokens = map(int, text.split(","))
@@ -178,7 +178,7 @@ def tree_shape(text: str) -> TreeShape:
         raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
 
 
-def length_bounds(text: str) -> tuple[int, int]:
+def parse_bounds(text: str) -> tuple[int, int]:
     """Parses the value SHORTEST,LONGEST of a flag; the argparse type."""
     low, high = (int(part) for part in text.split(","))
     if not 1 <= low <= high:
@@ -186,17 +186,17 @@ def length_bounds(text: str) -> tuple[int, int]:
     return low, high
 
 
-length_bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
+parse_bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
 
 
-def _rates(text: str) -> list[float]:
+def _parse_rates(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-_rates.__name__ = "list of numbers, such as 1,2,4"
+_parse_rates.__name__ = "list of numbers, such as 1,2,4"
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:

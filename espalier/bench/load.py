@@ -27,61 +27,64 @@ LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms"
 
 @dataclass(frozen=True)
 class Load:
-    """A load: conversations of `turns` requests each, in order of arrival.
+    """A load: conversations of `num_turns` requests each, in order of arrival.
 
-    inputs, outputs: the number of tokens that a user adds, and of the output, for each request of the first
-    conversation, then of the second, and so on.  prefixes: the number of different shared beginnings, of prefix_tokens
-    tokens each; 0 for no shared beginnings.  think: seconds from an answer to the next turn.
-    """
+    input_lengths, output_lengths: the tokens that a user adds, and of the output, for each request of the first
+    conversation, then of the second, and so on.  num_prefixes: of different shared beginnings, of prefix_tokens tokens
+    each.  think_s: seconds from an answer to the next turn."""
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    turns: int = 1
-    prefixes: int = 0
+    input_lengths: tuple[int, ...]
+    output_lengths: tuple[int, ...]
+    num_turns: int = 1
+    num_prefixes: int = 0
     prefix_tokens: int = 0
-    think: float = 0.0
+    think_s: float = 0.0
 
     @property
-    def count(self) -> int:
+    def num_conversations(self) -> int:
         """The number of conversations."""
-        return len(self.inputs) // self.turns
+        return len(self.input_lengths) // self.num_turns
 
     @property
     def max_tokens(self) -> int:
         """The tokens of the longest conversation, outputs included."""
-        return self.beginning_tokens + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
+        loads = map(self.only_conversation, range(self.num_conversations))
+        return self.shared_prefix_tokens + max(sum(each.input_lengths + each.output_lengths) for each in loads)
 
     @property
-    def beginning_tokens(self) -> int:
+    def shared_prefix_tokens(self) -> int:
         """The number of tokens of a shared beginning; 0 without."""
-        return self.prefix_tokens if self.prefixes else 0
+        return self.prefix_tokens if self.num_prefixes else 0
 
-    def of(self, conversation: int) -> "Load":
+    def only_conversation(self, index: int) -> "Load":
         """Returns a load with only this conversation."""
-        places = slice(conversation * self.turns, (conversation + 1) * self.turns)
-        return Load(self.inputs[places], self.outputs[places], self.turns)
+        places = slice(index * self.num_turns, (index + 1) * self.num_turns)
+        return Load(self.input_lengths[places], self.output_lengths[places], self.num_turns)
 
-    def texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def user_texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of `lengths` tokens."""
-        beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.prefixes]]
-        rest = prompts[self.prefixes :]
-        return [[*beginnings[i % self.prefixes], *text] if beginnings else list(text) for i, text in enumerate(rest)]
+        beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.num_prefixes]]
+        rest = prompts[self.num_prefixes :]
+        return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(rest)]
 
     @property
-    def lengths(self) -> list[int]:
-        """Returns the lengths of the prompts that `texts` takes, in tokens."""
-        return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
+    def prompt_lengths(self) -> list[int]:
+        """Returns the lengths of the prompts that `user_texts` takes, in tokens."""
+        lengths = [sum(self.only_conversation(i).input_lengths) for i in range(self.num_conversations)]
+        return [self.prefix_tokens] * self.num_prefixes + lengths
 
 
-def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
-    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.  more:
-    further fields of Load."""
+def random_load(
+    count: int, input_bounds: tuple[int, int], output_bounds: tuple[int, int], num_turns: int = 1, **load_fields: Any
+) -> Load:
+    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.
+    load_fields: further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:
-        return tuple(torch.randint(low, high + 1, (count * turns,), generator=generator).tolist())
+        return tuple(torch.randint(low, high + 1, (count * num_turns,), generator=generator).tolist())
 
-    return Load(drawn(*inputs), drawn(*outputs), turns, **more)
+    return Load(drawn(*input_bounds), drawn(*output_bounds), num_turns, **load_fields)
 
 
 @dataclass(frozen=True)
@@ -96,91 +99,90 @@ class Arrivals:
     rate: float | None = None
     burst: int | None = None
 
-    def arrival_times(self, count: int) -> list[float]:
+    def arrival_times(self, num_requests: int) -> list[float]:
         """Returns the arrival time of each request, in seconds from the start of the load."""
         if self.rate is None:
-            return [0.0] * count
+            return [0.0] * num_requests
         if self.burst is not None:
-            return [i // self.burst * self.burst / self.rate for i in range(count)]
+            return [i // self.burst * self.burst / self.rate for i in range(num_requests)]
         generator = torch.Generator().manual_seed(0)
-        uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(num_requests, generator=generator, dtype=torch.float64)
         return (-torch.log1p(-uniform) / self.rate).cumsum(0).tolist()
 
 
 @dataclass
 class Timeline:
-    """The times of one request.  due: the arrival time.  chunks: (time, number of tokens) of each output chunk."""
+    """The times of one request.  planned_at: the arrival time.  chunks: (time, tokens) of each output chunk."""
 
-    due: float
+    planned_at: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
 
     @property
-    def first(self) -> float:
+    def ttft_s(self) -> float:
         """Seconds from arrival to the first token."""
-        return self.chunks[0][0] - self.due
+        return self.chunks[0][0] - self.planned_at
 
     @property
-    def gaps(self) -> list[float]:
+    def chunk_gaps(self) -> list[float]:
         """The seconds between consecutive chunks."""
         return [after[0] - before[0] for before, after in pairwise(self.chunks)]
 
     @property
-    def per_token(self) -> float | None:
+    def tpot_s(self) -> float | None:
         """The mean seconds a token after the first chunk; None for only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
     @property
-    def whole(self) -> float:
+    def latency_s(self) -> float:
         """Seconds from arrival to the last token."""
-        return self.chunks[-1][0] - self.due
+        return self.chunks[-1][0] - self.planned_at
 
 
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.  rows: the number of
-    rows that the target ran, with the padding of passes, but without the padding of rounds to a graph's batch size.
-    """
+    seconds_by_kind: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
+    num_target_rows: with the padding of passes, without the padding of rounds to a graph's batch size."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
         self.captured_passes = engine.executor.captured_passes
         self.former_observer: LaunchObserver | None = engine.observer
-        self.seconds = {"prefill": 0.0, "rounds": 0.0, "idle": 0.0}
-        self.rows = 0
-        self._unread: deque[str] = deque()
-        self._kind: str | None = None
+        self.seconds_by_kind = {"prefill": 0.0, "rounds": 0.0, "idle": 0.0}
+        self.num_target_rows = 0
+        self._unread_kinds: deque[str] = deque()
+        self._launch_kind: str | None = None
 
     def on_launch(self, launch_input: LaunchInput) -> None:
-        self._unread.append("prefill" if launch_input.is_prefill else "rounds")
+        self._unread_kinds.append("prefill" if launch_input.is_prefill else "rounds")
         if launch_input.is_prefill:
-            self.rows += launch_input.form(self.captured_passes).pass_rows
+            self.num_target_rows += launch_input.form(self.captured_passes).pass_rows
         else:
             batch = len(launch_input.slots)
-            self.rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
+            self.num_target_rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
         if self.former_observer is not None:
             self.former_observer.on_launch(launch_input)
 
     def before_result(self, handle: LaunchHandle) -> None:
-        self._kind = self._unread.popleft()
+        self._launch_kind = self._unread_kinds.popleft()
         if self.former_observer is not None:
             self.former_observer.before_result(handle)
 
-    def add(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """Add the seconds of a step, or of a wait for requests."""
-        kind = self._kind or (self._unread[0] if self._unread else "idle")
-        self.seconds[kind] += seconds
-        self._kind = None
+        kind = self._launch_kind or (self._unread_kinds[0] if self._unread_kinds else "idle")
+        self.seconds_by_kind[kind] += seconds
+        self._launch_kind = None
 
 
 class AnsweredRequest(NamedTuple):
-    """The figures of one answered request.  tokens: the number of output tokens.  rounds: None if not known."""
+    """The figures of one answered request.  num_tokens: the number of output tokens.  num_rounds: None if not known."""
 
     category: str
     timeline: Timeline
-    tokens: int
-    rounds: float | None
+    num_tokens: int
+    num_rounds: float | None
 
 
 def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
@@ -198,11 +200,11 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
     later = [each for each in answers if len(each.timeline.chunks) > 1]
     seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
-    tokens = sum(each.tokens - each.timeline.chunks[0][1] for each in later)
-    rounds = None if any(each.rounds is None for each in later) else sum(each.rounds or 0 for each in later)
+    tokens = sum(each.num_tokens - each.timeline.chunks[0][1] for each in later)
+    rounds = None if any(each.num_rounds is None for each in later) else sum(each.num_rounds or 0 for each in later)
     return {
         "requests": len(answers),
-        "tokens_out": sum(each.tokens for each in answers),
+        "tokens_out": sum(each.num_tokens for each in answers),
         "accept_length": tokens / rounds if rounds else None,
         "step_ms": 1e3 * seconds / rounds if rounds else None,
         "tokens_per_second": tokens / seconds if seconds else None,
@@ -226,7 +228,7 @@ class LoadResult:
         return sum(request.stats.emitted for request in self.requests) / rounds if rounds else 0.0
 
     @property
-    def answers(self) -> list[AnsweredRequest]:
+    def answered_requests(self) -> list[AnsweredRequest]:
         rows = zip(self.categories, self.timelines, self.requests, strict=True)
         return [
             AnsweredRequest(category, timeline, len(request.output), request.stats.rounds)
@@ -243,7 +245,7 @@ class LoadResult:
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         computed = tokens_in - sum(request.cached_tokens for request in self.requests)
-        busy = sum(self.launch_times.seconds.values())
+        busy = sum(self.launch_times.seconds_by_kind.values())
         return {
             "requests": len(self.requests),
             "seconds": self.seconds,
@@ -255,10 +257,10 @@ class LoadResult:
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
             "accept_length": self.accept_length,
-            "time_shares": {kind: seconds / busy for kind, seconds in self.launch_times.seconds.items()},
-            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.launch_times.rows),
+            "time_shares": {kind: seconds / busy for kind, seconds in self.launch_times.seconds_by_kind.items()},
+            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.launch_times.num_target_rows),
             **latency_figures(self.timelines),
-            "categories": figures_by_category(self.answers),
+            "categories": figures_by_category(self.answered_requests),
         }
 
     def _outputs_hash(self) -> str:
@@ -268,15 +270,15 @@ class LoadResult:
 
 def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Returns percentiles in ms: to the first token, between chunks, a token of a request, to the last token."""
-    per_token = [each.per_token for each in timelines if each.per_token is not None]
-    gaps = [gap for each in timelines for gap in each.gaps]
-    values = [each.first for each in timelines], gaps, per_token, [each.whole for each in timelines]
+    per_token = [each.tpot_s for each in timelines if each.tpot_s is not None]
+    gaps = [gap for each in timelines for gap in each.chunk_gaps]
+    values = ([each.ttft_s for each in timelines], gaps, per_token, [each.latency_s for each in timelines])
     return {name: percentiles(each) for name, each in zip(LATENCY_TIMES, values, strict=True)}
 
 
-def time_title(times: str) -> str:
+def time_title(time_name: str) -> str:
     """Returns the title of one of LATENCY_TIMES, for a table."""
-    return times.removesuffix("_ms").replace("_", " ")
+    return time_name.removesuffix("_ms").replace("_", " ")
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -288,20 +290,20 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 class LoadConversations(Protocol):
-    """The conversations of a load.  think: seconds from an answer to the next turn."""
+    """The conversations of a load.  think_s: seconds from an answer to the next turn."""
 
     @property
-    def count(self) -> int: ...
+    def num_conversations(self) -> int: ...
 
     @property
-    def think(self) -> float: ...
+    def think_s(self) -> float: ...
 
-    def category(self, number: int) -> str: ...
+    def category(self, index: int) -> str: ...
 
-    def turns(self, number: int) -> int: ...
+    def num_turns(self, index: int) -> int: ...
 
-    def next(self, number: int, before: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  before: its earlier requests."""
+    def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        """Returns the next request of a conversation.  earlier: its earlier requests."""
         ...
 
 
@@ -313,60 +315,60 @@ class RandomConversations:
     texts: Sequence[Sequence[int]]
 
     @property
-    def count(self) -> int:
-        return self.load.count
+    def num_conversations(self) -> int:
+        return self.load.num_conversations
 
     @property
-    def think(self) -> float:
-        return self.load.think
+    def think_s(self) -> float:
+        return self.load.think_s
 
-    def category(self, number: int) -> str:
+    def category(self, index: int) -> str:
         return ""
 
-    def turns(self, number: int) -> int:
-        return self.load.turns
+    def num_turns(self, index: int) -> int:
+        return self.load.num_turns
 
-    def next(self, number: int, before: Sequence[Request]) -> Request:
-        turn, own = len(before), self.load.of(number)
-        begin = self.load.beginning_tokens + sum(own.inputs[:turn]) if turn else 0
-        end = self.load.beginning_tokens + sum(own.inputs[: turn + 1])
-        said = before[-1].prompt + before[-1].output if before else []
-        place = number * self.load.turns + turn
-        return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
+    def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        turn, own = len(earlier), self.load.only_conversation(index)
+        begin = self.load.shared_prefix_tokens + sum(own.input_lengths[:turn]) if turn else 0
+        end = self.load.shared_prefix_tokens + sum(own.input_lengths[: turn + 1])
+        said = earlier[-1].prompt + earlier[-1].output if earlier else []
+        place = index * self.load.num_turns + turn
+        return greedy_request(str(place), place, [*said, *self.texts[index][begin:end]], own.output_lengths[turn])
 
 
 def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
     """Run a load with greedy requests of full output length.  prompts: of load.lengths tokens."""
-    return serve_conversations(engine, RandomConversations(load, load.texts(prompts)), arrivals)
+    return serve_conversations(engine, RandomConversations(load, load.user_texts(prompts)), arrivals)
 
 
-def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arrivals) -> LoadResult:
+def serve_conversations(engine: Engine, conversations: LoadConversations, arrivals: Arrivals) -> LoadResult:
     """Run conversations until all have ended."""
     spent, begun = LaunchTimes(engine), perf_counter()
-    due = [begun + at for at in arrivals.arrival_times(talks.count)]
+    due = [begun + at for at in arrivals.arrival_times(conversations.num_conversations)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
     categories: list[str] = []
-    said: list[list[Request]] = [[] for _ in range(talks.count)]
+    said: list[list[Request]] = [[] for _ in range(conversations.num_conversations)]
     # For each conversation: (the time of its next turn, its index).
-    waiting = [(due[i], i) for i in range(talks.count)]
+    waiting = [(due[i], i) for i in range(conversations.num_conversations)]
     running: dict[str, tuple[int, int]] = {}
-    max_running = arrivals.concurrency or talks.count
+    max_running = arrivals.concurrency or conversations.num_conversations
     engine.observer, last = spent, perf_counter()
 
     def spend() -> None:
         nonlocal last
         now = perf_counter()
-        spent.add(now - last)
+        spent.add_seconds(now - last)
         last = now
 
     while waiting or engine.has_work:
         while waiting and len(running) < max_running and perf_counter() >= waiting[0][0]:
             at, number = heapq.heappop(waiting)
-            request = talks.next(number, said[number])
+            request = conversations.next_request(number, said[number])
             timelines.append(Timeline(perf_counter() if arrivals.rate is None else at))
             requests.append(request)
-            categories.append(talks.category(number))
+            categories.append(conversations.category(number))
             running[request.id] = len(requests) - 1, number
             engine.add(request)
         if not engine.has_work:
@@ -380,8 +382,8 @@ def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arri
             if chunk.finish_reason is not None:
                 del running[chunk.request_id]
                 said[number].append(requests[place])
-                if len(said[number]) < talks.turns(number):
-                    heapq.heappush(waiting, (perf_counter() + talks.think, number))
+                if len(said[number]) < conversations.num_turns(number):
+                    heapq.heappush(waiting, (perf_counter() + conversations.think_s, number))
         spend()
     engine.observer = spent.former_observer
-    return LoadResult(perf_counter() - timelines[0].due, requests, timelines, spent, categories)
+    return LoadResult(perf_counter() - timelines[0].planned_at, requests, timelines, spent, categories)

@@ -16,7 +16,7 @@ from espalier.bench.drive import (
     require_positions,
     variants_to_compare,
 )
-from espalier.bench.flags import DATASET_FLAGS, DEFAULT_INPUTS, DEFAULT_OUTPUTS, DEFAULT_REQUESTS, SERVER_FLAGS
+from espalier.bench.flags import DATASET_FLAGS, DEFAULT_REQUESTS, INPUT_BOUNDS, OUTPUT_BOUNDS, SERVER_FLAGS
 from espalier.bench.load import (
     Arrivals,
     Load,
@@ -27,7 +27,7 @@ from espalier.bench.load import (
     serve_conversations,
     serve_random,
 )
-from espalier.bench.report import category_table, command_line, json_value, rows_of_times, write_markdown
+from espalier.bench.report import category_table, command_line, json_value, latency_rows, write_markdown
 from espalier.bench.traffic import REASONING_SWITCHES, Conversation, messages_until_turn, plain_prompt
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
@@ -54,54 +54,56 @@ class DatasetConversations:
     """The LoadConversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
 
     def __init__(
-        self, llm: LLM, talks: Sequence[Conversation], temperature: float, thinking: bool | None, think: float
+        self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
     ) -> None:
         """Raises EspalierError if the model has no tokenizer, or a conversation may not fit its context."""
         if llm.tokenizer is None:
             raise EspalierError("--dataset is text, and this model has no tokenizer; leave --dataset out")
-        self.llm, self.tokenizer, self.talks = llm, llm.tokenizer, talks
-        self.temperature, self.think = temperature, think
+        self.llm, self.tokenizer, self.conversations = llm, llm.tokenizer, conversations
+        self.temperature, self.think_s = temperature, think_s
         self.has_template = bool(llm.tokenizer.template.source)
         read_switches = [name for name in REASONING_SWITCHES if llm.tokenizer.template.reads_variable(name)]
         if thinking is not None and not read_switches:
             raise EspalierError(
                 f"--thinking: this model's chat template reads none of {', '.join(REASONING_SWITCHES)}; leave it out"
             )
-        self.variables = None if thinking is None else {read_switches[0]: thinking}
-        for talk in talks:
-            self._require_room(talk)
+        self.template_kwargs = None if thinking is None else {read_switches[0]: thinking}
+        for talk in conversations:
+            self._require_fits(talk)
 
     @property
-    def count(self) -> int:
-        return len(self.talks)
+    def num_conversations(self) -> int:
+        return len(self.conversations)
 
-    def category(self, number: int) -> str:
-        return self.talks[number].category
+    def category(self, index: int) -> str:
+        return self.conversations[index].category
 
-    def turns(self, number: int) -> int:
-        return len(self.talks[number].turns)
+    def num_turns(self, index: int) -> int:
+        return len(self.conversations[index].turns)
 
-    def next(self, number: int, before: Sequence[Request]) -> Request:
-        talk, turn = self.talks[number], len(before)
-        prompt = self._prompt(talk, [self.tokenizer.decode(request.output) for request in before])
+    def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        talk, turn = self.conversations[index], len(earlier)
+        prompt = self._prompt_tokens(talk, [self.tokenizer.decode(request.output) for request in earlier])
         params = SamplingParams(
-            temperature=self.temperature, max_tokens=talk.turns[turn].max_tokens, seed=1000 * number + turn
+            temperature=self.temperature, max_tokens=talk.turns[turn].max_tokens, seed=1000 * index + turn
         )
         [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(params), detokenize=False)
         return request
 
-    def _prompt(self, talk: Conversation, answers: Sequence[str]) -> list[int]:
+    def _prompt_tokens(self, conversation: Conversation, answers: Sequence[str]) -> list[int]:
         if not self.has_template:
-            return self.tokenizer.encode(plain_prompt(talk, answers))
-        return self.llm.chat_prompt(messages_until_turn(talk, answers), chat_template_kwargs=self.variables)
+            return self.tokenizer.encode(plain_prompt(conversation, answers))
+        return self.llm.chat_prompt(
+            messages_until_turn(conversation, answers), chat_template_kwargs=self.template_kwargs
+        )
 
-    def _require_room(self, talk: Conversation) -> None:
+    def _require_fits(self, conversation: Conversation) -> None:
         room = self.llm.config.layout.max_context
-        prompt = self._prompt(talk, [""] * (len(talk.turns) - 1))
-        needed = len(prompt) + sum(turn.max_tokens for turn in talk.turns)
+        prompt = self._prompt_tokens(conversation, [""] * (len(conversation.turns) - 1))
+        needed = len(prompt) + sum(turn.max_tokens for turn in conversation.turns)
         if needed > room:
             raise EspalierError(
-                f"conversation {talk.number + 1} of --dataset may have {needed} tokens with its answers, and "
+                f"conversation {conversation.index + 1} of --dataset may have {needed} tokens with its answers, and "
                 f"max_context={room}; raise --max-context, lower --output, or leave it out of the file"
             )
 
@@ -115,7 +117,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in SERVER_FLAGS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    talks = datasets.dataset_of_flags(args)
+    talks = datasets.dataset_from_flags(args)
     load = _load_of_flags(args) if talks is None else None
     require_writable("--markdown", args.markdown)
     served, config = {}, None
@@ -158,40 +160,37 @@ def _load_of_flags(args: Namespace) -> Load:
         require_number(flag_of(name), getattr(args, name), lambda value: value >= 0, "0 or more", optional=True)
     return random_load(
         args.requests or DEFAULT_REQUESTS,
-        args.input or DEFAULT_INPUTS,
-        args.output or DEFAULT_OUTPUTS,
+        args.input or INPUT_BOUNDS,
+        args.output or OUTPUT_BOUNDS,
         args.turns or 1,
-        prefixes=args.prefixes or 0,
+        num_prefixes=args.prefixes or 0,
         prefix_tokens=args.prefix_length or open_loop.DEFAULT_FLAGS["prefix_length"],
-        think=open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think,
+        think_s=open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think,
     )
 
 
 def _results_by_variant(
-    args: Namespace,
-    load: Load | None,
-    talks: Sequence[Conversation] | None,
-    engines_of: Callable[..., BenchEngines],
+    args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
     """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
     made = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         asked = (
-            "--input {},{}".format(*(args.input or DEFAULT_INPUTS)),
-            "--output {},{}".format(*(args.output or DEFAULT_OUTPUTS)),
+            "--input {},{}".format(*(args.input or INPUT_BOUNDS)),
+            "--output {},{}".format(*(args.output or OUTPUT_BOUNDS)),
         )
-        require_positions(made.positions, load.max_tokens, *asked)
+        require_positions(made.max_positions, load.max_tokens, *asked)
     think = open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think
     for name, way in variants_to_compare(made).items():
         with made.open(way) as bench:
 
             def conversations(temperature: float, bench: BenchEngine = bench) -> LoadConversations:
                 if load is not None:
-                    return RandomConversations(load, load.texts(bench.prompts(load.lengths)))
+                    return RandomConversations(load, load.user_texts(bench.make_prompts(load.prompt_lengths)))
                 return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)
 
             asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
-            _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).count)
+            _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).num_conversations)
             cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _rates_and_temperatures(args):
                 empty_prefix_cache(bench.engine)
@@ -200,11 +199,11 @@ def _results_by_variant(
             yield name, cells
 
 
-def _warm_up(bench: BenchEngine, load: Load | None, batch: int) -> None:
-    some = min(batch, bench.config.layout.max_batch)
-    some = some if load is None else min(some, load.count)
-    first = [DEFAULT_INPUTS[0] if load is None else load.of(i).inputs[0] for i in range(some)]
-    serve_random(bench.engine, bench.prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
+def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
+    some = min(batch_size, bench.config.layout.max_batch)
+    some = some if load is None else min(some, load.num_conversations)
+    first = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(some)]
+    serve_random(bench.engine, bench.make_prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -217,4 +216,4 @@ def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[li
     kinds = next(iter(figures.values()))["time_shares"]
     shares = [" / ".join(f"{share:.0%}" for share in each["time_shares"].values()) for each in figures.values()]
     rows.append([f"time in {', '.join(kinds)}", *shares])
-    return rows + rows_of_times(figures.values())
+    return rows + latency_rows(figures.values())

@@ -16,18 +16,18 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import LoadTarget, SentRequest, address_of, first_model, require_reachable, rounds_by_length
-from espalier.bench.datasets import dataset_of_flags
+from espalier.bench.clients import LoadTarget, SentRequest, fetch_model, fetch_rounds, parse_address, require_reachable
+from espalier.bench.datasets import dataset_from_flags
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, DATASET_FLAGS, FIXED, POISSON
 from espalier.bench.load import LATENCY_TIMES, AnsweredRequest, Arrivals, Timeline, figures_by_category, latency_figures
 from espalier.bench.report import (
     LoadPoint,
     category_table,
+    check_plot_path,
     command_line,
     json_value,
+    latency_rows,
     plot_load,
-    require_plot,
-    rows_of_times,
     write_markdown,
 )
 from espalier.bench.traffic import REASONING_SWITCHES, Conversation, Traffic
@@ -61,17 +61,16 @@ class LatencyLimits:
     itl: float | None
 
     def are_met_by(self, timeline: Timeline) -> bool:
-        is_late = self.ttft is not None and 1e3 * timeline.first > self.ttft
-        return not is_late and (self.itl is None or 1e3 * (timeline.per_token or 0.0) <= self.itl)
+        is_late = self.ttft is not None and 1e3 * timeline.ttft_s > self.ttft
+        return not is_late and (self.itl is None or 1e3 * (timeline.tpot_s or 0.0) <= self.itl)
 
 
 @dataclass(frozen=True)
 class OpenLoopResult:
     """The results of one server at one rate; rate is None for a fixed number of requests in progress.
 
-    seconds: from the first arrival to the last answer.  rounds: the number of rounds in this time, by accept length;
-    None if the server does not report it.
-    """
+    seconds: from the first arrival to the last answer.  rounds_by_length: the number of rounds in this time, by
+    accept length; None if the server does not report it."""
 
     server: str
     rate: float | None
@@ -79,7 +78,7 @@ class OpenLoopResult:
     seconds: float
     requests: list[SentRequest] = field(repr=False)
     limits: LatencyLimits
-    rounds: Counter[int] | None
+    rounds_by_length: Counter[int] | None
 
     @property
     def answered_requests(self) -> list[SentRequest]:
@@ -88,18 +87,19 @@ class OpenLoopResult:
     @property
     def accept_length(self) -> float | None:
         """The server's mean accept length; None if it is not reported, or if no round ran."""
-        return sum(self.rounds.elements()) / self.rounds.total() if self.rounds else None
+        rounds = self.rounds_by_length
+        return sum(rounds.elements()) / rounds.total() if rounds else None
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
         # A server reports one accept length for all its requests, so several categories do not show it.
-        of_each = length if len({each.category for each in self.requests}) == 1 else None
+        mean = length if len({each.category for each in self.requests}) == 1 else None
         answers = [
-            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.num_later_tokens / of_each)
-            for each in self.answered_requests
+            AnsweredRequest(one.category, one.timeline, one.num_output_tokens, mean and one.num_later_tokens / mean)
+            for one in self.answered_requests
         ]
         good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)
-        tokens = sum(each.num_output for each in self.answered_requests)
+        tokens = sum(each.num_output_tokens for each in self.answered_requests)
         return {
             "server": self.server,
             "rate": self.rate,
@@ -108,7 +108,7 @@ class OpenLoopResult:
             "answered": len(self.answered_requests),
             "errors": dict(Counter(each.error for each in self.requests if each.error)),
             "seconds": self.seconds,
-            "tokens_in": sum(each.num_prompt for each in self.answered_requests),
+            "tokens_in": sum(each.num_prompt_tokens for each in self.answered_requests),
             "tokens_out": tokens,
             "requests_per_second": len(self.answered_requests) / self.seconds,
             "tokens_out_per_second": tokens / self.seconds,
@@ -122,7 +122,7 @@ class OpenLoopResult:
 
 def run(args: Namespace) -> int:
     """Run `espalier bench load --url`.  Raises EspalierError if a server does not answer the first request."""
-    read = dataset_of_flags(args)
+    read = dataset_from_flags(args)
     _fill_and_check_flags(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = LatencyLimits(args.ttft_limit, args.itl_limit)
@@ -132,13 +132,13 @@ def run(args: Namespace) -> int:
     talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
-            target = asyncio.run(_reached_server(args, url))
-            models[str(target.address)] = target.same["model"]
+            target = asyncio.run(_connect_server(args, url))
+            models[str(target.address)] = target.shared_fields["model"]
             for (temperature, rate), sent in zip(cells, talks, strict=True):
-                at = replace(target, same={"temperature": temperature, **target.same})
-                before = asyncio.run(rounds_by_length(at.address, at.headers))
+                at = replace(target, shared_fields={"temperature": temperature, **target.shared_fields})
+                before = asyncio.run(fetch_rounds(at.address, at.headers))
                 seconds, asked = asyncio.run(_measure_server(at, sent, arrivals_of(args, rate), advance))
-                after = asyncio.run(rounds_by_length(at.address, at.headers))
+                after = asyncio.run(fetch_rounds(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
@@ -185,7 +185,7 @@ def _fill_and_check_flags(args: Namespace) -> None:
         raise EspalierError("--thinking is a switch of the chat template, for --endpoint chat; leave one out")
     if args.plot is not None and args.concurrency is not None:
         raise EspalierError("--plot draws figures by --rate, and --concurrency is set; leave one out")
-    require_plot(args.plot)
+    check_plot_path(args.plot)
 
 
 def _check_token_ids(args: Namespace) -> None:
@@ -205,17 +205,17 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
     return Arrivals(rate=rate, burst=burst)
 
 
-async def _reached_server(args: Namespace, url: str) -> LoadTarget:
+async def _connect_server(args: Namespace, url: str) -> LoadTarget:
     """Returns the server at a URL after one answered request.  Raises EspalierError."""
     key = api_key(args)
-    address = address_of(url)
+    address = parse_address(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
-    model = engine_settings(args).get("model") or await first_model(address, headers)
+    model = engine_settings(args).get("model") or await fetch_model(address, headers)
     switch = {} if args.thinking is None else {"chat_template_kwargs": {REASONING_SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
     target = LoadTarget(address, headers, same, args.endpoint, args.timeout, args.think)
-    [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
+    [first] = Traffic((2, 2), (4, 4), vocab_size=args.token_ids).conversations(1, seed=-1)
     [asked] = await target.run_conversation(first, perf_counter())
     if asked.error:
         raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")
@@ -223,19 +223,20 @@ async def _reached_server(args: Namespace, url: str) -> LoadTarget:
 
 
 async def _measure_server(
-    target: LoadTarget, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
+    target: LoadTarget, conversations: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
     """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
-    begun, due = perf_counter(), arrivals.arrival_times(len(talks))
-    free = asyncio.Semaphore(arrivals.concurrency or len(talks))
+    begun, due = perf_counter(), arrivals.arrival_times(len(conversations))
+    free = asyncio.Semaphore(arrivals.concurrency or len(conversations))
 
-    async def one(talk: Conversation) -> list[SentRequest]:
+    async def one(conversation: Conversation) -> list[SentRequest]:
         async with free:
-            asked = await target.run_conversation(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
+            start = begun + due[conversation.index] if arrivals.rate else perf_counter()
+            asked = await target.run_conversation(conversation, start)
         advance()
         return asked
 
-    results = await asyncio.gather(*(one(talk) for talk in talks))
+    results = await asyncio.gather(*(one(talk) for talk in conversations))
     return perf_counter() - begun - due[0], [asked for each in results for asked in each]
 
 
@@ -251,7 +252,7 @@ def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> 
         ["output tokens/s", *(f"{each['tokens_out_per_second']:.0f}" for each in figures)],
         ["accept length", *("-" if (x := each["accept_length"]) is None else f"{x:.2f}" for each in figures)],
     ]
-    rows += rows_of_times(figures)
+    rows += latency_rows(figures)
     within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
     rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
     return rows
@@ -261,6 +262,7 @@ def _rate_text(rate: float | None) -> str:
     return "" if rate is None else f" at {rate:g}/s"
 
 
-def _load_point(each: Mapping[str, Any]) -> LoadPoint:
-    times = {name: each[name] for name in LATENCY_TIMES}
-    return LoadPoint(each["server"], each["rate"], times, each["goodput_per_second"], each["requests_per_second"])
+def _load_point(figures: Mapping[str, Any]) -> LoadPoint:
+    times = {name: figures[name] for name in LATENCY_TIMES}
+    per_second = figures["goodput_per_second"], figures["requests_per_second"]
+    return LoadPoint(figures["server"], figures["rate"], times, *per_second)

@@ -25,7 +25,7 @@ from espalier.request import SamplingParams
 # The length of a text that the original model generates, in tokens.
 OWN_TEXT_TOKENS = 256
 # The most positions whose distributions are compared at once.
-COMPARED_ROWS = 256
+MAX_LOGIT_ROWS = 256
 
 # (prompt, continuation) pairs, as token ids.
 TokenPairs = list[tuple[list[int], list[int]]]
@@ -49,7 +49,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class ModelRun:
+class ModelOutputs:
     """The results of running one model over the texts.
 
     hidden: for each text, the final hidden states [positions, H], on the CPU.  following: the tokens that they predict.
@@ -64,9 +64,9 @@ class ModelRun:
     accept_length: float | None
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B: COMPARED_ROWS at most."""
+        """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B <= MAX_LOGIT_ROWS."""
         for hidden, following in zip(self.hidden, self.next_tokens, strict=True):
-            for rows, tokens in zip(hidden.split(COMPARED_ROWS), following.split(COMPARED_ROWS), strict=True):
+            for rows, tokens in zip(hidden.split(MAX_LOGIT_ROWS), following.split(MAX_LOGIT_ROWS), strict=True):
                 logits = self.logits(rows)
                 yield logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1), tokens
 
@@ -76,8 +76,8 @@ class HiddenRecorder:
 
     def __init__(self, model: Any):
         self.model = model
-        self._launch: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self._launch_rows: list[Tensor] = []
+        self._kept_rows: list[Tensor] = []
 
     def __call__(self, *args: Any) -> Any:
         self._end_launch()
@@ -87,18 +87,18 @@ class HiddenRecorder:
         return getattr(self.model, name)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._launch.append(hidden.flatten(0, -2))
+        self._launch_rows.append(hidden.flatten(0, -2))
         return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
         # Not the last logits of a launch, because the next token is sampled from them.
-        self._kept += self._launch[:-1]
-        self._launch = []
+        self._kept_rows += self._launch_rows[:-1]
+        self._launch_rows = []
 
-    def take(self) -> Tensor:
+    def take_hidden(self) -> Tensor:
         """Returns the rows [positions, H] that were kept since the last call, and drops them."""
         self._end_launch()
-        kept, self._kept = self._kept, []
+        kept, self._kept_rows = self._kept_rows, []
         return torch.cat(kept)
 
 
@@ -126,10 +126,10 @@ def compare_accuracy(
     return Accuracy(int(positions), agreement, kl, perplexity, lengths, first.is_own_text)
 
 
-def _mean_differences(first: ModelRun, second: ModelRun) -> list[float]:
+def _mean_differences(original: ModelOutputs, copy: ModelOutputs) -> list[float]:
     """Returns the number of positions, and means over them: agreement, KL, and each model's loss on the text."""
     totals = torch.zeros(5, dtype=torch.float64)
-    for (ours, tokens), (theirs, _) in zip(first.logprobs(), second.logprobs(), strict=True):
+    for (ours, tokens), (theirs, _) in zip(original.logprobs(), copy.logprobs(), strict=True):
         agrees = (ours.argmax(-1) == theirs.argmax(-1)).sum()
         losses = [-each.gather(-1, tokens[:, None].to(each.device)).sum() for each in (ours, theirs)]
         sums = torch.stack([agrees, kl_divergence(ours, theirs).sum(), *losses]).cpu().double()
@@ -166,14 +166,13 @@ def _run_model(
     settings: Mapping[str, Any],
     num_texts: int,
     num_tokens: int,
-    first: ModelRun | None,
+    original: ModelOutputs | None,
     advance: Callable[[], None],
-) -> ModelRun:
-    """Run one model over the texts.  first: the original's run, whose texts the copy reads; None for the original,
-    which makes the texts."""
+) -> ModelOutputs:
+    """Run one model over the texts.  original: its run, whose texts the copy reads; None to make the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
-        pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if first is None else first.texts
+        pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
         accept_length = None
         if llm.config.layout.steps and llm.config.draft is not None:
             accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
@@ -189,13 +188,13 @@ def _run_model(
             following.append(torch.tensor(whole[begin:]))
             advance()
         head, device = recorder.model.head, torch.device(llm.config.device)
-    return ModelRun(pairs, is_own_text, hidden, following, lambda rows: head(rows.to(device)), accept_length)
+    return ModelOutputs(pairs, is_own_text, hidden, following, lambda rows: head(rows.to(device)), accept_length)
 
 
 def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Tensor:
     """Returns the final hidden states of a text without the last state: [len(tokens) - 1, H].  Raises EspalierError."""
     [request] = drive(llm.engine, [tokens], SamplingParams(max_tokens=0, prompt_logprobs=0)).requests
-    rows = recorder.take()
+    rows = recorder.take_hidden()
     if request.error is not None or len(rows) != len(tokens) - 1:
         raise EspalierError(f"{llm.config.model}: a text failed ({request.error})")
     return rows
@@ -206,8 +205,8 @@ def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> f
     return drive(llm.engine, prompts, greedy).stats.accept_length
 
 
-def _own_texts(llm: LLM, count: int) -> TokenPairs:
-    prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, count)], OWN_TEXT_TOKENS)
+def _own_texts(llm: LLM, num_texts: int) -> TokenPairs:
+    prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], OWN_TEXT_TOKENS)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 
 

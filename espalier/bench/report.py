@@ -14,8 +14,8 @@ from espalier.terminal.console import machine_line
 
 CATEGORY_COLUMNS = ("requests", "tokens out", "accept length", "ms a round", "tokens/s of a request")
 KEY_FLAG = "--api-key"
-SUFFIXES = (".png", ".svg", ".pdf")
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 def command_line() -> str:
@@ -37,15 +37,15 @@ def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> l
     for name, each in categories.items():
         numbers = (each["accept_length"], each["step_ms"], each["tokens_per_second"])
         cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
-        times = [each[key] and f"{each[key]['p50']:.1f} / {each[key]['p99']:.1f}" for key in WAIT_TIMES]
+        times = [each[key] and f"{each[key]['p50']:.1f} / {each[key]['p99']:.1f}" for key in CATEGORY_LATENCIES]
         rows.append([name or "-", str(each["requests"]), str(each["tokens_out"]), *cells, *(t or "-" for t in times)])
     return rows
 
 
-WAIT_TIMES = ("ttft_ms", "between_pieces_ms")
+CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
-def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Few requests have p99 = maximum."""
     columns = list(figures)
     return [
@@ -71,12 +71,13 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
         raise EspalierError(f"--markdown {path} cannot be written ({error.strerror}); use another file") from None
 
 
-def require_plot(path: Path | None) -> None:
+def check_plot_path(path: Path | None) -> None:
     """Check before the measurements that the plot can be drawn and saved.  Raises EspalierError."""
     if path is None:
         return
-    if path.suffix not in SUFFIXES:
-        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(SUFFIXES)}")
+    if path.suffix not in PLOT_SUFFIXES:
+        suffixes = ", ".join(PLOT_SUFFIXES)
+        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {suffixes}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -85,14 +86,14 @@ def require_plot(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """The figures of a server at one rate of arrivals.  times: percentiles in ms, by the name of a time.  answered:
-    requests a second; goodput: those within the limits."""
+    """The figures of a server at one rate of arrivals.  latencies: percentiles in ms, by the name of a time.
+    answered_per_second: requests a second; goodput_per_second: those within the limits."""
 
     server: str
     rate: float
-    times: Mapping[str, Mapping[str, float] | None]
-    goodput: float
-    answered: float
+    latencies: Mapping[str, Mapping[str, float] | None]
+    goodput_per_second: float
+    answered_per_second: float
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
@@ -106,12 +107,12 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
 
     figure = Figure(figsize=(13.0, 7.5), layout="constrained")
     *times, requests, legend = figure.subplots(2, 3).flat
-    for name, axis in zip(points[0].times, times, strict=True):
+    for name, axis in zip(points[0].latencies, times, strict=True):
         axis.set_title(f"{time_title(name)}, ms")
         if limits.get(name) is not None:
             axis.axhline(limits[name], color="tab:gray", linestyle=":")
     requests.set_title("requests/s: within the limits, answered")
-    for colour, server in zip(cycle(COLOURS), dict.fromkeys(point.server for point in points), strict=False):
+    for colour, server in zip(cycle(PLOT_COLOURS), dict.fromkeys(point.server for point in points), strict=False):
         own = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
         _plot_lines(own, colour, times, requests)
         legend.plot([], [], "o-", color=colour, label=f"{server}: p50, within the limits")
@@ -124,15 +125,16 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
     save_plot(figure, path)
 
 
-def _plot_lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
+def _plot_lines(points: Sequence[LoadPoint], colour: str, latency_axes: Sequence[Any], request_axis: Any) -> None:
     """Plot one server's lines.  Rates without answered requests have no times."""
-    for i, axis in enumerate(times):
+    for i, axis in enumerate(latency_axes):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
-            known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]
+            found = [(point.rate, list(point.latencies.values())[i]) for point in points]
+            known = [(rate, latency[percentile]) for rate, latency in found if latency]
             axis.plot([rate for rate, _ in known], [ms for _, ms in known], style, color=colour)
-    rates = [point.rate for point in own]
-    requests.plot(rates, [point.goodput for point in own], "o-", color=colour)
-    requests.plot(rates, [point.answered for point in own], "^--", color=colour)
+    rates = [point.rate for point in points]
+    request_axis.plot(rates, [point.goodput_per_second for point in points], "o-", color=colour)
+    request_axis.plot(rates, [point.answered_per_second for point in points], "^--", color=colour)
 
 
 def save_plot(figure: Any, path: Path) -> None:

@@ -33,44 +33,41 @@ DRAFT_HEAD_SIZE = 128
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a published model, and of a draft for it.
-
-    source: the model's Hugging Face id.  fields: of its config.json.  The target emits ids from first_plain up to
-    num_plain, if they are in the draft's vocabulary of draft_vocab tokens.
-    """
+    """The sizes of a published model, and of a draft for it.  config_fields: of its config.json.  The target emits ids
+    from first_emitted_id up to end_emitted_id, if they are in the draft's vocabulary."""
 
     name: str
-    source: str
-    num_plain: int
-    draft_vocab: int
-    fields: Mapping[str, Any]
-    first_plain: int = 0
+    hugging_face_id: str
+    end_emitted_id: int
+    draft_vocab_size: int
+    config_fields: Mapping[str, Any]
+    first_emitted_id: int = 0
 
     def with_layers(self, layers: int) -> "Shape":
         """Returns the model with only its first `layers` layers.  Raises EspalierError for more layers than it has."""
-        count = self.fields["num_hidden_layers"]
+        fields, count = self.config_fields, self.config_fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
-        by_layer = {name: each[:layers] for name, each in self.fields.items() if isinstance(each, list)}
+        by_layer = {name: each[:layers] for name, each in fields.items() if isinstance(each, list)}
         name = f"{self.name}, {layers} of {count} layers"
-        return replace(self, name=name, fields={**self.fields, **by_layer, "num_hidden_layers": layers})
+        return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": layers})
 
     @property
-    def plain(self) -> range:
+    def emitted_ids(self) -> range:
         """The token ids that may be emitted."""
-        return range(self.first_plain, self.num_plain)
+        return range(self.first_emitted_id, self.end_emitted_id)
 
     @property
     def config_json(self) -> dict[str, Any]:
         common = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True}
-        return {**common, **self.fields}
+        return {**common, **self.config_fields}
 
     @property
     def target(self) -> ModelConfig:
         return parse_config(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
 
     @property
-    def draft_layer(self) -> dict[str, Any]:
+    def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
         Latent attention has no K and V heads.  So a draft for such a target has heads of 128 values, and at most a
@@ -95,9 +92,9 @@ class Shape:
             "attention_bias": False,
             "mlp_bias": False,
             "rms_norm_eps": config.rms_norm_eps,
-            "rope_theta": self.fields.get("rope_theta") or 10000.0,
+            "rope_theta": self.config_fields.get("rope_theta") or 10000.0,
             "rope_scaling": None,
-            "max_position_embeddings": self.fields["max_position_embeddings"],
+            "max_position_embeddings": self.config_fields["max_position_embeddings"],
             "tie_word_embeddings": False,
         }
 
@@ -105,9 +102,9 @@ class Shape:
     def draft_json(self) -> dict[str, Any]:
         """The config.json of an EAGLE-3 head in SafeAILab's format."""
         return {
-            **self.draft_layer,
+            **self.draft_layer_fields,
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.draft_vocab,
+            "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target.hidden_size,
         }
 
@@ -118,7 +115,7 @@ class Shape:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
+def _llama(hidden: int, inner: int, layers: int, head_dim: int, rope_factor: float, heads: int = 32) -> dict[str, Any]:
     return {
         **LLAMA_FIELDS,
         "mlp_bias": False,
@@ -128,11 +125,11 @@ def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "head_dim": head,
+        "head_dim": head_dim,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE},
+        "rope_scaling": {"rope_type": "llama3", "factor": rope_factor, **LLAMA3_ROPE},
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     }
@@ -427,12 +424,14 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
             Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
             Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
-            Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
-            Shape("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
-            Shape("deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3),
+            Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_emitted_id=3),
+            Shape("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_emitted_id=3),
+            Shape(
+                "deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_emitted_id=3
+            ),
             Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
-            Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
-            Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
+            Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_emitted_id=256),
+            Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_emitted_id=256),
             Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
             Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
             Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),

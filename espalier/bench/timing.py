@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.bench.linears import ProductRun, Shape
+from espalier.bench.linears import ProductGroup, Shape
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, plans_for_dense_weight
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.scaled_product import max_kernel_rows
@@ -30,7 +30,7 @@ BANDWIDTH_BYTES = 4 * 2**30
 # A measurement lasts long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down after
 # 0.2 s, and recovers after 0.4 s (docs/log.md).
 MEASUREMENT_SECONDS = 1.0
-DEFAULT_TURNS = 8
+DEFAULT_REPEATS = 8
 # A shorter graph is replayed several times between two CUDA events, whose own time then hardly counts.
 MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
@@ -53,53 +53,56 @@ class GraphTimer:
     """Times functions as CUDA graphs.  All graphs share a memory pool, which the first graph keeps alive."""
 
     def __init__(self) -> None:
-        self._first: torch.cuda.CUDAGraph | None = None
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
-    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = DEFAULT_TURNS, seconds: float = 0.0) -> list[float]:
+    def median_ms(
+        self, functions: Sequence[Callable[[], Any]], repeats: int = DEFAULT_REPEATS, seconds: float = 0.0
+    ) -> list[float]:
         """Returns the median ms of each function.  The functions take turns, so that all run on an equally warm GPU.
 
-        They run for `seconds`, and at least `turns` times.  Only the second half counts: a GPU at its power limit slows
-        down within tenths of a second, and a server runs much longer.
-        """
-        return median_graph_ms([self.capture(body) for body in bodies], turns, seconds)
+        They run for `seconds`, and at least `repeats` times.  Only the second half counts: a GPU at its power limit
+        slows down within tenths of a second, and a server runs much longer."""
+        return median_graph_ms([self.capture(body) for body in functions], repeats, seconds)
 
-    def bandwidth(self, device: torch.device) -> float:
+    def memory_bandwidth(self, device: torch.device) -> float:
         """Returns the bandwidth, in bytes a second, of a kernel that reads each byte once and writes almost nothing."""
         data = torch.randn(BANDWIDTH_BYTES // torch.float32.itemsize, device=device)
-        (read,) = self.ms([data.sum], seconds=MEASUREMENT_SECONDS)
+        (read,) = self.median_ms([data.sum], seconds=MEASUREMENT_SECONDS)
         return BANDWIDTH_BYTES / read * 1e3
 
-    def capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def capture(self, function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         # The first call may set up libraries, which is not allowed during a capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            body()
+            function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        pool = self._first.pool() if self._first else None
+        pool = self._first_graph.pool() if self._first_graph else None
         # In other modes, event queries of NCCL's threads would break the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            body()
-        self._first = self._first or graph
+            function()
+        self._first_graph = self._first_graph or graph
         return graph
 
 
-def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
+def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, seconds: float) -> list[float]:
     """Returns the median ms of each graph.  See GraphTimer.ms."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
     num_replays = [max(1, min(MAX_REPLAYS, int(MIN_TIMED_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
-        for times, new in zip(times_of, _replay_times(graphs, turns, num_replays), strict=True):
+        for times, new in zip(times_of, _replay_times(graphs, repeats, num_replays), strict=True):
             times += new
     return [statistics.median(times[len(times) // 2 :]) for times in times_of]
 
 
-def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
+def _replay_times(
+    graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, num_replays: Sequence[int]
+) -> list[list[float]]:
     """Returns the ms of a replay: [graphs][turns].  num_replays: a turn's replays by graph.  Syncs only at the end."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
     for turn, event in enumerate(events[1:]):
@@ -120,33 +123,35 @@ class Weights:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self._made: dict[tuple[str, Shape], list[Matrix]] = {}
+        self._weights_by_shape: dict[tuple[str, Shape], list[Matrix]] = {}
 
-    def of(self, run: ProductRun) -> list[Matrix]:
-        made = self._made.setdefault((run.name, run.shape), [])
-        copies = max(MIN_COPIES, math.ceil(MIN_BYTES * run.count / run.weight_bytes))
-        while len(made) < min(run.first + run.count, copies):
-            made.append(self.random_weight(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
-        return [made[at % copies] for at in range(run.first, run.first + run.count)]
+    def weights_of(self, group: ProductGroup) -> list[Matrix]:
+        made = self._weights_by_shape.setdefault((group.name, group.shape), [])
+        copies = max(MIN_COPIES, math.ceil(MIN_BYTES * group.num_weights / group.weight_bytes))
+        while len(made) < min(group.first_weight + group.num_weights, copies):
+            shape = group.shape if group.num_heads == 1 else (group.num_heads, *group.shape)
+            made.append(self.random_weight(shape, group.weight_format))
+        return [made[at % copies] for at in range(group.first_weight, group.first_weight + group.num_weights)]
 
-    def random_weight(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
+    def random_weight(self, shape: tuple[int, ...], weight_format: str = DENSE) -> Matrix:
         """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
-        return dense if weights == DENSE else QUANTISERS[weights].quantise_matrix(dense)
+        return dense if weight_format == DENSE else QUANTISERS[weight_format].quantise_matrix(dense)
 
-    def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
+    def make_pass(self, groups: Sequence[ProductGroup], multiply: Multiply) -> Callable[[], None]:
         """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""
         inputs: InputsBySize = {}
-        steps = [(run, layer) for group in group_by_count(runs) for layer in range(group[0].count) for run in group]
-        return run_in_order([self.product(run, layer, inputs, multiply) for run, layer in steps])
+        layers = ((group, layer) for group in group_by_count(groups) for layer in range(group[0].num_weights))
+        steps = [(run, layer) for group, layer in layers for run in group]
+        return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
-    def product(self, run: ProductRun, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
+    def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
         """Returns the product with a run's weight of this layer.  inputs: of the chain; equal sizes share an input."""
-        key = run.heads, run.rows, run.shape[1]
+        key = group.num_heads, group.num_rows, group.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
-            inputs[key] = torch.randn(key[run.heads == 1 :], dtype=self.dtype, device=self.device)
-        return _product(run, inputs[key], self.of(run)[layer], multiply)
+            inputs[key] = torch.randn(key[group.num_heads == 1 :], dtype=self.dtype, device=self.device)
+        return _bind_product(group, inputs[key], self.weights_of(group)[layer], multiply)
 
 
 def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
@@ -157,20 +162,20 @@ def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
     return body
 
 
-def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(LAYERS_AFTER_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
+    if rounding is not None and group.name.endswith(LAYERS_AFTER_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 
 
-def group_by_count(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
+def group_by_count(product_groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
     """Returns the runs in groups of neighbours with equal counts."""
-    groups: list[list[ProductRun]] = []
-    for run in runs:
-        if groups and groups[-1][0].count == run.count:
+    groups: list[list[ProductGroup]] = []
+    for run in product_groups:
+        if groups and groups[-1][0].num_weights == run.num_weights:
             groups[-1].append(run)
         else:
             groups.append([run])

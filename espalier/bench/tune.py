@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
-from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
+from espalier.bench.linears import ModelShape, ProductGroup, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, multiply_like_engine
 from espalier.bench.tune_experts import gpu_versions
 from espalier.config import EngineConfig, is_unresolved
@@ -75,7 +75,7 @@ NUM_SWEEPS = 2
 MIN_RELATIVE_GAIN = 0.002
 # For --seconds: the most candidates of a shape and bucket, the share of the time for measurements alone, and the
 # seconds that the random weights of a pass take.
-MAX_CANDIDATES_IN_LIMIT, TIME_SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
+MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
 # The first bucket is measured at its fewest rows too, because it spans the most rows.
 MIN_ROWS = 1
 
@@ -97,21 +97,22 @@ SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overri
 # (shape, bucket of rows)
 PlanKey = tuple[Shape, int]
 PlanTable = dict[PlanKey, LinearPlan]
+Groups = Sequence[ProductGroup]
 
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """One shape and bucket, measured alone.  other_us: the baseline; ours_us: our fastest plan; ours: fastest first."""
+    """One shape and bucket, measured alone.  fastest_us: of our fastest plan.  plans: fastest first."""
 
     shape: Shape
-    rows: int
-    other_us: float
-    ours_us: float
-    ours: tuple[TritonPlan | LibraryPlan, ...]
+    num_rows: int
+    baseline_us: float
+    fastest_us: float
+    plans: tuple[TritonPlan | LibraryPlan, ...]
 
     @property
     def fastest(self) -> LinearPlan:
-        return self.ours[0] if self.ours_us < self.other_us else None
+        return self.plans[0] if self.fastest_us < self.baseline_us else None
 
 
 def run(args: Namespace, config: EngineConfig) -> int:
@@ -141,9 +142,8 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     dtype = _engine_dtype(config, checkpoint)
     weights = _weight_format(args)
     if checkpoint is None:
-        of_target, of_draft = args.weights or DENSE, args.draft_weights or DENSE
-        names = args.shapes.split(",")
-        models = [shape_named(name, weights=of_target, draft_weights=of_draft) for name in names]
+        formats = args.weights or DENSE, args.draft_weights or DENSE
+        models = [shape_named(name, *formats) for name in args.shapes.split(",")]
     else:
         models = [_sizes_of_checkpoint(args, checkpoint)]
     path = args.choices or user_tuning_file()
@@ -161,14 +161,14 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     alone: dict[PlanKey, MeasuredPlans] = {}
     table: PlanTable = {}
 
-    def keep(found: PlanTable) -> None:
-        plans = plans_by_shape(found, kept)
-        LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
+    def keep(found_plans: PlanTable) -> None:
+        plans = plans_by_shape(found_plans, kept)
+        LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
     # The table keeps the plans of buckets that are not measured now.
-    kept = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.format))
+    kept = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.tuning_format))
     for known in LINEAR_TUNING.read_tables(path) if path.exists() else ():
-        kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
+        kept |= known.plans if known.key == (tuner.chip, dtype, tuner.tuning_format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             alone |= tuner.measure_alone(shapes, rows)
@@ -176,7 +176,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
             keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
         for model in models:
-            tuner.among_neighbours(model, alone, table)
+            tuner.measure_in_passes(model, alone, table)
             advance()
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in alone.items()} | table
@@ -198,12 +198,12 @@ def _weight_format(args: Namespace) -> str:
     return args.weights or args.draft_weights or DENSE
 
 
-def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
+def _shapes_to_measure(model: ModelShape, weight_format: str) -> tuple[Shape, ...]:
     """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
-    if weights == DENSE or not QUANTISERS[weights].quantises_only_experts:
-        return model.shapes(weights)
-    columns = QUANTISERS[weights].group_sizes[0]
-    runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
+    if weight_format == DENSE or not QUANTISERS[weight_format].quantises_only_experts:
+        return model.matrix_shapes(weight_format)
+    columns = QUANTISERS[weight_format].group_sizes[0]
+    runs = (run for run in model.target_pass(1)[:-1] if run.num_heads == 1 and run.shape[1] % columns == 0)
     return tuple(dict.fromkeys(run.shape for run in runs))
 
 
@@ -237,8 +237,7 @@ def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
 
 def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
     """Raises EspalierError if any matrix of `names` is quantised."""
-    stored = {formats(name).name for name in names} - {DENSE}
-    if stored:
+    if stored := {formats(name).name for name in names} - {DENSE}:
         raise EspalierError(
             f"--tune measures the quantised matrices of named sizes, and {path} is {min(stored)}; use --shapes "
             f"llama-3.1-8b {flag} fp8, or an unquantised copy"
@@ -246,61 +245,62 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names
 
 
 class LinearTuner:
-    """Measures plans on the GPU of this machine, in one dtype.  weights: the weight format, a name of
-    ProductRun.weights.  seconds: after this time no further measurement starts."""
+    """Measures plans on the GPU of this machine, in one dtype.  weight_format: see ProductGroup.
+    seconds: after this time no further measurement starts."""
 
-    def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
+    def __init__(self, dtype: torch.dtype, weight_format: str = DENSE, seconds: float = inf) -> None:
         begun = perf_counter()
-        self.of_format = weights
+        self.weight_format = weight_format
         self.device = require_gpu("--tune")
-        self.weights = Weights(dtype, self.device)
+        self.random_weights = Weights(dtype, self.device)
         self.timer = GraphTimer()
         self.chip = chip(torch.empty(0, device=self.device))
         self.is_limited = seconds < inf
-        self.end, self.end_alone = begun + seconds, begun + TIME_SHARE_ALONE * seconds
-        self._copies: dict[Shape, list[Matrix]] = {}
+        self.deadline, self.alone_deadline = begun + seconds, begun + ALONE_TIME_SHARE * seconds
+        self._weight_copies: dict[Shape, list[Matrix]] = {}
 
     @property
-    def format(self) -> str:
+    def tuning_format(self) -> str:
         """The name of this weight format in the table."""
-        if self.of_format == DENSE:
+        if self.weight_format == DENSE:
             return DENSE
-        any_matrix = self.weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
+        any_matrix = self.random_weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.weight_format)
         assert isinstance(any_matrix, QuantisedMatrix)
         return quantised_plans.tuning_format_name(any_matrix)
 
     def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
-        """Measure each shape alone in the bucket of `rows`.  Shapes for which no time is left are not in the result."""
-        if perf_counter() > self.end_alone:
+        """Measure each shape alone in the bucket of `rows`.  The result lacks shapes for which no time is left."""
+        if perf_counter() > self.alone_deadline:
             return {}
-        plans = {shape: self._candidates(shape, rows) for shape in shapes}
-        inputs = {shape: torch.randn(rows, shape[1], dtype=self.weights.dtype, device=self.device) for shape in shapes}
+        plans, dtype = {shape: self._candidates(shape, rows) for shape in shapes}, self.random_weights.dtype
+        inputs = {shape: torch.randn(rows, shape[1], dtype=dtype, device=self.device) for shape in shapes}
         if self.device.type == "cuda":
             with precompile():
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
-                        _repeated_products(x, self.copies(shape), plan, 1)()
+                        _repeated_products(x, self.weight_copies(shape), plan, 1)()
         found: dict[PlanKey, MeasuredPlans] = {}
         buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
             now = perf_counter()
-            if now > self.end_alone:
+            if now > self.alone_deadline:
                 break
             # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
-            share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
+            share = (self.alone_deadline - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
-    def copies(self, shape: Shape) -> list[Matrix]:
+    def weight_copies(self, shape: Shape) -> list[Matrix]:
         """Returns different weights of the same shape, together larger than the L2 cache."""
-        if shape not in self._copies:
-            one = self.weights.random_weight(shape, self.of_format)
-            more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
-            self._copies[shape] = [one, *(self.weights.random_weight(shape, self.of_format) for _ in range(more))]
-        return self._copies[shape]
+        if shape not in self._weight_copies:
+            copies = [self.random_weights.random_weight(shape, self.weight_format)]
+            while len(copies) < max(2, -(-COPIES_BYTES // copies[0].nbytes)):
+                copies.append(self.random_weights.random_weight(shape, self.weight_format))
+            self._weight_copies[shape] = copies
+        return self._weight_copies[shape]
 
     def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
-        weight = self.copies(shape)[0]
+        weight = self.weight_copies(shape)[0]
         if isinstance(weight, QuantisedMatrix):
             plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidate_plans(rows, weight, self.chip)
         else:
@@ -308,98 +308,100 @@ class LinearTuner:
         return plans[:MAX_CANDIDATES_IN_LIMIT] if self.is_limited else plans
 
     def _measure_bucket(
-        self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
+        self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], deadline: float = inf
     ) -> MeasuredPlans:
-        """Measure the plans, but start none after `end`.  Then measure the fastest plans again."""
-        weights, rows = self.copies(shape), len(x)
+        """Measure the plans, but start none after `deadline`.  Then measure the fastest plans again."""
+        weights, rows = self.weight_copies(shape), len(x)
         ends = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first: dict[TritonPlan | LibraryPlan, float] = {}
         for plan in plans:
-            first[plan] = self._us(x, weights, [plan], 3)[0]
-            if perf_counter() > end:
+            first[plan] = self._plan_us(x, weights, [plan], 3)[0]
+            if perf_counter() > deadline:
                 break
         finalists = sorted(first, key=lambda plan: first[plan])[:NUM_REMEASURED]
-        times = [self._us(few, weights, [None, *finalists], 12) for few in ends]
+        times = [self._plan_us(few, weights, [None, *finalists], 12) for few in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
-    def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
+    def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
         """Returns the µs of one product by each plan.  The plans take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
-        bodies = [_repeated_products(x, weights, plan, calls) for plan in contenders]
-        return [1e3 * ms / calls for ms in self.timer.ms(bodies, turns)]
+        bodies = [_repeated_products(x, weights, plan, calls) for plan in plans]
+        return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
 
-    def among_neighbours(self, model: ModelShape, alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable) -> None:
+    def measure_in_passes(self, model: ModelShape, plans_alone: dict[PlanKey, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
-        model = model.part(0, MEASURED_LAYERS)
-        weights = Weights(self.weights.dtype, self.device)
+        model = model.slice_layers(0, MEASURED_LAYERS)
+        weights = Weights(self.random_weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                cells = dict.fromkeys((r.shape, rows) for r in runs if r.heads == 1 and r.weights == self.of_format)
-                undecided = {cell: alone[cell] for cell in cells if cell in alone and cell not in table}
+                of_format = (r for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format)
+                keys = dict.fromkeys((r.shape, rows) for r in of_format)
+                undecided = {key: plans_alone[key] for key in keys if key in plans_alone and key not in table}
                 table |= {cell: measured.fastest for cell, measured in undecided.items()}
-                if not undecided or perf_counter() > self.end - SECONDS_TO_DRAW:
+                if not undecided or perf_counter() > self.deadline - WEIGHT_SETUP_SECONDS:
                     continue
                 if self.device.type == "cuda":
                     with precompile():
                         for measured in undecided.values():
-                            for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]):
-                                self._pass(runs, weights, measured, plan, table)()
+                            for plan in (None, *measured.plans[:NUM_MEASURED_IN_PASSES]):
+                                self._pass_with_plan(runs, weights, measured, plan, table)()
                 for measured in NUM_SWEEPS * [*undecided.values()]:
-                    if perf_counter() > self.end:
+                    if perf_counter() > self.deadline:
                         break
-                    table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
+                    table[measured.shape, rows] = self._fastest_plan_in_pass(runs, weights, measured, table)
 
-    def _pass(
-        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
+    def _pass_with_plan(
+        self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
-        plans = {**table, (measured.shape, measured.rows): plan}
-        return weights.chain(runs, _table_product(runs, plans, measured.rows))
+        plans = {**table, (measured.shape, measured.num_rows): plan}
+        return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 
-    def _fastest_among(
-        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, table: PlanTable
+    def _fastest_plan_in_pass(
+        self, groups: Groups, weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
-        key = (measured.shape, measured.rows)
-        others = [plan for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
-        contenders = [table[key], *others]
-        bodies = [self._pass(runs, weights, measured, plan, table) for plan in contenders]
-        times = self.timer.ms(bodies, 12)
+        key = (measured.shape, measured.num_rows)
+        contenders = list(dict.fromkeys([table[key], None, *measured.plans[:NUM_MEASURED_IN_PASSES]]))
+        bodies = [self._pass_with_plan(groups, weights, measured, plan, table) for plan in contenders]
+        times = self.timer.median_ms(bodies, 12)
         best = min(range(len(times)), key=lambda i: times[i])
         return contenders[best if times[best] < times[0] * (1 - MIN_RELATIVE_GAIN) else 0]
 
 
-def _plan_product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
+def _plan_product(
+    x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, in_parts: bool = False
+) -> Tensor:
     """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
-        return (linear_gated if gated else linear_partial_sums if parts else linear)(x, weight, None, plan)
+        return (linear_gated if gated else linear_partial_sums if in_parts else linear)(x, weight, None, plan)
     own = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
         activation = linear_quantised_gated(x, weight, None, own)
         assert isinstance(activation, Tensor)
         return activation
-    if parts:
+    if in_parts:
         return linear_quantised_partial_sums(x, weight, None, own)
     return linear_quantised(x, weight, None, own)
 
 
-def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
+def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, num_calls: int) -> Callable[[], None]:
     def body() -> None:
-        for call in range(calls):
+        for call in range(num_calls):
             _plan_product(x, weights[call % len(weights)], plan)
 
     return body
 
 
-def _table_product(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
+def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that multiplies like a model's layers.
 
     After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
     gate follows the GATED_LAYERS, and some plans fuse the gate.
     """
     groups = SUMMED_LAYERS, GATED_LAYERS
-    in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in groups)
+    in_parts, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: InputRows, weight: Matrix) -> Tensor:
@@ -414,36 +416,33 @@ def _table_product(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> M
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_plan_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_plan_product(x, weight, table[shape, rows], in_parts=True), residual, norm, 1.0)[1]
 
     return multiply
 
 
-def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `kept`."""
-    shapes = dict.fromkeys(shape for shape, _ in table)
+def plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
+    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `stored_plans`."""
+    stored = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
     return {
-        shape: tuple(
-            table.get((shape, rows), LINEAR_TUNING.plan_for_count(kept.get(shape, NO_PLANS), rows))
-            for rows in ROWS_BUCKETS
-        )
-        for shape in shapes
+        shape: tuple(table.get((shape, rows), LINEAR_TUNING.plan_for_count(plans, rows)) for rows in ROWS_BUCKETS)
+        for shape, plans in stored.items()
     }
 
 
-def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, other: str) -> list[list[str]]:
-    """Returns the rows of the printed table.  other: the text in place of a plan if the baseline is fastest."""
-    rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
-    for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):
+def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, baseline_name: str) -> list[list[str]]:
+    """Returns the rows of the printed table.  baseline_name: the text in place of a plan if the baseline is fastest."""
+    rows = [["weight", "rows", f"{baseline_name}, µs", "ours, µs", "taken among its neighbours"]]
+    for bucket in sorted(measured, key=lambda each: (each.shape, each.num_rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        taken = _plan_name(table[bucket.shape, bucket.rows], other)
-        rows.append([shape, f"{bucket.rows}", f"{bucket.other_us:.1f}", f"{bucket.ours_us:.1f}", taken])
+        taken = _plan_name(table[bucket.shape, bucket.num_rows], baseline_name)
+        rows.append([shape, f"{bucket.num_rows}", f"{bucket.baseline_us:.1f}", f"{bucket.fastest_us:.1f}", taken])
     return rows
 
 
-def _plan_name(plan: LinearPlan, other: str) -> str:
+def _plan_name(plan: LinearPlan, baseline_name: str) -> str:
     if plan is None:
-        return other
+        return baseline_name
     if isinstance(plan, LibraryPlan):
         return f"F.linear, {plan.pieces} pieces" if plan.splits == 1 else f"F.linear, {plan.splits} parts"
     return f"{plan.block_out}x{plan.block_in}, {plan.splits} parts, {plan.stages} stages, {plan.warps} warps"

@@ -41,7 +41,7 @@ MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 # How many of a product's fastest plans are measured together with the other product's.
 NUM_COMBINED = 2
 # How many times a plan is timed: alone, and together with the other product.
-TURNS_ALONE, TURNS_TOGETHER = 3, 10
+REPEATS_ALONE, REPEATS_TOGETHER = 3, 10
 TABLE_COLUMNS = "experts|rows|touched|tile|gate and up|down|us|by rule, us|of memory's|TFLOP/s".split("|")
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
@@ -59,63 +59,67 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
 
 
 class ChainInputs:
-    """The inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.  num: None for as many
-    calls as can be timed.  touched: see random_expert_ids."""
+    """The inputs of a chain of `num_calls` calls with `num_rows` rows each.  Each call uses other experts.  num_calls:
+    None for as many calls as can be timed.  active_experts: see random_expert_ids."""
 
     def __init__(
         self,
         shape: ExpertsShape,
-        rows: int,
+        num_rows: int,
         dtype: torch.dtype,
         device: torch.device,
-        num: int | None = None,
-        touched: int | None = None,
+        num_calls: int | None = None,
+        active_experts: int | None = None,
     ) -> None:
-        self.shape, self.rows = shape, rows
-        self.num = _enough_calls(shape, rows) if num is None else num
-        self.x = torch.randn(rows, shape.hidden_size, dtype=dtype, device=device)
-        self.gated = torch.randn(rows * shape.top_k, shape.inner_size, dtype=dtype, device=device)
-        self.weights = torch.rand(rows, shape.top_k, device=device)
-        self.ids = [ids.to(device) for ids in random_expert_ids(shape, rows, self.num, touched)]
+        self.shape, self.num_rows = shape, num_rows
+        self.num_calls = _num_timed_calls(shape, num_rows) if num_calls is None else num_calls
+        self.x = torch.randn(num_rows, shape.hidden_size, dtype=dtype, device=device)
+        self.gated_inputs = torch.randn(num_rows * shape.top_k, shape.inner_size, dtype=dtype, device=device)
+        self.router_weights = torch.rand(num_rows, shape.top_k, device=device)
+        self.expert_ids = [ids.to(device) for ids in random_expert_ids(shape, num_rows, self.num_calls, active_experts)]
 
     @property
-    def touched(self) -> float:
+    def mean_active_experts(self) -> float:
         """The mean number of experts with rows in a call."""
-        return sum(len(ids.unique()) for ids in self.ids) / self.num
+        return sum(len(ids.unique()) for ids in self.expert_ids) / self.num_calls
 
 
-def _enough_calls(shape: ExpertsShape, rows: int) -> int:
-    touched = min(shape.num_experts, rows * shape.top_k) * shape.expert_bytes
-    enough = max(-(-CHAIN_BYTES // touched), -(-CHAIN_FLOPS // shape.flops(rows)))
-    return max(MIN_CALLS, min(MAX_CALLS, enough)) if rows > 1 else MAX_CALLS
+def _num_timed_calls(shape: ExpertsShape, num_rows: int) -> int:
+    touched = min(shape.num_experts, num_rows * shape.top_k) * shape.expert_bytes
+    enough = max(-(-CHAIN_BYTES // touched), -(-CHAIN_FLOPS // shape.flops(num_rows)))
+    return max(MIN_CALLS, min(MAX_CALLS, enough)) if num_rows > 1 else MAX_CALLS
 
 
-def random_expert_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
+def random_expert_ids(
+    shape: ExpertsShape, num_rows: int, num_calls: int, active_experts: int | None = None
+) -> list[Tensor]:
     """Returns the expert ids [rows, K] of each call.
 
-    touched: how many experts get rows in each call.  Calls use different experts while unused experts remain.  None:
-    uniform routing.  Then rows are independent, and a row gets an expert again only after (almost) all others.
+    active_experts: how many experts get rows in each call.  Calls use different experts while unused experts remain.
+    None: uniform routing.  Then rows are independent, and a row gets an expert again only after (almost) all others.
     """
-    generator = torch.Generator().manual_seed(rows)
-    if touched is None:
-        return _dealt_experts(rows, shape.num_experts, shape.top_k, num_calls, generator)
-    of_calls = _dealt_experts(1, shape.num_experts, touched, num_calls, generator)
-    return [_spread_over_rows(experts, rows, shape.top_k, generator) for [experts] in of_calls]
+    generator = torch.Generator().manual_seed(num_rows)
+    if active_experts is None:
+        return _deal_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
+    of_calls = _deal_experts(1, shape.num_experts, active_experts, num_calls, generator)
+    return [_spread_over_rows(experts, num_rows, shape.top_k, generator) for [experts] in of_calls]
 
 
-def _dealt_experts(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
+def _deal_experts(
+    num_rows: int, num_experts: int, per_row: int, num_calls: int, generator: torch.Generator
+) -> list[Tensor]:
     """Returns each row's experts [rows, size] by call.  Calls use different experts while unused experts remain."""
-    calls_per_deal = num_experts // size
+    calls_per_deal = num_experts // per_row
     calls: list[Tensor] = []
     while len(calls) < num_calls:
-        dealt = torch.rand(rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * size]
-        calls += dealt.view(rows, calls_per_deal, size).sort(-1).values.unbind(1)
+        dealt = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * per_row]
+        calls += dealt.view(num_rows, calls_per_deal, per_row).sort(-1).values.unbind(1)
     return [ids.contiguous() for ids in calls[:num_calls]]
 
 
-def _spread_over_rows(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
+def _spread_over_rows(experts: Tensor, num_rows: int, top_k: int, generator: torch.Generator) -> Tensor:
     """Returns the expert ids [rows, K] of one call.  Each row gets random experts, and each expert gets a row."""
-    choices = torch.rand(rows, len(experts), generator=generator).argsort(1)[:, :top_k]
+    choices = torch.rand(num_rows, len(experts), generator=generator).argsort(1)[:, :top_k]
     # The first rows together get each expert once.
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
     choices[: len(in_turn) // top_k] = in_turn.view(-1, top_k)
@@ -126,24 +130,24 @@ def _spread_over_rows(experts: Tensor, rows: int, top_k: int, generator: torch.G
 class MeasuredExperts:
     """The measured times of one layer's experts at a number of rows.
 
-    touched: the mean number of experts with rows.  us: of all launches, with `plan`; rule_us: with the rule's plan.
-    """
+    mean_active_experts: the mean number of experts with rows.  measured_us: of all launches, with `plan`; rule_us: with
+    the rule's plan."""
 
     shape: ExpertsShape
-    rows: int
-    touched: float
+    num_rows: int
+    mean_active_experts: float
     plan: ExpertsPlan
-    us: float
+    measured_us: float
     rule_us: float
 
     @property
     def bytes_per_second(self) -> float:
         """Bytes a second, if each expert with rows is read once."""
-        return self.touched * self.shape.expert_bytes / self.us * 1e6
+        return self.mean_active_experts * self.shape.expert_bytes / self.measured_us * 1e6
 
     @property
     def flops_per_second(self) -> float:
-        return self.shape.flops(self.rows) / self.us * 1e6
+        return self.shape.flops(self.num_rows) / self.measured_us * 1e6
 
 
 class ExpertsTuner:
@@ -155,95 +159,94 @@ class ExpertsTuner:
         self.timer = timer or GraphTimer()
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
-    def measure(self, shape: ExpertsShape, rows: Sequence[int] = MEASURED_ROWS) -> Iterator[list[MeasuredExperts]]:
+    def measure(
+        self, shape: ExpertsShape, row_counts: Sequence[int] = MEASURED_ROWS
+    ) -> Iterator[list[MeasuredExperts]]:
         """Measure at each number of rows.  Yields the measurements of one bucket (ExpertsShape.bucket) at a time."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
-        for bucket, group in groupby(rows, shape.pairs_bucket):
+        for bucket, group in groupby(row_counts, shape.pairs_bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
             yield self._measure_bucket(bucket, calls, gate_up, down)
 
     def _measure_bucket(
-        self, bucket: int, calls: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
+        self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
         """Returns the measurements of one bucket, with the plan that is fastest over all its numbers of rows."""
-        [shape] = {each.shape for each in calls}
+        [shape] = {each.shape for each in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
             best = []
             for matrices in (2, 1):
                 of_product = candidate_plans(tile_rows, matrices, self.chip)
-                times = self._measure_alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
+                times = self._measure_alone(chains, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
                 best.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
-        whole = self._measure_together(calls, plans, gate_up, down)
+        whole = self._measure_together(chains, plans, gate_up, down)
         plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
-        rules = self._measure_together(
-            calls, [experts_plan_by_rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down
-        )
+        by_rule = [experts_plan_by_rule(shape, each.num_rows, self.dtype, self.chip) for each in chains]
+        rules = self._measure_together(chains, by_rule, gate_up, down)
         return [
-            MeasuredExperts(
-                shape,
-                each.rows,
-                each.touched,
-                plan,
-                whole[plan][i],
-                rules[experts_plan_by_rule(shape, each.rows, self.dtype, self.chip)][i],
-            )
-            for i, each in enumerate(calls)
+            MeasuredExperts(shape, each.num_rows, each.mean_active_experts, plan, whole[plan][i], rules[by_rule[i]][i])
+            for i, each in enumerate(chains)
         ]
 
     def _measure_alone(
-        self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
+        self,
+        chains: Sequence[ChainInputs],
+        tile_rows: int,
+        num_matrices: int,
+        plans: Sequence[ProductPlan],
+        weight: Tensor,
     ) -> dict[ProductPlan, list[float]]:
-        """Returns the µs of one product by plan, at each number of rows.  matrices: 2 for gate and up, 1 for down."""
+        """Returns the µs of one product by plan, at each number of rows.  num_matrices: 1 for down, else 2."""
         from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
         from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
         tiles = {
-            each: [make_expert_tiles(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids]
-            for each in calls
+            each: [make_expert_tiles(ids, None, each.shape.num_experts, tile_rows) for ids in each.expert_ids]
+            for each in chains
         }
 
-        def chain(each: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
-            top_k = each.shape.top_k
+        def chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
+            top_k = chain_inputs.shape.top_k
 
             def body() -> None:
-                for one in tiles[each][:num_calls]:
-                    if matrices == 2:
-                        launch_gate_and_up(each.x, weight, one, top_k, plan)
+                for one in tiles[chain_inputs][:num_calls]:
+                    if num_matrices == 2:
+                        launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan)
                     else:
-                        launch_down(each.gated, weight, each.weights, one, plan)
+                        launch_down(chain_inputs.gated_inputs, weight, chain_inputs.router_weights, one, plan)
 
             return body
 
-        return self._us_by_plan(calls, plans, chain, TURNS_ALONE)
+        return self._us_by_plan(chains, plans, chain, REPEATS_ALONE)
 
     def _measure_together(
-        self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
+        self, chains: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
         """Returns the µs of all three launches at each number of rows."""
 
-        def chain(each: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+        def chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
-                for ids in each.ids[:num_calls]:
-                    grouped_experts.triton(each.x, gate_up, down, ids, each.weights, plan=plan)
+                for ids in chain_inputs.expert_ids[:num_calls]:
+                    grouped_experts.triton(chain_inputs.x, gate_up, down, ids, chain_inputs.router_weights, plan=plan)
 
             return body
 
-        return self._us_by_plan(calls, list(dict.fromkeys(plans)), chain, TURNS_TOGETHER)
+        return self._us_by_plan(chains, list(dict.fromkeys(plans)), chain, REPEATS_TOGETHER)
 
     def _us_by_plan(
-        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: MakeChain[Plan], turns: int
+        self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int
     ) -> dict[Plan, list[float]]:
         """Returns the µs of a call by plan, at each number of rows.  The plans take turns."""
         with precompile():
-            for each in calls:
+            for each in chains:
                 for plan in plans:
-                    chain(each, plan, 1)()
-        times = [
-            [1e3 * ms / each.num for ms in self.timer.ms([chain(each, plan, each.num) for plan in plans], turns)]
-            for each in calls
-        ]
+                    make_chain(each, plan, 1)()
+        times = []
+        for each in chains:
+            bodies = [make_chain(each, plan, each.num_calls) for plan in plans]
+            times.append([1e3 * ms / each.num_calls for ms in self.timer.median_ms(bodies, repeats)])
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
 
 
@@ -265,7 +268,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
     shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))
     print_header()
     tuner = ExpertsTuner(dtype)
-    bandwidth = tuner.timer.bandwidth(tuner.device)
+    bandwidth = tuner.timer.memory_bandwidth(tuner.device)
     rows = [TABLE_COLUMNS]
     with progress("measuring", len(shapes)) as advance:
         for shape in shapes:
@@ -285,11 +288,11 @@ def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
     shape, plan = measured.shape, measured.plan
     return [
         f"{shape.num_experts} x {shape.hidden_size} x {shape.inner_size}, {shape.top_k}",
-        f"{measured.rows}",
-        f"{measured.touched:.1f}",
+        f"{measured.num_rows}",
+        f"{measured.mean_active_experts:.1f}",
         f"{plan.tile_rows}",
         *(f"{each.block_out}x{each.block_in}, {each.stages}, {each.warps}" for each in (plan.gated, plan.down)),
-        f"{measured.us:.1f}",
+        f"{measured.measured_us:.1f}",
         f"{measured.rule_us:.1f}",
         f"{measured.bytes_per_second / bandwidth:.1%}",
         f"{measured.flops_per_second / 1e12:.0f}",

@@ -51,7 +51,7 @@ def _terminating_as_interrupting() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     # A background job of a shell ignores SIGINT, but must end at SIGTERM.
     if not callable(on_ctrl_c):

@@ -97,9 +97,9 @@ def run(args: Namespace) -> int:
     began = perf_counter()
     journal = Journal(args.output, scan_input(args.input))
     try:
-        if journal.num_left:
+        if journal.num_unanswered:
             _print_line(
-                f"{journal.num_answered} of {journal.input.num_lines} lines are already answered", journal.num_answered
+                f"{journal.num_answered} of {journal.scan.num_lines} lines are already answered", journal.num_answered
             )
             asyncio.run(_answer_lines(args, journal))
     except KeyboardInterrupt:
@@ -149,7 +149,7 @@ async def _answer_lines(args: Namespace, journal: "Journal") -> None:
 
     # concurrency: the number of lines to send at once.
     async with _sender_to_engine(args) if args.url is None else _sender_to_servers(args) as (sender, concurrency):
-        with progress("answering", journal.input.num_lines) as advance:
+        with progress("answering", journal.scan.num_lines) as advance:
             advance(journal.num_answered)
             await run_batch(journal, sender, concurrency, advance)
 
@@ -193,9 +193,9 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
 
 
 def _progress_text(journal: "Journal") -> str:
-    return f"{journal.num_answered} of {journal.input.num_lines} lines are answered"
+    return f"{journal.num_answered} of {journal.scan.num_lines} lines are answered"
 
 
-def _print_line(text: str, when: object = True) -> None:
-    if when:
+def _print_line(text: str, is_shown: object = True) -> None:
+    if is_shown:
         print(f"espalier: {text}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from espalier.bench.drive import heldout_json
+from espalier.bench.drive import heldout_texts
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
@@ -42,17 +42,16 @@ VOID_NODE = -1
 TokenName = Callable[[int], str]
 
 
-def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
+def round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
     """Returns a drawing of one round's tree.
 
-    name: returns a token's text.  A node's score is the sum of the log-probabilities along its branch.  The tree has
-    the nodes with the highest scores.
-    """
+    token_name: returns a token's text.  A node's score is the sum of the log-probabilities along its branch.  The tree
+    has the nodes with the highest scores."""
     drawing = Text()
-    _draw_node(drawing, trace, 0, "", "", name, signs)
+    _draw_node(drawing, trace, 0, "", "", token_name, signs)
     bonus = trace.emitted[-1]
     position = trace.prefix_len + len(trace.emitted)
-    drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
+    drawing.append(f"next root: {token_name(bonus)}, picked by the target, at position {position}\n")
     drawing.append(_summary(trace), DIM_STYLE)
     return drawing
 
@@ -63,11 +62,11 @@ def _draw_node(
     node: int,
     line_prefix: str,
     branch_sign: str,
-    name: TokenName,
+    token_name: TokenName,
     signs: DrawingSigns,
 ) -> None:
     accepted = node in trace.tree.path_rows
-    label = name(trace.tree.tokens[node])
+    label = token_name(trace.tree.tokens[node])
     if node == 0:
         drawing.append(f"{label}  root", "bold")
     else:
@@ -77,14 +76,15 @@ def _draw_node(
         score = trace.tree.scores[node]
         drawing.append(f"  {score:.2f}" if isfinite(score) else "", DIM_STYLE)
     if accepted:
-        drawing.append(f"  {signs.dot} {_place_of_node(trace, node)}", "cyan")
+        drawing.append(f"  {signs.empty_bar} {_place_of_node(trace, node)}", "cyan")
     drawing.append("\n")
     children = [
         i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
     ]
     below = line_prefix if node == 0 else line_prefix + (signs.vertical if branch_sign == signs.branch else "  ")
     for child in children:
-        _draw_node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
+        child_sign = signs.last_branch if child == children[-1] else signs.branch
+        _draw_node(drawing, trace, child, below, child_sign, token_name, signs)
 
 
 def _place_of_node(trace: RoundTrace, node: int) -> str:
@@ -136,7 +136,7 @@ def show_demo(args: Namespace, console: Console) -> int:
     require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    prompts = [entry["prompt"] for entry in heldout_json()]
+    prompts = [entry["prompt"] for entry in heldout_texts()]
     if not 1 <= args.prompts <= len(prompts):
         raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
     prompts = prompts[: args.prompts]
@@ -177,8 +177,8 @@ def _start_command() -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
-    for llm in (plain, tree):
+def _warm_up(plain_llm: LLM, tree_llm: LLM, prompt: str) -> None:
+    for llm in (plain_llm, tree_llm):
         llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
 
 
@@ -217,11 +217,11 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 
 
 def _print_comparison(
-    console: Console, plain_llm: LLM, prompts: list[str], plain: DecodingResult, tree: DecodingResult
+    console: Console, plain_llm: LLM, prompts: list[str], plain_result: DecodingResult, tree_result: DecodingResult
 ) -> bool:
     """Print whether the tokens are identical, and where they differ.  Returns whether they are identical."""
     _print_rule(console)
-    for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
+    for i, (prompt, a, b) in enumerate(zip(prompts, plain_result.outputs, tree_result.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
             first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
@@ -229,8 +229,8 @@ def _print_comparison(
             both = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
             console.print(Text(_logprobs_text(plain_llm, prompt, a.token_ids[:first], both)))
             return False
-    tokens = sum(len(output.token_ids) for output in tree.outputs)
-    drafted = sum(sum(output.from_draft) for output in tree.outputs)
+    tokens = sum(len(output.token_ids) for output in tree_result.outputs)
+    drafted = sum(sum(output.from_draft) for output in tree_result.outputs)
     same = f"plain decoding gave the same {tokens} tokens, one by one"
     console.print(Text.assemble(("identical: ", "bold green"), same))
     legend: list[Any] = [f"{drawing_signs(console).prompt_end}: end of a prompt; tokens that"]
@@ -240,11 +240,11 @@ def _print_comparison(
     return True
 
 
-def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
+def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[int]) -> str:
     """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones are a near tie."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
-    [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
+    [output] = llm.generate([[*llm.tokenizer.encode(prompt), *prior_tokens]], params)
     assert output.logprobs
     logprobs = dict(output.logprobs[0].top)
     texts = (
@@ -266,15 +266,14 @@ def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
     console.print(round_tree(best, lambda token: repr(decode([token])), drawing_signs(console)))
 
 
-def _print_figures(console: Console, plain: DecodingResult, tree: DecodingResult) -> None:
+def _print_figures(console: Console, plain_result: DecodingResult, tree_result: DecodingResult) -> None:
     console.print(Text("figures", "bold"))
-    ratio = tree.tokens_per_second / plain.tokens_per_second
-    console.print(Text(f"  plain          {plain.tokens_per_second:7.1f} tokens/s"))
-    console.print(Text(f"  tree           {tree.tokens_per_second:7.1f} tokens/s, {ratio:.2f} times plain"))
-    console.print(
-        Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
-    )
-    for line in _histogram(tree.stats, drawing_signs(console), console.width):
+    ratio = tree_result.tokens_per_second / plain_result.tokens_per_second
+    console.print(Text(f"  plain          {plain_result.tokens_per_second:7.1f} tokens/s"))
+    console.print(Text(f"  tree           {tree_result.tokens_per_second:7.1f} tokens/s, {ratio:.2f} times plain"))
+    stats = tree_result.stats
+    console.print(Text(f"  accept length  {stats.accept_length:7.2f} tokens a round, over {stats.rounds} rounds"))
+    for line in _histogram(stats, drawing_signs(console), console.width):
         console.print(Text(line))
 
 

@@ -71,13 +71,13 @@ def run(args: Namespace) -> int:
 
 
 def _checked_prompt(
-    inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
+    inputs: InputProcessor, index: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
     """Returns a prompt's tokens and parameters.  The default max_tokens is DEFAULT_MAX_TOKENS, or what fits."""
     from espalier.llm import number_prompt_errors
 
-    with number_prompt_errors(i, len(prompts)):
-        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
+    with number_prompt_errors(index, len(prompts)):
+        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[index]}]) if chat else prompts[index]
         tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.model_info.generation_config:
@@ -196,9 +196,10 @@ def as_dict(output: Output) -> dict[str, Any]:
     }
 
 
-def _print_figures(llm: "LLM", tokens: int, seconds: float) -> None:
+def _print_figures(llm: "LLM", num_tokens: int, seconds: float) -> None:
     totals = llm.engine.totals
-    line = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+    speed = num_tokens / max(seconds, 1e-9)
+    line = f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds:.2f} s, {speed:.0f} tokens/s"
     if totals.rounds:
         line += f", accept length {totals.accept_length:.2f} over {totals.rounds} round{'s' * (totals.rounds != 1)}"
     stderr().print(Text(line, DIM_STYLE))

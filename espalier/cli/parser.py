@@ -93,12 +93,12 @@ GUESSED_COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """A command's help text, and the modules of its code.
 
-    about: the help text.  flags: the module with add_flags(parser), or "module:function".  work: the module with
-    run(args) -> status, imported only to run the command; None for a command with subcommands.  Most `work` modules
-    import PyTorch, but `flags` modules do not, so help and errors about misspelt words appear at once.
+    flags: the module with add_flags(parser), or "module:function".  run_module: the module with run(args) -> status,
+    imported only to run the command; None for a command with subcommands.  Most of these modules import PyTorch, but
+    `flags` modules do not, so help and errors about misspelt words appear at once.
     """
 
-    about: str
+    help_text: str
     flags: str
     run_module: str | None
 
@@ -128,21 +128,21 @@ class Parser(ArgumentParser):
         """Parse the arguments.  On bad input, print one line on stderr and exit with status 2."""
         given = sys.argv[1:] if arguments is None else list(arguments)
         if given and given[0].startswith("-") and given[0] not in self.all_flags():
-            self.error(self._unknown(given[0], self))
+            self.error(self._unknown_flag_error(given[0], self))
         known, unknown = self.parse_known_args(given)
-        parser: Parser = getattr(known, "parser", None) or self._deepest(known)
+        parser: Parser = getattr(known, "parser", None) or self._deepest_parser(known)
         if unknown:
             flags = [each for each in unknown if each.startswith("-")]
-            parser.error(self._unknown(flags[0], parser) if flags else f"unknown argument {unknown[0]!r}")
+            parser.error(self._unknown_flag_error(flags[0], parser) if flags else f"unknown argument {unknown[0]!r}")
         if "run" not in known:
             parser.error(f"a command is missing; use one of {', '.join(parser.commands())}")
         return known
 
-    def add_commands(self, dest: str, metavar: str, table: Mapping[str, "Command"]) -> None:
-        """Add a command for each name of `table`."""
+    def add_commands(self, dest: str, metavar: str, command_table: Mapping[str, "Command"]) -> None:
+        """Add a command for each name of `command_table`."""
         commands = self.add_subparsers(dest=dest, metavar=metavar, parser_class=LazyParser)
-        for name, command in table.items():
-            about = command.about
+        for name, command in command_table.items():
+            about = command.help_text
             commands.add_parser(name, help=about, description=about, allow_abbrev=False).command = command
 
     def commands(self) -> Mapping[str, "Parser"]:
@@ -153,12 +153,12 @@ class Parser(ArgumentParser):
         """Returns this parser's flags."""
         return [flag for action in self._actions for flag in action.option_strings]
 
-    def _deepest(self, known: Namespace) -> "Parser":
+    def _deepest_parser(self, namespace: Namespace) -> "Parser":
         """Returns the parser of the command whose subcommand is missing."""
-        return self.commands().get(known.command or "", self)
+        return self.commands().get(namespace.command or "", self)
 
-    def _unknown(self, given: str, parser: "Parser") -> str:
-        flag = given.partition("=")[0]
+    def _unknown_flag_error(self, argument: str, parser: "Parser") -> str:
+        flag = argument.partition("=")[0]
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
         advice = moved_to(parser.prog, flag) or other_engines.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
@@ -178,11 +178,11 @@ class Parser(ArgumentParser):
         """Refuse a flag that is given twice: argparse would keep only the last value.  Called once for each flag."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
             if action in self._given:
-                raise ArgumentError(None, f"{self._named(action)}; leave one out")
+                raise ArgumentError(None, f"{self._argument_name(action)}; leave one out")
             self._given.add(action)
         return super()._get_values(action, arg_strings)
 
-    def _named(self, action: Action) -> str:
+    def _argument_name(self, action: Action) -> str:
         """Returns the spellings of a flag that was given twice, such as --x and --no-x."""
         arguments = (each.partition("=")[0] for each in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench import quantised
-from espalier.bench.drive import heldout_json
+from espalier.bench.drive import heldout_texts
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare_engine
@@ -32,20 +32,18 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a quantised copy with its original.
+    """A comparison of a quantised copy with its original.  texts_name: a description of the texts, for the user.
 
-    run(advance): compares them, calls `advance` after each step, and returns (results for --json, rows of the table).
-    steps: the number of steps.  what: a description of the texts, for the user.
-    """
+    compare(advance): compares, calls `advance` after each step, returns (results for --json, rows of the table)."""
 
-    run: Compare
-    steps: int
+    compare: Compare
+    num_steps: int
     texts_name: str
 
 
 def run(args: Namespace) -> int:
-    if not 0 <= args.texts <= len(heldout_json()):
-        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_json())}")
+    if not 0 <= args.texts <= len(heldout_texts()):
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_texts())}")
     for flag, value in (("--draft", args.draft), ("--target", args.target)):
         if value is not None and not args.texts:
             raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")
@@ -78,8 +76,8 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
         Text(f"{whole}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
     )
     try:
-        with progress("comparing", compare.steps) as advance:
-            return compare.run(advance)
+        with progress("comparing", compare.num_steps) as advance:
+            return compare.compare(advance)
     except KeyboardInterrupt:
         stderr().print(f"espalier: the comparison is left out; {whole}")
         raise
@@ -136,20 +134,20 @@ def _require_runnable(config: EngineConfig) -> None:
         raise EspalierError(f"no comparison with the original: {error}; --texts 0 leaves it out") from None
 
 
-def _rows_of_report(written: QuantiseReport, seconds: float) -> TableRows:
-    share = written.written_bytes / max(written.read_bytes, 1)
+def _rows_of_report(report: QuantiseReport, seconds: float) -> TableRows:
+    share = report.written_bytes / max(report.read_bytes, 1)
     rows = [
-        ["matrices quantised", str(written.num_matrices)],
-        ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
+        ["matrices quantised", str(report.num_matrices)],
+        ["size", f"{report.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
         ["time", f"{seconds:.1f} s"],
     ]
-    for group, count in written.num_matrices_by_small_group_size.items():
+    for group, count in report.num_matrices_by_small_group_size.items():
         rows.append([f"in groups of {group}", f"{count}: {GROUP_SIZES[0]} does not divide their columns"])
-    if written.dense_names:
+    if report.dense_names:
         rows.append(
             [
                 "not quantised",
-                f"{len(written.dense_names)}: columns no multiple of {GROUP_SIZES[-1]}, as {written.dense_names[0]}",
+                f"{len(report.dense_names)}: columns no multiple of {GROUP_SIZES[-1]}, as {report.dense_names[0]}",
             ]
         )
     return rows

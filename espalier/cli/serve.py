@@ -302,11 +302,11 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     serve_replicas(service, options.host, options.port)
 
 
-def _refuse_flags(args: Namespace, names: Sequence[str], why: str) -> None:
-    """Raises EspalierError if one of the flags `names` was given.  why: the rest of the message."""
+def _refuse_flags(args: Namespace, names: Sequence[str], reason: str) -> None:
+    """Raises EspalierError if one of the flags `names` was given.  reason: the rest of the message."""
     for name in names:
         if getattr(args, name) is not None:
-            raise EspalierError(f"{flag_of(name)} {why}")
+            raise EspalierError(f"{flag_of(name)} {reason}")
 
 
 def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:

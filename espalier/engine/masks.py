@@ -145,9 +145,9 @@ class MaskBuilder:
         answers = self._call_maskers([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
         for place, answer in enumerate(answers):
             known = NO_KNOWN_TOKENS if answer is TOO_SLOW else answer
-            forced[place, : len(known.forced)] = known.forced
+            forced[place, : len(known.tokens)] = known.tokens
             if known.mask is not None and self.guides_mask:
-                masks[place], levels[place] = known.mask, len(known.forced) + 1
+                masks[place], levels[place] = known.mask, len(known.tokens) + 1
         return DraftGuideRows(rows, forced, masks, levels)
 
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:

@@ -15,33 +15,33 @@ EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9
 RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
-def require_finite_values(made: Mapping[str, Any]) -> None:
+def require_finite_values(schema: Mapping[str, Any]) -> None:
     """Refuse a schema without finite values.  Raises EspalierError, which names the innermost such place.
 
-    made: the enforceable schemas by place.  Every reference refers to one of these places.
+    schema: the enforceable schemas by place.  Every reference refers to one of these places.
     """
-    ends = _least_fixpoint(made, _can_end, _references)
+    ends = _least_fixpoint(schema, _can_end, _references)
     # The innermost place first: the user must change the schema there.
-    endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
+    endless = sorted(schema.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
         what = "no value ends, because the schema always needs itself again"
         raise schema_error(endless[0], what, "make the reference optional, or give it another branch")
 
 
 def _least_fixpoint(
-    parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
+    parts: Mapping[Any, Any], is_finite: Callable[[Any, set[Any]], bool], requires: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.  ends(part, known): whether a part is finite if the parts
-    `known` are.  needs: the names that a part refers to."""
+    """Returns the names of the parts that have a finite text.  is_finite(part, finite): whether a part is finite
+    if the parts `finite` are.  requires: the names that a part refers to."""
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
-        for needed in needs(part):
+        for needed in requires(part):
             waiting.setdefault(needed, []).append(name)
     found: set[Any] = set()
     to_try = list(parts)
     while to_try:
         name = to_try.pop()
-        if name not in found and ends(parts[name], found):
+        if name not in found and is_finite(parts[name], found):
             found.add(name)
             to_try += waiting.get(name, ())
     return found
@@ -59,27 +59,27 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(each)
 
 
-def _can_end(schema: Any, known: set[str]) -> bool:
+def _can_end(schema: Any, finite: set[str]) -> bool:
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:
-        return schema["$ref"] in known
+        return schema["$ref"] in finite
     if "anyOf" in schema:
-        return any(_can_end(branch, known) for branch in schema["anyOf"])
+        return any(_can_end(branch, finite) for branch in schema["anyOf"])
     if schema.get("type") == "array":
         first = schema.get("prefixItems", [])
         needs_more = schema.get("minItems", 0) > len(first)
-        return all(_can_end(item, known) for item in first) and (not needs_more or _can_end(schema["items"], known))
+        return all(_can_end(item, finite) for item in first) and (not needs_more or _can_end(schema["items"], finite))
     if schema.get("type") == "object":
-        return _object_can_end(schema, known)
+        return _object_can_end(schema, finite)
     return True
 
 
-def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
+def _object_can_end(schema: dict[str, Any], finite: set[str]) -> bool:
     properties = schema.get("properties", {})
     if not properties:
-        return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), known)
-    ending = {name for name, value in properties.items() if _can_end(value, known)}
+        return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), finite)
+    ending = {name for name, value in properties.items() if _can_end(value, finite)}
     return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
 
 
@@ -105,11 +105,11 @@ def require_finite_rules(ebnf: str) -> None:
         raise EspalierError(f"the grammar's rule {shown(name)} allows no finite text; give it a branch that ends")
 
 
-def _endless_rules(read: dict[str, Any]) -> list[str]:
-    """Returns the names of the reachable rules without finite text.  read: a grammar in xgrammar's JSON form."""
-    data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
+def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
+    """Returns the names of the reachable rules without finite text.  parsed_grammar: xgrammar's JSON."""
+    data, starts = parsed_grammar["grammar_expr_data"], parsed_grammar["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
-    bodies = {i: rule[1] for i, rule in enumerate(read["rules"])}
+    bodies = {i: rule[1] for i, rule in enumerate(parsed_grammar["rules"])}
 
     def ends(body: int, known: set[int]) -> bool:
         kind, inside = parts[body]
@@ -123,11 +123,11 @@ def _endless_rules(read: dict[str, Any]) -> list[str]:
         return True
 
     known = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, parts))
-    reached, new = set(), {read["root_rule_id"]}
+    reached, new = set(), {parsed_grammar["root_rule_id"]}
     while new:
         reached |= new
         new = {rule for each in new for rule in _rules_in(bodies[each], parts)} - reached
-    return [read["rules"][i][0] for i in sorted(reached - known)]
+    return [parsed_grammar["rules"][i][0] for i in sorted(reached - known)]
 
 
 def _rules_in(body: int, parts: list[tuple[int, list[int]]]) -> set[int]:

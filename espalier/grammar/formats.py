@@ -47,9 +47,9 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
     return f"{digit}{{8}}-{digit}{{4}}-{version}{digit}{{3}}-{variant}{digit}{{3}}-{digit}{{12}}"
 
 
-def _base64(signs: str) -> str:
+def _base64(last_characters: str) -> str:
     """Returns the regex of Base64 text: four characters for three bytes.  Unused bits of the last character are 0."""
-    char = f"[A-Za-z0-9{signs}]"
+    char = f"[A-Za-z0-9{last_characters}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 

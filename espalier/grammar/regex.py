@@ -88,7 +88,7 @@ REFUSED_GROUPS = (
 def ebnf_of_regex(regex: str) -> str:
     """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.  Raises EspalierError
     if the expression is not in the dialect."""
-    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY_TEXT, regex, "regex")
+    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).parse(), EMPTY_TEXT, regex, "regex")
     text = regex_of(_checked_size(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY_TEXT else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
 
@@ -96,7 +96,7 @@ def ebnf_of_regex(regex: str) -> str:
 def pattern_node(pattern: str) -> Node:
     """Returns the regex tree of the JSON strings that match a pattern.  Raises EspalierError."""
     any_text = Repeat(Chars(ALL_CHARACTERS), 0, None)
-    node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
+    node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).parse(), any_text, pattern, "pattern")
     return _checked_size(
         restrict_to(node, JSON_CHARACTERS),
         pattern,
@@ -107,7 +107,7 @@ def pattern_node(pattern: str) -> Node:
 
 def format_node(regex: str) -> Node:
     """Returns the regex tree of a regular expression that must match a whole JSON string."""
-    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), JSON_CHARACTERS)
+    return restrict_to(_RegexParser(regex, "format", NEWLINES).parse(), JSON_CHARACTERS)
 
 
 def _checked_size(node: Node, regex: str, kind: str, remedy: str) -> Node:
@@ -123,8 +123,8 @@ def _checked_size(node: Node, regex: str, kind: str, remedy: str) -> Node:
     return node
 
 
-def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> EspalierError:
-    return EspalierError(f"{kind} {shown(regex)} has {what} at position {position}, which is not supported; {remedy}")
+def _refusal(kind: str, regex: str, fault: str, position: int, remedy: str) -> EspalierError:
+    return EspalierError(f"{kind} {shown(regex)} has {fault} at position {position}, which is not supported; {remedy}")
 
 
 # Anchors
@@ -135,10 +135,10 @@ def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
 
 
-def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
-    """Resolve the anchors of one side.  other: the texts that are allowed on this side without an anchor."""
+def _resolve_anchors(node: Node, is_start: bool, unmatched: Node, regex: str, kind: str) -> Node:
+    """Resolve the anchors of one side.  unmatched: the texts that are allowed on this side without an anchor."""
     if isinstance(node, Alt):
-        return alt([_resolve_anchors(branch, is_start, other, regex, kind) for branch in node.branches])
+        return alt([_resolve_anchors(branch, is_start, unmatched, regex, kind) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     at = 0 if is_start else -1
     if parts and _is_anchor(parts[at], is_start):
@@ -149,10 +149,10 @@ def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: 
     if parts and isinstance(parts[at], Alt):
         inner = parts.pop(at)
         _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
-        made = _resolve_anchors(inner, is_start, other, regex, kind)
+        made = _resolve_anchors(inner, is_start, unmatched, regex, kind)
         return seq([made, *parts] if is_start else [*parts, made])
     _require_no_anchor(node, is_start, regex, kind)
-    return seq([other, *parts] if is_start else [*parts, other])
+    return seq([unmatched, *parts] if is_start else [*parts, unmatched])
 
 
 def _is_anchor(node: Node, is_start: bool) -> bool:
@@ -182,14 +182,14 @@ class _RegexParser:
         self.position = 0
         self.names: set[str] = set()
 
-    def read(self) -> Node:
+    def parse(self) -> Node:
         node = self._read_branches(0)
         if self.position < len(self.regex):
             raise self._refusal_at("')' without '('", r"write \) for the character")
         return node
 
-    def _refusal_at(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
-        return _refusal(self.kind, self.regex, what, self.position if at is None else at, remedy)
+    def _refusal_at(self, fault: str, remedy: str, position: int | None = None) -> EspalierError:
+        return _refusal(self.kind, self.regex, fault, self.position if position is None else position, remedy)
 
     def _peek(self) -> str:
         return self.regex[self.position : self.position + 1]
@@ -233,10 +233,10 @@ class _RegexParser:
             return Anchor(char == "^", at)
         return Chars(complement(self.newlines)) if char == "." else _node_of_characters(self._read_literal(char, at))
 
-    def _read_literal(self, char: str, at: int) -> Characters:
+    def _read_literal(self, char: str, position: int) -> Characters:
         if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
             raise self._refusal_at(
-                f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", at
+                f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", position
             )
         return same_in_all_dialects([(ord(char), ord(char))])
 
@@ -325,16 +325,18 @@ class _RegexParser:
         if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1
 
-    def _read_code_point(self, escape_letter: str, at: int) -> Characters:
+    def _read_code_point(self, escape_letter: str, position: int) -> Characters:
         digits = self.regex[self.position : self.position + HEX_DIGITS[escape_letter]]
         if len(digits) < HEX_DIGITS[escape_letter] or not all(each in "0123456789abcdefABCDEF" for each in digits):
             what = f"'\\{escape_letter}' without {HEX_DIGITS[escape_letter]} hex digits"
-            raise self._refusal_at(what, r"write \x41, \u0041 or \U00000041", at)
+            raise self._refusal_at(what, r"write \x41, \u0041 or \U00000041", position)
         code = int(digits, 16)
         if code > ALL_CHARACTERS[-1][1]:
-            raise self._refusal_at(f"'\\{escape_letter}{digits}', which is no character", "use 0010ffff at most", at)
+            raise self._refusal_at(
+                f"'\\{escape_letter}{digits}', which is no character", "use 0010ffff at most", position
+            )
         self.position += HEX_DIGITS[escape_letter]
-        return self._read_literal(chr(code), at)
+        return self._read_literal(chr(code), position)
 
     def _read_class(self) -> Characters:
         start = self.position
@@ -381,8 +383,8 @@ class _RegexParser:
         return self._read_literal(char, at)
 
 
-def _node_of_characters(found: Characters) -> Node:
-    return Chars(found.in_every_dialect) if found.in_every_dialect else NO_TEXT
+def _node_of_characters(characters: Characters) -> Node:
+    return Chars(characters.in_every_dialect) if characters.in_every_dialect else NO_TEXT
 
 
 def _has_anchor(node: Node) -> bool:

@@ -53,8 +53,8 @@ def complement(ranges: Ranges) -> Ranges:
     return (*made, (at, LAST_CODE_POINT)) if at <= LAST_CODE_POINT else tuple(made)
 
 
-def intersection(one: Ranges, other: Ranges) -> Ranges:
-    return complement(union((*complement(one), *complement(other))))
+def intersection(first: Ranges, second: Ranges) -> Ranges:
+    return complement(union((*complement(first), *complement(second))))
 
 
 def ranges_of_text(characters: str) -> Ranges:
@@ -120,11 +120,11 @@ class Alt:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part, repeated `least` to `most` times.  most: None for no upper bound."""
+    """A part, repeated `minimum` to `maximum` times.  maximum: None for no upper bound."""
 
-    part: "Node"
-    least: int
-    most: int | None
+    repeated: "Node"
+    minimum: int
+    maximum: int | None
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ def alt(branches: list[Node]) -> Node:
     return repeat(node, 0, 1) if EMPTY_TEXT in branches else node
 
 
-def repeat(part: Node, least: int, most: int | None) -> Node:
-    if part == EMPTY_TEXT or most == 0 or (part == NO_TEXT and least == 0):
+def repeat(repeated: Node, minimum: int, maximum: int | None) -> Node:
+    if repeated == EMPTY_TEXT or maximum == 0 or (repeated == NO_TEXT and minimum == 0):
         return EMPTY_TEXT
-    return part if part == NO_TEXT or (least, most) == (1, 1) else Repeat(part, least, most)
+    return repeated if repeated == NO_TEXT or (minimum, maximum) == (1, 1) else Repeat(repeated, minimum, maximum)
 
 
 def restrict_to(node: Node, allowed: Ranges) -> Node:
@@ -172,13 +172,13 @@ def restrict_to(node: Node, allowed: Ranges) -> Node:
     if isinstance(node, Alt):
         return alt([restrict_to(branch, allowed) for branch in node.branches])
     if isinstance(node, Repeat):
-        return repeat(restrict_to(node.part, allowed), node.least, node.most)
+        return repeat(restrict_to(node.repeated, allowed), node.minimum, node.maximum)
     return node
 
 
 def children(node: Node) -> tuple[Node, ...]:
     if isinstance(node, Repeat):
-        return (node.part,)
+        return (node.repeated,)
     return node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()
 
 
@@ -189,7 +189,7 @@ def num_states(node: Node) -> int:
     if isinstance(node, Alt):
         return sum(map(num_states, node.branches))
     if isinstance(node, Repeat):
-        return num_states(node.part) * max(node.least, node.most or 1)
+        return num_states(node.repeated) * max(node.minimum, node.maximum or 1)
     return 1
 
 
@@ -223,32 +223,32 @@ def _text_of(node: Node, in_blocks: bool) -> str:
 
 def _repetition_text(node: Repeat, in_blocks: bool) -> str:
     """Returns a repetition's text without "?" and {2,}, which xgrammar misreads after a part of variable length."""
-    least, most = node.least, node.most
+    least, most = node.minimum, node.maximum
     is_often = max(least, most or 0) > MAX_UNROLLED
-    if isinstance(node.part, Chars):
-        part = _text_of(node.part, in_blocks)
+    if isinstance(node.repeated, Chars):
+        part = _text_of(node.repeated, in_blocks)
         if is_often and in_blocks:
             return _repeat_in_blocks(part, least, most)
     else:
         # xgrammar makes a separate rule of a part that is repeated often.
-        part = f"({regex_of(node.part) if is_often else _text_of(node.part, in_blocks)})"
+        part = f"({regex_of(node.repeated) if is_often else _text_of(node.repeated, in_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
-    if (least, most) == (0, 1) and isinstance(node.part, Chars):
+    if (least, most) == (0, 1) and isinstance(node.repeated, Chars):
         return f"{part}?"
     return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
 
 
-def _repeat_in_blocks(char: str, least: int, most: int | None) -> str:
-    """Returns the text of a character, repeated `least` to `most` times, without a count above MAX_UNROLLED.
+def _repeat_in_blocks(char: str, minimum: int, maximum: int | None) -> str:
+    """Returns the text of a character, repeated `minimum` to `maximum` times, without a count above MAX_UNROLLED.
 
     xgrammar evaluates larger counts at run time.  A mask then takes a thousand times as long: it tries each token.
     """
-    times, rest = divmod(least, BLOCK_CHARS)
+    times, rest = divmod(minimum, BLOCK_CHARS)
     text = (f"({char}{{{BLOCK_CHARS}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
-    if most is None:
+    if maximum is None:
         return f"{text}{char}*"
-    if not (left := most - least):
+    if not (left := maximum - minimum):
         return text
     # The last part is at least as long as a block, so that every count up to `left` is possible.
     blocks = -(-left // BLOCK_CHARS) - 1
@@ -259,7 +259,7 @@ def _repeat_in_blocks(char: str, least: int, most: int | None) -> str:
 def _class_text(ranges: Ranges) -> str:
     if ranges == CARET_RANGES:
         return r"\^"
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_plain(ranges[0][0]):
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _needs_no_escape(ranges[0][0]):
         return chr(ranges[0][0])
     ranges = _split_at_utf8_gaps(ranges)
     # A first caret would negate the class.
@@ -282,14 +282,14 @@ def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
     return tuple(made)
 
 
-def _range_text(ends: tuple[int, int]) -> str:
-    first, last = ends
+def _range_text(bounds: tuple[int, int]) -> str:
+    first, last = bounds
     return _code_point_text(first) if first == last else f"{_code_point_text(first)}-{_code_point_text(last)}"
 
 
-def _code_point_text(code: int) -> str:
-    return chr(code) if _is_plain(code) else f"\\u{{{code:x}}}"
+def _code_point_text(code_point: int) -> str:
+    return chr(code_point) if _needs_no_escape(code_point) else f"\\u{{{code_point:x}}}"
 
 
-def _is_plain(code: int) -> bool:
-    return chr(code).isascii() and chr(code).isalnum()
+def _needs_no_escape(code_point: int) -> bool:
+    return chr(code_point).isascii() and chr(code_point).isalnum()

@@ -68,13 +68,13 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
     return json.dumps(made)
 
 
-def _deduplicate_patterns(made: dict[str, Any]) -> None:
+def _deduplicate_patterns(schema: dict[str, Any]) -> None:
     """Replace equal string patterns by references to one definition, which xgrammar compiles only once."""
     strings = [
-        part for part in _subschemas(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
+        part for part in _subschemas(schema) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
     times = Counter(part["pattern"] for part in strings)
-    taken = made.get("$defs", {})
+    taken = schema.get("$defs", {})
     free = (name for i in count() if (name := f"string{i}") not in taken)
     names = {pattern: next(free) for pattern in times if times[pattern] > 1}
     for part in strings:
@@ -82,7 +82,7 @@ def _deduplicate_patterns(made: dict[str, Any]) -> None:
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
-        made["$defs"] = taken | {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
+        schema["$defs"] = taken | {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -108,73 +108,73 @@ class _SchemaRewriter:
         # The schemas of each oneOf, by the oneOf's place.
         self.one_of_schemas: dict[str, list[Any]] = {}
 
-    def rewrite(self, schema: Any, place: str, depth: int) -> Any:
-        """Returns the enforceable form of a schema.  place: its JSON pointer."""
+    def rewrite(self, schema: Any, path: str, depth: int) -> Any:
+        """Returns the enforceable form of a schema.  path: its JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise schema_error(place, f"{shown(schema)} allows no value", "use an object or true")
-        if "$id" in schema and place != "#":
+            raise schema_error(path, f"{shown(schema)} allows no value", "use an object or true")
+        if "$id" in schema and path != "#":
             raise schema_error(
-                place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
+                path, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
             )
-        self.original_schemas[place] = schema
+        self.original_schemas[path] = schema
         rules = {name: value for name, value in schema.items() if name not in ANNOTATION_KEYWORDS | DEFINITION_KEYWORDS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.rewritten_schemas[place] = self._rewritten_rules(rules, place, depth)
+        made = self.rewritten_schemas[path] = self._rewritten_rules(rules, path, depth)
         for name in DEFINITION_KEYWORDS & schema.keys():
-            made = {**made, name: self._schemas_by_name(schema[name], f"{place}/{name}", depth)}
+            made = {**made, name: self._schemas_by_name(schema[name], f"{path}/{name}", depth)}
         return made
 
-    def _rewritten_rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_rules(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         combining = [name for name in COMBINATORS if name in rules]
         if not combining:
-            return self._typed_schema(rules, place, depth)
+            return self._typed_schema(rules, path, depth)
         name = combining[0]
         beside = sorted(rules.keys() - {name} - ({"type"} if name in ("enum", "const") else set()))
         if beside:
-            raise schema_error(place, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
+            raise schema_error(path, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
         if name in ("enum", "const"):
-            return self._rewritten_values(rules, name, place)
+            return self._rewritten_values(rules, name, path)
         if name == "$ref":
-            return self._rewritten_reference(rules[name], place)
-        branches = self._branches(rules[name], name, place, depth)
+            return self._rewritten_reference(rules[name], path)
+        branches = self._branches(rules[name], name, path, depth)
         if name == "allOf" and len(branches) > 1:
-            raise schema_error(place, "'allOf' with several schemas is not supported", "merge them into one")
+            raise schema_error(path, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
-            self.one_of_schemas[place] = rules[name]
+            self.one_of_schemas[path] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
-    def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
+    def _branches(self, value: Any, name: str, path: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
-            raise schema_error(place, f"{name!r} is {shown(value)}", "use a list of schemas")
-        return [self.rewrite(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
+            raise schema_error(path, f"{name!r} is {shown(value)}", "use a list of schemas")
+        return [self.rewrite(each, f"{path}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
 
-    def _schemas_by_name(self, value: Any, place: str, depth: int) -> dict[str, Any]:
+    def _schemas_by_name(self, value: Any, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise schema_error(place, f"{shown(value)} is no object", "use an object of schemas")
-        return {name: self.rewrite(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
+            raise schema_error(path, f"{shown(value)} is no object", "use an object of schemas")
+        return {name: self.rewrite(each, f"{path}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
-    def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    def _rewritten_values(self, rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
         """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so values of
         other types are removed here."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
-            raise schema_error(place, f"'enum' is {shown(values)}", "use a list of values")
+            raise schema_error(path, f"'enum' is {shown(values)}", "use a list of values")
         if "type" in rules:
-            types = self._checked_types(rules["type"], place)
+            types = self._checked_types(rules["type"], path)
             values = [value for value in values if any(IS_OF_TYPE[each](value) for each in types)]
         if not values:
-            raise schema_error(place, f"{name!r} allows no value", "add a value of the type")
+            raise schema_error(path, f"{name!r} allows no value", "add a value of the type")
         return {"enum": values}
 
-    def _rewritten_reference(self, target: Any, place: str) -> dict[str, Any]:
+    def _rewritten_reference(self, target: Any, path: str) -> dict[str, Any]:
         if not isinstance(target, str) or not target.startswith("#"):
-            raise schema_error(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
-        self.reference_targets[place] = target
+            raise schema_error(path, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
+        self.reference_targets[path] = target
         return {"$ref": target}
 
     def check_references(self) -> None:
@@ -201,24 +201,22 @@ class _SchemaRewriter:
 
     # One type
 
-    def _typed_schema(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _typed_schema(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         for name in rules:
             if name != "type" and not any(name in known for known in KEYWORDS_OF.values()):
-                raise schema_error(
-                    place, f"{name!r} is not supported", "leave it out, and check its rule on the output"
-                )
+                raise schema_error(path, f"{name!r} is not supported", "leave it out, and check its rule on the output")
         if "type" not in rules:
-            rules = {"type": self._infer_type(rules, place), **rules} if rules else {}
+            rules = {"type": self._infer_type(rules, path), **rules} if rules else {}
         if not rules:
             return {}
-        types = self._checked_types(rules.pop("type"), place)
+        types = self._checked_types(rules.pop("type"), path)
         for name in rules:
             if not any(name in KEYWORDS_OF[each] for each in types):
-                raise schema_error(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")
-        made = [self._rewritten_type(each, rules, place, depth, len(types) > 1) for each in types]
+                raise schema_error(path, f"{name!r} is not supported with type {shown(types)}", "leave it out")
+        made = [self._rewritten_type(each, rules, path, depth, len(types) > 1) for each in types]
         return made[0] if len(made) == 1 else {"anyOf": made}
 
-    def _infer_type(self, rules: dict[str, Any], place: str) -> str:
+    def _infer_type(self, rules: dict[str, Any], path: str) -> str:
         """Returns the type of the keywords.  A schema without a type would allow any value of other types."""
         fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
@@ -228,57 +226,57 @@ class _SchemaRewriter:
         if numeric:
             return numeric[-1]
         if len(fitting) != 1:
-            raise schema_error(place, f"{min(rules)!r} needs a type", 'add "type"')
+            raise schema_error(path, f"{min(rules)!r} needs a type", 'add "type"')
         return fitting[0]
 
-    def _checked_types(self, value: Any, place: str) -> list[str]:
+    def _checked_types(self, value: Any, path: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
         if not types or not all(isinstance(each, str) and each in KEYWORDS_OF for each in types):
-            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS_OF)}")
+            raise schema_error(path, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS_OF)}")
         return types
 
     def _rewritten_type(
-        self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool
+        self, name: str, rules: dict[str, Any], path: str, depth: int, is_one_of: bool
     ) -> dict[str, Any]:
         own = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
         if is_one_of and name != "string" and not is_known_format(name, own.get("format")):
             own.pop("format", None)
         if name not in ("integer", "number"):
-            check_count_keywords(own, place)
+            check_count_keywords(own, path)
         if name == "object":
-            return self._rewritten_object(own, place, depth)
+            return self._rewritten_object(own, path, depth)
         if name == "array":
-            return self._rewritten_array(own, place, depth)
+            return self._rewritten_array(own, path, depth)
         if name == "string":
-            return string_rules(own, place)
-        return number_rules(own, name, place)
+            return string_rules(own, path)
+        return number_rules(own, name, path)
 
-    def _rewritten_object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        properties = self._schemas_by_name(rules.pop("properties", {}), f"{place}/properties", depth)
+    def _rewritten_object(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+        properties = self._schemas_by_name(rules.pop("properties", {}), f"{path}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise schema_error(place, f"'required' is {shown(required)}", "use a list of names")
+            raise schema_error(path, f"'required' is {shown(required)}", "use a list of names")
         extra = rules.pop("additionalProperties", None)
         closed = extra is False or (extra is None and bool(properties))
         opens = extra is not None and extra is not False
         if opens:
-            extra = self.rewrite(extra, f"{place}/additionalProperties", depth + 1)
+            extra = self.rewrite(extra, f"{path}/additionalProperties", depth + 1)
         for name in required:
             if name not in properties:
                 if closed:
                     raise schema_error(
-                        place, f"'required' names {name!r}, which is no property", "add it to 'properties'"
+                        path, f"'required' names {name!r}, which is no property", "add it to 'properties'"
                     )
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
                 # The output may repeat a name, which counts only once.
-                raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
+                raise schema_error(path, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.original_schemas[place]:
+        if opens and self.strict and "properties" in self.original_schemas[path]:
             # xgrammar would allow a named property again with any value, if its name is written with an escape.
             raise schema_error(
-                place,
+                path,
                 "'additionalProperties' beside 'properties' is not supported",
                 "use false, or strict=false to generate only the named properties",
             )
@@ -290,41 +288,42 @@ class _SchemaRewriter:
             **rules,
         }
 
-    def _rewritten_array(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_array(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         made = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
         items = rules.get("items")
         if "prefixItems" in rules:
-            made["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", place, depth)
+            made["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", path, depth)
             items = False if items is None else items
         if isinstance(items, list):
-            raise schema_error(place, "'items' as a list is not supported", "use 'prefixItems'")
+            raise schema_error(path, "'items' as a list is not supported", "use 'prefixItems'")
         made["items"] = (
-            False if items is False else self.rewrite({} if items is None else items, f"{place}/items", depth + 1)
+            False if items is False else self.rewrite({} if items is None else items, f"{path}/items", depth + 1)
         )
         if "uniqueItems" in rules and made.get("maxItems", 2) > 1:
-            return self._rewritten_unique_array(rules["uniqueItems"], made, place, depth)
+            return self._rewritten_unique_array(rules["uniqueItems"], made, path, depth)
         return {"type": "array", **made}
 
-    def _rewritten_unique_array(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        """Returns the enforceable form of an array without equal items.  Its items must have a finite list of values.
-        Raises EspalierError."""
-        if value is not True:
-            raise schema_error(place, f"'uniqueItems' is {shown(value)}", "use true or false")
-        values = None if "prefixItems" in made else self._all_values(made["items"], depth)
+    def _rewritten_unique_array(
+        self, item_schema: Any, array_schema: dict[str, Any], path: str, depth: int
+    ) -> dict[str, Any]:
+        """Returns the enforceable form of an array without equal items.  Raises EspalierError for endless items."""
+        if item_schema is not True:
+            raise schema_error(path, f"'uniqueItems' is {shown(item_schema)}", "use true or false")
+        values = None if "prefixItems" in array_schema else self._all_values(array_schema["items"], depth)
         if values is None:
             raise schema_error(
-                place,
+                path,
                 "'uniqueItems' is not supported for items without a list of values",
                 "give 'items' an enum, or leave 'uniqueItems' out (in pydantic a list for a set) and drop equal items",
             )
-        return list_unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
+        return list_unique_arrays(values, array_schema.get("minItems", 0), array_schema.get("maxItems"), path)
 
-    def _all_values(self, made: Any, depth: int) -> list[Any] | None:
+    def _all_values(self, schema: Any, depth: int) -> list[Any] | None:
         """Returns all values of an enforceable schema; None if they cannot be listed."""
-        if not isinstance(made, dict) or depth > MAX_DEPTH:
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return None
-        if "$ref" in made:
-            place = made["$ref"]
+        if "$ref" in schema:
+            place = schema["$ref"]
             if place not in self.values_of_reference:
                 self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
                 target = self._schema_at(place)
@@ -333,10 +332,10 @@ class _SchemaRewriter:
                         self.rewrite(target, place, depth + 1), depth + 1
                     )
             return self.values_of_reference[place]
-        if "anyOf" in made:
-            lists = [self._all_values(branch, depth + 1) for branch in made["anyOf"]]
+        if "anyOf" in schema:
+            lists = [self._all_values(branch, depth + 1) for branch in schema["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]
-        return list_values(made)
+        return list_values(schema)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
         """Returns the schema to which references lead; {} if no schema is there."""

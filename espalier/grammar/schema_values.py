@@ -34,11 +34,11 @@ from espalier.grammar.regex_tree import (
 REPEAT_CHARS = 10
 
 
-def limit_length(node: Node, least: int, most: int | None) -> Node:
-    """Returns the node limited to `least` to `most` characters; NO_TEXT if none remain.  node: without anchors."""
-    if most is not None:
-        node = _limit_to_most(node, most)
-    return node if node == NO_TEXT else _limit_to_least(node, least)
+def limit_length(node: Node, minimum: int, maximum: int | None) -> Node:
+    """Returns the node limited to `minimum` to `maximum` characters; NO_TEXT if none remain.  node: without anchors."""
+    if maximum is not None:
+        node = _limit_to_most(node, maximum)
+    return node if node == NO_TEXT else _limit_to_least(node, minimum)
 
 
 def length_bounds(node: Node) -> tuple[int, float]:
@@ -52,29 +52,29 @@ def length_bounds(node: Node) -> tuple[int, float]:
         found = [length_bounds(branch) for branch in node.branches]
         return min(low for low, _ in found), max(high for _, high in found)
     assert isinstance(node, Repeat)
-    low, high = length_bounds(node.part)
-    return low * node.least, high * (inf if node.most is None else node.most) if high else 0
+    low, high = length_bounds(node.repeated)
+    return low * node.minimum, high * (inf if node.maximum is None else node.maximum) if high else 0
 
 
-def _limit_to_most(node: Node, most: int) -> Node:
+def _limit_to_most(node: Node, maximum: int) -> Node:
     low, high = length_bounds(node)
-    if high <= most:
+    if high <= maximum:
         return node
-    if low > most or isinstance(node, Chars):
+    if low > maximum or isinstance(node, Chars):
         return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_limit_to_most(branch, most) for branch in node.branches])
+        return alt([_limit_to_most(branch, maximum) for branch in node.branches])
     if isinstance(node, Seq):
-        return _limit_parts(node.parts, most - low)
+        return _limit_parts(node.parts, maximum - low)
     assert isinstance(node, Repeat)
-    low, high = length_bounds(node.part)
+    low, high = length_bounds(node.repeated)
     if low == high:
-        return repeat(node.part, node.least, most // low)
-    limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
+        return repeat(node.repeated, node.minimum, maximum // low)
+    limit = maximum // max(low, 1) if node.maximum is None else min(node.maximum, maximum // max(low, 1))
     # The repeated part gets about REPEAT_CHARS characters.  xgrammar would misread alternatives of repetitions.
     size = int(min(high, max(low, REPEAT_CHARS)))
-    times = max(node.least, min(limit, most // size or 1))
-    return repeat(_limit_to_most(node.part, most // times), node.least, times) if times else EMPTY_TEXT
+    times = max(node.minimum, min(limit, maximum // size or 1))
+    return repeat(_limit_to_most(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
@@ -90,28 +90,28 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
     return seq(made)
 
 
-def _limit_to_least(node: Node, least: int) -> Node:
-    """Returns the node limited to at least `least` characters.  In a sequence, the variable parts become longer."""
+def _limit_to_least(node: Node, minimum: int) -> Node:
+    """Returns the node limited to at least `minimum` characters.  In a sequence, the variable parts become longer."""
     low, high = length_bounds(node)
-    if low >= least:
+    if low >= minimum:
         return node
-    if high < least:
+    if high < minimum:
         return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_limit_to_least(branch, least) for branch in node.branches])
+        return alt([_limit_to_least(branch, minimum) for branch in node.branches])
     if isinstance(node, Seq):
-        return _extend_parts(node.parts, least - low)
+        return _extend_parts(node.parts, minimum - low)
     assert isinstance(node, Repeat)
-    part, (low, high) = node.part, length_bounds(node.part)
+    part, (low, high) = node.repeated, length_bounds(node.repeated)
     if low == high:
-        return repeat(part, -(-least // low), node.most)
+        return repeat(part, -(-minimum // low), node.maximum)
     if low:
-        times = -(-least // low)
-        if node.most is None or times <= node.most:
-            return repeat(part, times, node.most)
-    times = node.least if node.most is None else node.most
+        times = -(-minimum // low)
+        if node.maximum is None or times <= node.maximum:
+            return repeat(part, times, node.maximum)
+    times = node.minimum if node.maximum is None else node.maximum
     times = max(times, 1)
-    return repeat(_limit_to_least(part, -(-least // times)), times, node.most)
+    return repeat(_limit_to_least(part, -(-minimum // times)), times, node.maximum)
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
@@ -133,7 +133,7 @@ MAX_ENUM_SIZE = 4096
 DECIMAL_UNITS = 10**6
 
 
-def check_count_keywords(rules: dict[str, Any], place: str) -> None:
+def check_count_keywords(rules: dict[str, Any], path: str) -> None:
     """Check minLength, maxItems and the like: they must be whole numbers, and the minimum at most the maximum."""
     for what in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
@@ -142,65 +142,65 @@ def check_count_keywords(rules: dict[str, Any], place: str) -> None:
                 isinstance(count, int | float) and not isinstance(count, bool) and count >= 0 and count == int(count)
             )
             if count is not None and not whole:
-                raise schema_error(place, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
+                raise schema_error(path, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
             if count is not None:
                 rules[f"{side}{what}"] = int(count)
         if least is not None and most is not None and least > most:
-            raise schema_error(place, f"'min{what}' is above 'max{what}'", "lower it")
+            raise schema_error(path, f"'min{what}' is above 'max{what}'", "lower it")
 
 
-def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
+def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns a string's rules as one pattern for the text between the quotes, without characters that JSON escapes."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
         return {"type": "string"}
     if "pattern" in rules and "format" in rules:
-        raise schema_error(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
+        raise schema_error(path, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
     node: Any = Repeat(Chars(JSON_CHARACTERS), 0, None)
     if "format" in rules:
         if rules["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))
-            raise schema_error(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
+            raise schema_error(path, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
         node = node_of_format(rules["format"], is_short="maxLength" in rules)
     elif "pattern" in rules:
         try:
             node = pattern_node(rules["pattern"])
         except EspalierError as error:
-            raise schema_error(place, str(error), "rewrite the pattern") from None
+            raise schema_error(path, str(error), "rewrite the pattern") from None
     node = limit_length(node, rules.get("minLength", 0), rules.get("maxLength"))
     if node == NO_TEXT:
         what = next(name for name in ("pattern", "format") if name in rules)
-        raise schema_error(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
+        raise schema_error(path, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
     if num_states(node) > MAX_STATES:
-        raise schema_error(place, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
+        raise schema_error(path, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
     return {"type": "string", "pattern": regex_of(node)}
 
 
-def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+def number_rules(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
     """Returns the rules of a number or an integer.  Bounds of an integer become integers."""
     made: dict[str, Any] = {}
-    rules = _apply_integer_format(rules, name, place)
+    rules = _apply_integer_format(rules, name, path)
     for rule, value in rules.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise schema_error(place, f"{rule!r} is {shown(value)}", "use a number")
+            raise schema_error(path, f"{rule!r} is {shown(value)}", "use a number")
         if name == "integer":
             if rule == "multipleOf" and (value != int(value) or value <= 0):
-                raise schema_error(place, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
+                raise schema_error(path, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
             up = rule in ("minimum", "exclusiveMaximum")
             value = math.ceil(value) if up else math.floor(value)
         made[rule] = value
     if "multipleOf" in made:
-        return _multiples_schema(made, place)
+        return _multiples_schema(made, path)
     unit = 1 if name == "integer" else DECIMAL_UNITS
     least, most = _first_and_last(made, unit)
     if least is not None and most is not None and least > most:
         what = "integer" if name == "integer" else "number with 6 decimals"
-        raise schema_error(place, f"the bounds allow no {what}", "widen them")
+        raise schema_error(path, f"the bounds allow no {what}", "widen them")
     return {"type": name, **made}
 
 
-def _apply_integer_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+def _apply_integer_format(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
     """Returns the rules with an integer's format replaced by bounds."""
     made = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[name]:
@@ -208,7 +208,7 @@ def _apply_integer_format(rules: dict[str, Any], name: str, place: str) -> dict[
     if name != "integer" or rules["format"] not in INTEGER_BOUNDS:
         known = ", ".join(sorted(ANNOTATION_FORMATS[name] | (INTEGER_BOUNDS.keys() if name == "integer" else set())))
         raise schema_error(
-            place, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
+            path, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
         )
     least, most = INTEGER_BOUNDS[rules["format"]]
     given = {rule: value for rule, value in made.items() if isinstance(value, int | float)}
@@ -228,32 +228,32 @@ def is_known_format(name: str, format: Any) -> bool:
     return isinstance(format, str) and format in known
 
 
-def list_values(made: dict[str, Any]) -> list[Any] | None:
+def list_values(schema: dict[str, Any]) -> list[Any] | None:
     """Returns all values of an enforceable schema without references; None if they are too many or cannot be listed."""
-    if "enum" in made or made.get("type") in ("boolean", "null"):
-        return made.get("enum") or ([True, False] if made["type"] == "boolean" else [None])
-    if made.get("type") != "integer":
+    if "enum" in schema or schema.get("type") in ("boolean", "null"):
+        return schema.get("enum") or ([True, False] if schema["type"] == "boolean" else [None])
+    if schema.get("type") != "integer":
         return None
-    least, most = _first_and_last(made, 1)
+    least, most = _first_and_last(schema, 1)
     if least is None or most is None or most - least >= MAX_ENUM_SIZE:
         return None
     return list(range(least, most + 1))
 
 
-def list_unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
-    """Returns an enum of all arrays of `least` to `most` different items.  Raises EspalierError for too many arrays."""
+def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, path: str) -> dict[str, Any]:
+    """Returns an enum of all arrays of `minimum` to `maximum` different items.  Raises EspalierError for too many."""
     values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
-    most = len(values) if most is None else min(most, len(values))
-    if least > most:
-        raise schema_error(place, f"'minItems' is {least}, and 'uniqueItems' allows {most}", "lower it")
-    count = sum(math.perm(len(values), size) for size in range(least, most + 1))
+    maximum = len(values) if maximum is None else min(maximum, len(values))
+    if minimum > maximum:
+        raise schema_error(path, f"'minItems' is {minimum}, and 'uniqueItems' allows {maximum}", "lower it")
+    count = sum(math.perm(len(values), size) for size in range(minimum, maximum + 1))
     if count > MAX_ENUM_SIZE:
         raise schema_error(
-            place,
+            path,
             f"'uniqueItems' with {count} possible arrays is not supported",
             f"use fewer values or a lower 'maxItems', for {MAX_ENUM_SIZE} arrays at most",
         )
-    return {"enum": [list(each) for size in range(least, most + 1) for each in permutations(values, size)]}
+    return {"enum": [list(each) for size in range(minimum, maximum + 1) for each in permutations(values, size)]}
 
 
 def _json_equality_key(value: Any) -> Any:
@@ -265,48 +265,48 @@ def _json_equality_key(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
+def _first_and_last(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
     """Returns the first and the last allowed multiple of 1 / unit, times unit; None without a bound."""
-    least = [math.ceil(_scaled_bound(bounds, "minimum", unit))] if "minimum" in bounds else []
-    most = [math.floor(_scaled_bound(bounds, "maximum", unit))] if "maximum" in bounds else []
+    least = [math.ceil(_scaled_bound(bounds, "minimum", denominator))] if "minimum" in bounds else []
+    most = [math.floor(_scaled_bound(bounds, "maximum", denominator))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
-        least.append(math.floor(_scaled_bound(bounds, "exclusiveMinimum", unit)) + 1)
+        least.append(math.floor(_scaled_bound(bounds, "exclusiveMinimum", denominator)) + 1)
     if "exclusiveMaximum" in bounds:
-        most.append(math.ceil(_scaled_bound(bounds, "exclusiveMaximum", unit)) - 1)
+        most.append(math.ceil(_scaled_bound(bounds, "exclusiveMaximum", denominator)) - 1)
     return max(least, default=None), min(most, default=None)
 
 
-def _scaled_bound(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
+def _scaled_bound(bounds: dict[str, Any], rule: str, denominator: int) -> Fraction:
     """Returns a bound times unit, computed from the bound's decimal text instead of its binary float."""
-    return Fraction(repr(bounds[rule])) * unit
+    return Fraction(repr(bounds[rule])) * denominator
 
 
-def _multiples_schema(rules: dict[str, Any], place: str) -> dict[str, Any]:
+def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns the rules of integers with a multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
     least, most = _first_and_last(rules, 1)
     if least is None and most is None:
         if step > MAX_MULTIPLE_OF:
             raise schema_error(
-                place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE_OF} at most, or give bounds"
+                path, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE_OF} at most, or give bounds"
             )
         return {"type": "integer", "multipleOf": step}
     if least is None or most is None:
         raise schema_error(
-            place, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither"
+            path, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither"
         )
     first = -(-least // step) * step
     count = (most - first) // step + 1
     if count < 1:
-        raise schema_error(place, "the bounds allow no multiple", "widen them")
+        raise schema_error(path, "the bounds allow no multiple", "widen them")
     if count > MAX_ENUM_SIZE:
         raise schema_error(
-            place,
+            path,
             f"'multipleOf' with {count} multiples between its bounds is not supported",
             f"use bounds with {MAX_ENUM_SIZE} at most",
         )
     return {"enum": [first + i * step for i in range(count)]}
 
 
-def schema_error(place: str, what: str, remedy: str) -> EspalierError:
-    return EspalierError(f"the JSON schema at {shown(place)}: {what}; {remedy}")
+def schema_error(path: str, problem: str, remedy: str) -> EspalierError:
+    return EspalierError(f"the JSON schema at {shown(path)}: {problem}; {remedy}")

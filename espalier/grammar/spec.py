@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from espalier.errors import EspalierError, refuse_unknown_fields, require_text, shown, without_duplicate_keys
 
-Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
-KINDS: tuple[str, ...] = get_args(Kind)
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+KINDS: tuple[str, ...] = get_args(GrammarKind)
 # The most characters of a spec.  Longer specs are refused before they are parsed.
 MAX_SPEC_CHARS = 64 * 1024
 
@@ -25,7 +25,7 @@ class Grammar:
     token. Raises EspalierError for a wrong value.
     """
 
-    kind: Kind = ""  # type: ignore[assignment]  # refused below, with the kinds
+    kind: GrammarKind = ""  # type: ignore[assignment]  # refused below, with the kinds
     spec: str = ""
     strict: bool = True
     after: str | None = None
@@ -68,15 +68,15 @@ def require_grammar(name: str, value: Any) -> None:
 EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
-def read_json(what: str, text: str) -> Any:
-    """Parse JSON text whose numbers and texts xgrammar can represent.  what: the noun for the text in errors.  Raises
-    EspalierError for other text."""
+def read_json(description: str, text: str) -> Any:
+    """Parse JSON text whose numbers and texts xgrammar can represent.  description: the noun for the text in errors.
+    Raises EspalierError for other text."""
     try:
         value = json.loads(
             text,
             parse_int=_parse_integer,
             parse_float=_parse_float,
-            parse_constant=refuse_constant,
+            parse_constant=refuse_json_constant,
             object_pairs_hook=without_duplicate_keys,
         )
         json.dumps(value, ensure_ascii=False).encode()
@@ -87,7 +87,7 @@ def read_json(what: str, text: str) -> Any:
         reason = "it is nested too deeply"
     except ValueError as error:
         reason = str(error)
-    raise EspalierError(f"the {what} cannot be read: {reason}; send other JSON")
+    raise EspalierError(f"the {description} cannot be read: {reason}; send other JSON")
 
 
 def _parse_integer(digits: str) -> int:
@@ -103,5 +103,5 @@ def _parse_float(digits: str) -> float:
     return value
 
 
-def refuse_constant(name: str) -> Any:
+def refuse_json_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

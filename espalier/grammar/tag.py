@@ -87,9 +87,9 @@ def ebnf_parts(value: Any) -> Iterator[str]:
 MAX_CHOICES = 4096
 
 
-def ebnf_of_choices(spec: str) -> str:
+def ebnf_of_choices(choices_json: str) -> str:
     """Returns a grammar in xgrammar's EBNF for exactly the texts in a JSON array.  Raises EspalierError."""
-    choices = read_json("list of choices", spec)
+    choices = read_json("list of choices", choices_json)
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
     if len(choices) > MAX_CHOICES:

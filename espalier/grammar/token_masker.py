@@ -11,11 +11,11 @@ import numpy as np
 class ForcedTokens:
     """The tokens that a grammar forces next, and the mask of the token after them.
 
-    forced: the tokens that must come next, in order.  mask: [words] int32, the tokens that may follow the forced tokens
+    tokens: the tokens that must come next, in order.  mask: [words] int32, the tokens that may follow the forced tokens
     (espalier/sampling/mask.py); None if unknown.
     """
 
-    forced: list[int]
+    tokens: list[int]
     mask: np.ndarray | None
 
 

@@ -23,8 +23,8 @@ from espalier.errors import EspalierError
 from espalier.train.work import replace_file, require_folder
 
 FREE_SPACE = "free some space there"
-# One of HELD_BACK_EVERY prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
-HELD_BACK_EVERY = 8
+# One of HELD_BACK_INTERVAL prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
+HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
 # The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
 NUM_FILES = 16
@@ -53,10 +53,10 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Text:
-    """A served text: prompt and output.  first: the index of the output's first token."""
+    """A served text: prompt and output.  output_start: the index of the output's first token."""
 
     tokens: np.ndarray
-    first: int
+    output_start: int
 
 
 class KeptTexts:
@@ -69,8 +69,9 @@ class KeptTexts:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
-        self.max_bytes = {"train": max_bytes - max_bytes // HELD_BACK_EVERY, "held-back": max_bytes // HELD_BACK_EVERY}
-        self.counts, self.num_tokens, self.num_held_back = dict.fromkeys(TEXT_KINDS, 0), 0, 0
+        held_back = max_bytes // HELD_BACK_INTERVAL
+        self.max_bytes = {"train": max_bytes - held_back, "held-back": held_back}
+        self.texts_per_kind, self.num_tokens, self.num_held_back = dict.fromkeys(TEXT_KINDS, 0), 0, 0
         self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in TEXT_KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -82,11 +83,11 @@ class KeptTexts:
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
         # The prompt decides the kind, so a repeated prompt is never in both parts.
         digest = hashlib.blake2b(row[HEADER_LENGTH : HEADER_LENGTH + len(prompt)].tobytes(), digest_size=1).digest()
-        kind = TEXT_KINDS[digest[0] % HELD_BACK_EVERY == 0]
+        kind = TEXT_KINDS[digest[0] % HELD_BACK_INTERVAL == 0]
         with self._lock:
             if self._queued_bytes(kind) + row.nbytes <= self.max_bytes[kind] // NUM_FILES:
                 self._queued[kind].append(row)
-                self._count(kind, [row], 1)
+                self._count_texts(kind, [row], 1)
 
     def is_full(self) -> bool:
         """Whether the queue of a kind would fill half a file."""
@@ -102,7 +103,7 @@ class KeptTexts:
                 self._write(kind, rows)
             except OSError:
                 with self._lock:
-                    self._count(kind, rows, -1)
+                    self._count_texts(kind, rows, -1)
                 raise
 
     def _write(self, kind: str, rows: Sequence[np.ndarray]) -> None:
@@ -115,9 +116,9 @@ class KeptTexts:
             with replace_file(self.folder / f"{kind}.{number:08}.npy", FREE_SPACE) as half, half.open("wb") as file:
                 np.save(file, np.concatenate(rows))
 
-    def _count(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
+    def _count_texts(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
         """Add texts to the counts, or subtract them.  rows: each begins with the lengths of prompt and text."""
-        self.counts[kind] += sign * len(rows)
+        self.texts_per_kind[kind] += sign * len(rows)
         self.num_tokens += sign * sum(int(row[1]) for row in rows)
         self.num_held_back += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
 
@@ -186,7 +187,7 @@ class LearnFolder:
     def close(self) -> None:
         self._lock.close()
 
-    def served(self) -> Path | None:
+    def served_draft(self) -> Path | None:
         """Returns the learned draft that was swapped in last, or None.  Raises EspalierError if it is damaged."""
         try:
             name = json.loads((self.path / "served.json").read_text())["draft"]
@@ -202,7 +203,7 @@ class LearnFolder:
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 
-    def serve(self, draft: Path) -> None:
+    def record_served(self, draft: Path) -> None:
         """Records the draft to serve, and removes all other learned drafts.  Raises OSError.
 
         A draft outside this folder is the draft given at startup.

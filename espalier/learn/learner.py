@@ -55,7 +55,7 @@ class TrainerMachine:
     idle_only: the trainer computes only while the engine has no work, because both share a GPU.
     """
 
-    name: str
+    description: str
     environment: Mapping[str, str]
     idle_only: bool = False
 
@@ -102,7 +102,7 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
         raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
 
 
-def trainers_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
+def trainer_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
     """Returns the second GPU if there is one, else the engine's device.  Raises EspalierError without room on a GPU."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
@@ -123,12 +123,12 @@ def trainers_machine(device: torch.device, num_pages: int | str | None) -> Train
 class SampleCounts:
     """The sample's size when a training begins: texts by kind, and output tokens of held-back texts."""
 
-    texts: Mapping[str, int]
-    num_held_back: int
+    texts_per_kind: Mapping[str, int]
+    num_held_back_tokens: int
 
     @classmethod
-    def of(cls, sample: KeptTexts) -> SampleCounts:
-        return cls(dict(sample.counts), sample.num_held_back)
+    def of(cls, kept_texts: KeptTexts) -> SampleCounts:
+        return cls(dict(kept_texts.texts_per_kind), kept_texts.num_held_back)
 
 
 @dataclass(frozen=True)
@@ -152,23 +152,23 @@ class Learner:
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
-        self.machine = trainers_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
-        self.target, self.draft, self.given = found.target_path, found.draft_path, found.draft_path
+        self.machine = trainer_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
+        self.target_dir, self.draft_dir, self.given_draft = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = LearnFolder(Path(config.folder).expanduser(), origin)
         self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes)
         self.figures = LearnStats()
-        self._trained_at = self._num_failed = 0
+        self._tokens_when_trained = self._num_failed = 0
         self._judged_counts = self._start_counts = SampleCounts.of(self.kept_texts)
-        self._may_start_at = 0.0
+        self._next_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
         self._is_busy = False
-        # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
+        # The learner's thread sets _candidate and takes _new_draft; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
-        self._swapped: Candidate | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+        self._new_draft: Candidate | None = None
+        self._close_event = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="learner", daemon=True)
 
     def attach(self, llm: LLM) -> None:
         """Serve the draft that was learned last, and start the thread.
@@ -181,17 +181,17 @@ class Learner:
             runner.drafter, "drafter", runner.drafter
         )  # of a PathMergingDrafter, the one with the model
         self._served: DraftModel = drafter.draft
-        Swap(self._served, self._load(self.draft))
+        Swap(self._served, self._load_draft(self.draft_dir))
         try:
-            if (learned := self.folder.served()) is not None:
-                Swap(self._served, self._load(learned)).run()
-                self.draft = learned
+            if (learned := self.folder.served_draft()) is not None:
+                Swap(self._served, self._load_draft(learned)).copy_weights()
+                self.draft_dir = learned
         except EspalierError as error:
             log.warning("learning: %s; the draft that was given is served", error)
         log.info(
             "learning is on: token ids of served texts are kept under %s, at most %d bytes, and the draft %s is "
             "trained further on %s",
-            *(self.folder.path, self.config.bytes, self.draft, self.machine.name),
+            *(self.folder.path, self.config.bytes, self.draft_dir, self.machine.description),
         )
         self._thread.start()
 
@@ -203,11 +203,11 @@ class Learner:
     @property
     def is_swapping(self) -> bool:
         """Whether a draft waits to be swapped in, or a swapped draft waits to be recorded as the one to serve."""
-        return self._candidate is not None or self._swapped is not None
+        return self._candidate is not None or self._new_draft is not None
 
     def close(self) -> None:
         """End the training process and the thread.  Idempotent."""
-        self._closing.set()
+        self._close_event.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._end_process()
@@ -215,12 +215,12 @@ class Learner:
 
     # The engine's thread
 
-    def keep(self, request: Request) -> None:
+    def keep_text(self, request: Request) -> None:
         """Keep the text of a request that has ended by itself."""
         if request.finish_reason in ("stop", "length"):
             self.kept_texts.add(request.prompt, request.output)
 
-    def between_steps(self, engine: Engine) -> None:
+    def swap_between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
 
         The draft's rows of running requests are stale afterwards, which affects only guesses.
@@ -228,42 +228,44 @@ class Learner:
         self._is_busy = engine.has_work
         if self._candidate is not None:
             engine.drain()
-            self._candidate.swap.run()
-            self._swapped, self._candidate = self._candidate, None
+            self._candidate.swap.copy_weights()
+            self._new_draft, self._candidate = self._candidate, None
 
     # The thread
 
-    def _run(self) -> None:
-        while not self._closing.wait(POLL_S):
+    def _run_thread(self) -> None:
+        while not self._close_event.wait(POLL_S):
             try:
                 self._poll()
             except (OSError, ValueError, RuntimeError) as error:
-                self._fail(one_line(error))
+                self._record_failure(one_line(error))
         with suppress(OSError):
             self._remember_swap()
 
     def _poll(self) -> None:
         self._remember_swap()
-        self.figures.texts, self.figures.bytes = sum(self.kept_texts.counts.values()), self.kept_texts.num_bytes
+        self.figures.texts, self.figures.bytes = sum(self.kept_texts.texts_per_kind.values()), self.kept_texts.num_bytes
         if self._process is not None:
             self._check_process(self._process)
-        elif self._candidate is None and time.monotonic() >= self._may_start_at:
+        elif self._candidate is None and time.monotonic() >= self._next_start_at:
             if self.kept_texts.is_full():
                 self.kept_texts.flush()
-            is_due = self.kept_texts.num_tokens - self._trained_at >= self.config.tokens
-            if is_due and self.kept_texts.num_held_back - self._judged_counts.num_held_back >= MIN_HELD_BACK_TOKENS:
+            is_due = self.kept_texts.num_tokens - self._tokens_when_trained >= self.config.tokens
+            num_held_back = self.kept_texts.num_held_back - self._judged_counts.num_held_back_tokens
+            if is_due and num_held_back >= MIN_HELD_BACK_TOKENS:
                 self.kept_texts.flush()
-                self._start()
+                self._start_training()
 
-    def _start(self) -> None:
+    def _start_training(self) -> None:
         tree = self.resolved.layout.tree
         self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.kept_texts)
-        new = {kind: count - self._judged_counts.texts[kind] for kind, count in self._start_counts.texts.items()}
+        judged = self._judged_counts.texts_per_kind
+        new = {kind: count - judged[kind] for kind, count in self._start_counts.texts_per_kind.items()}
         run = {
             "kind": self.kind,
-            "target": str(self.target),
-            "draft": str(self.draft),
-            "given": str(self.given),
+            "target": str(self.target_dir),
+            "draft": str(self.draft_dir),
+            "given": str(self.given_draft),
             "tree": [tree.steps, tree.topk, tree.num_draft_tokens],
             "out": str(self._out_directory),
             "seconds": self.config.seconds,
@@ -280,9 +282,9 @@ class Learner:
                 stderr=subprocess.STDOUT,
                 env=environment(**self.machine.environment),
             )
-        self._trained_at, self._last_signal = num_tokens, b""
+        self._tokens_when_trained, self._last_signal = num_tokens, b""
         self._send_signal(self._process)
-        log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
+        log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.description)
 
     def _send_signal(self, process: subprocess.Popen[bytes]) -> None:
         """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
@@ -300,7 +302,7 @@ class Learner:
         self._end_process()
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_line()}"
-            self._fail(f"the training process {process.pid} {how}")
+            self._record_failure(f"the training process {process.pid} {how}")
             return
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
@@ -317,7 +319,8 @@ class Learner:
             manifest.before,
             manifest.after,
         )
-        best, length = (draft, manifest.after) if manifest.after > manifest.given else (self.given, manifest.given)
+        is_better = manifest.after > manifest.given
+        best, length = (draft, manifest.after) if is_better else (self.given_draft, manifest.given)
         if not length >= manifest.before + MIN_GAIN:  # true if `length` is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
@@ -325,16 +328,16 @@ class Learner:
             )
             remove_draft(draft)
             return
-        self._candidate = Candidate(best, manifest, Swap(self._served, self._load(best)))
+        self._candidate = Candidate(best, manifest, Swap(self._served, self._load_draft(best)))
 
     def _remember_swap(self) -> None:
         """Record the draft that was swapped in.  After an OSError, a restart serves the draft before."""
-        swapped, self._swapped = self._swapped, None
+        swapped, self._new_draft = self._new_draft, None
         if swapped is None:
             return
-        self.draft, manifest = swapped.directory, swapped.manifest
+        self.draft_dir, manifest = swapped.directory, swapped.manifest
         self.figures.swaps += 1
-        is_back = self.draft == self.given
+        is_back = self.draft_dir == self.given_draft
         log.info(
             "learning: swapped in %s: accept length %.3f on held-back traffic, before %.3f; trained on %d tokens "
             "in %.0f s",
@@ -342,9 +345,9 @@ class Learner:
             manifest.given if is_back else manifest.after,
             *(manifest.before, manifest.num_tokens, manifest.seconds),
         )
-        self.folder.serve(self.draft)
+        self.folder.record_served(self.draft_dir)
 
-    def _load(self, draft: Path) -> DraftModel:
+    def _load_draft(self, draft: Path) -> DraftModel:
         """Load a draft as the engine does.  Half precision has the same form on every device, so the draft can wait on
         the CPU for its copy to the GPU."""
         dtype = getattr(torch, self.resolved.dtype)
@@ -352,13 +355,13 @@ class Learner:
         position_rows = self.resolved.layout.position_rows
         return load_draft(draft, self._target, dtype=dtype, device=device, position_rows=position_rows)
 
-    def _fail(self, why: str) -> None:
+    def _record_failure(self, reason: str) -> None:
         self._num_failed += 1
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)
-        self._may_start_at = time.monotonic() + pause
-        self._trained_at = self.kept_texts.num_tokens - self.config.tokens  # due again after the pause
-        log.warning("learning: %s; serving goes on, and the next try is in %g s", why, pause)
+        self._next_start_at = time.monotonic() + pause
+        self._tokens_when_trained = self.kept_texts.num_tokens - self.config.tokens  # due again after the pause
+        log.warning("learning: %s; serving goes on, and the next try is in %g s", reason, pause)
 
     def _last_line(self) -> str:
         with suppress(OSError):

@@ -38,7 +38,7 @@ def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorInfo]
     if id(value) in seen:
         return
     seen.add(id(value))
-    for key, part in _members(value):
+    for key, part in _named_members(value):
         inner = f"{path}.{key}"
         if isinstance(part, Tensor):
             yield TensorInfo(inner, value, key, part)
@@ -46,7 +46,7 @@ def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorInfo]
             yield from _walk_tensors(part, inner, seen)
 
 
-def _members(value: Any) -> Iterator[tuple[Any, Any]]:
+def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
         yield from enumerate(value)
     elif isinstance(value, dict):
@@ -69,7 +69,7 @@ class Swap:
         for place, tensor in self.pairs:
             _require_fitting(place, tensor)
 
-    def run(self) -> None:
+    def copy_weights(self) -> None:
         """Swap the weights.  Call it only between Engine.drain and the next step; it waits for queued device work."""
         _synchronize()
         with torch.no_grad():

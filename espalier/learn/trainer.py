@@ -39,7 +39,7 @@ GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
 # has enough rows, because a few large batches teach nothing.
 ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
 # The tokens that are measured on each side of an output's beginning, and the number of measured texts.
-MEASURED_SIDE, MAX_MEASURED_TEXTS = 256, 64
+MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
 # A training reads REPLAY_FACTOR times as many texts as are new, so that older topics stay.
 REPLAY_FACTOR = 2
 # These rates are far lower than for a new draft.  Higher rates would first undo what the draft has learned.
@@ -53,25 +53,27 @@ class TrainSignal:
     """Listens to the server on stdin, for GO or WAIT.  The end of stdin ends this process, even during a step."""
 
     def __init__(self, stdin: Any) -> None:
-        self._allowed = threading.Event()
+        self._may_train = threading.Event()
         threading.Thread(target=self._listen, args=(stdin,), daemon=True).start()
 
     def _listen(self, stdin: Any) -> None:
         while signal := os.read(stdin.fileno(), 1):
-            self._allowed.set() if signal == GO_SIGNAL else self._allowed.clear()
+            self._may_train.set() if signal == GO_SIGNAL else self._may_train.clear()
         os._exit(FAILED_EXIT_CODE)
 
-    def wait(self) -> None:
-        self._allowed.wait()
+    def wait_until_allowed(self) -> None:
+        self._may_train.wait()
 
 
-def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_behind: int | None = None) -> TextList:
-    """Returns the newest texts, each cut to num_before and num_behind tokens around its output's beginning."""
+def newest_texts(
+    path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
+) -> TextList:
+    """Returns the newest texts, cut to tokens_before and tokens_after tokens around its output's beginning."""
     tokens, firsts = [], []
-    for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
-        begin = max(0, text.first - num_before)
-        tokens.append(text.tokens[begin : None if num_behind is None else text.first + num_behind])
-        firsts.append(text.first - begin)
+    for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
+        begin = max(0, text.output_start - tokens_before)
+        tokens.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
+        firsts.append(text.output_start - begin)
     return TextList.of(tokens, firsts)
 
 
@@ -95,7 +97,7 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     kind, out, unfinished = DRAFT_KINDS[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)
     served = make_run(kind, folder / "sample", run, unfinished, int(out.name))
-    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait())
+    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait_until_allowed())
     before = given = accept_length(served)
     training = served
     if run["given"] != run["draft"]:
@@ -107,24 +109,25 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     return out
 
 
-def accept_length(run: DraftRun) -> float:
+def accept_length(draft_run: DraftRun) -> float:
     """Returns the accept length of a run's draft on held-back texts.  Raises EspalierError if all are too short."""
-    if not (found := print_measure(run)):
+    if not (found := print_measure(draft_run)):
         raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
     return found["tree"].every_root
 
 
-def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
+def make_run(kind: DraftKind, sample_dir: Path, run_config: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
     """Returns a run that trains the served draft on the newest texts and on as many older texts, with prompts."""
-    target_dir, device = Path(run["target"]), training_device()
+    target_dir, device = Path(run_config["target"]), training_device()
     target = kind.target(target_dir, device)
     side = row_length(target) // 2
-    texts = newest_texts(sample, "train", REPLAY_FACTOR * run["texts"]["train"], side)
-    num_measured = min(run["texts"]["held-back"], MAX_MEASURED_TEXTS)
-    held_out = newest_texts(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
+    texts = newest_texts(sample_dir, "train", REPLAY_FACTOR * run_config["texts"]["train"], side)
+    num_measured = min(run_config["texts"]["held-back"], MAX_MEASURED_TEXTS)
+    held_out = newest_texts(sample_dir, "held-back", num_measured, MEASURED_SIDE_TOKENS, MEASURED_SIDE_TOKENS)
     own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
-    files = RunFiles(run["kind"], target_dir, out_directory, nothing, own, SavedState(out_directory / "state.pt", {}))
-    return make_draft_run(kind, Path(run["draft"]), target, files, run, seed)
+    state = SavedState(out_directory / "state.pt", {})
+    files = RunFiles(run_config["kind"], target_dir, out_directory, nothing, own, state)
+    return make_draft_run(kind, Path(run_config["draft"]), target, files, run_config, seed)
 
 
 def row_length(target: FrozenTarget) -> int:
@@ -133,18 +136,19 @@ def row_length(target: FrozenTarget) -> int:
 
 
 def make_draft_run(
-    kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
+    kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run_config: dict[str, Any], seed: int
 ) -> DraftRun:
-    draft, tree = kind.load(directory).to(target.device), tuple(run["tree"])
+    draft, tree = kind.load(directory).to(target.device), tuple(run_config["tree"])
     num_tokens = len(files.own_text.texts.tokens)
-    config = kind.config(draft, run_settings(num_tokens, row_length(target), target.device, run["seconds"], seed))
+    settings = run_settings(num_tokens, row_length(target), target.device, run_config["seconds"], seed)
+    config = kind.config(draft, settings)
 
-    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        written = deepcopy(draft).bfloat16().to(target.head.dtype)
+    def measure_tree(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
+        written = deepcopy(draft).bfloat16().to(target.lm_head.dtype)
         return {"tree": measure(kind, written, target, texts, firsts, tree)}
 
     save = partial(kind.save, draft, target, files.target, files.out)
-    parts = draft, target, kind.make_loss(draft, target, config, kind.loss), save, measured
+    parts = draft, target, kind.make_loss(draft, target, config, kind.loss), save, measure_tree
     return DraftRun(*parts, files, config, kind.make_rows, kind.depth(draft, tree))
 
 

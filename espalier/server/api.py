@@ -106,9 +106,8 @@ def message_steps(
     plan: ChatPlan,
 ) -> RenderLoop:
     """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
-    return inputs.chat_steps(
-        plan.messages([message.as_template_dict() for message in messages]), check_text=check_text, **options
-    )
+    given = plan.template_messages([message.as_template_dict() for message in messages])
+    return inputs.chat_steps(given, check_text=check_text, **options)
 
 
 def num_characters(value: Any) -> int:

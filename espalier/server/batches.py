@@ -203,12 +203,11 @@ class BatchRunner:
         "cancelled" or "expired" if the batch ends before its turn."""
         journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), scan)
         try:
-            if journal.num_left and end_status is None:
+            if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             # A batch with all answers is completed, even if its time is over.
-            end_status = (
-                "completed" if end_status is None or (end_status == "expired" and not journal.num_left) else end_status
-            )
+            if end_status is None or (end_status == "expired" and not journal.num_unanswered):
+                end_status = "completed"
             if end_status == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save_batch(batch)
@@ -261,7 +260,7 @@ class BatchRunner:
 
 def _set_counts(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
-    batch.request_counts = LineCounts(journal.input.num_lines, num_ok, journal.num_failed)
+    batch.request_counts = LineCounts(journal.scan.num_lines, num_ok, journal.num_failed)
 
 
 def _answer_rest_with_errors(journal: Journal, end_status: str) -> None:

@@ -55,7 +55,7 @@ class ChatChoice(Choice):
         """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
         if self.make_message_stream is None:
             return super().new_text(output)
-        self.new_deltas = self.stream.read(output)
+        self.new_deltas = self.stream.read_deltas(output)
         for part in self.new_deltas:
             if part.kind == "call":
                 self.valid_calls.add(part.index)
@@ -97,7 +97,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return choice
 
     def _make_message_stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
-        parser = self.plan.parser(prompt)
+        parser = self.plan.new_parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 

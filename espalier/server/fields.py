@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from espalier.errors import EspalierError
-from espalier.grammar.spec import Grammar, Kind
+from espalier.grammar.spec import Grammar, GrammarKind
 
 _SENDER_REASON = "describes the sender; the server does not use it"
 CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
@@ -276,7 +276,7 @@ class GrammarFields(StrictModel):
 
 
 # The kinds of Grammar for which vLLM's fields have other names.
-VLLM_GRAMMAR_KINDS: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
+VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:

@@ -85,7 +85,7 @@ class EngineWorker:
         """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
-                self.learner.between_steps(self.llm.engine)
+                self.learner.swap_between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
             try:
                 self.llm.engine.raise_rank_failure()
@@ -167,7 +167,7 @@ class EngineWorker:
         if chunk.error is not None:
             log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
         if self.learner is not None and not entry.private:
-            self.learner.keep(request)
+            self.learner.keep_text(request)
         entry.num_unfinished -= 1
         if not entry.num_unfinished:
             del self.running_prompts[name]

@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, str]:
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
-        "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
+        "machine": f"{_cpu_name()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
         "system": platform.platform(),
         "python": platform.python_version(),
         "espalier": espalier.__version__,
@@ -54,12 +54,12 @@ def machine_line() -> str:
     return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
 
-def require_gpu(what: str) -> "torch.device":
-    """Returns the GPU for the command `what`.  Raises EspalierError if no GPU is available."""
+def require_gpu(command: str) -> "torch.device":
+    """Returns the GPU for the command `command`.  Raises EspalierError if no GPU is available."""
     import torch
 
     if not torch.cuda.is_available():
-        raise EspalierError(f"{what} measures on a GPU, and there is none here; run it on a machine with one")
+        raise EspalierError(f"{command} measures on a GPU, and there is none here; run it on a machine with one")
     return torch.device("cuda")
 
 
@@ -70,7 +70,7 @@ def installed_version(package: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -104,12 +104,12 @@ class DrawingSigns:
     """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode."""
 
     branch: str
-    last: str
+    last_branch: str
     vertical: str
     accepted: str
     rejected: str
     bar: str
-    dot: str
+    empty_bar: str
     prompt_end: str
 
 
@@ -138,19 +138,19 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr if it is a terminal, and remove it at the end.  Yields a function that advances the
     bar by one step, or by a number of steps."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda count=1: bar.advance(task, count)
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show the line `what` on stderr while the block runs, if stderr is a terminal.
+def waiting(title: str) -> Iterator[None]:
+    """Show the line `title` on stderr while the block runs, if stderr is a terminal.
 
     The line is not animated, because the block may show a progress bar in its place.  It is truncated to one line,
     because only one line can be removed.
@@ -159,7 +159,7 @@ def waiting(what: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    line = f"{what} ..."[: console.width - 1]
+    line = f"{title} ..."[: console.width - 1]
     console.print(Text(line, DIM_STYLE), end="\r")
     try:
         yield

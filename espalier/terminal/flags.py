@@ -45,10 +45,10 @@ def add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
 
-def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str, several: bool = False) -> None:
-    """Add the flag --api-key.  about: its help text.  several: whether the flag may be repeated (api_keys, api_key)."""
+def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
+    """Add the flag --api-key.  several: whether the flag may be repeated (api_keys, api_key)."""
     action = "append" if several else "store"
-    parser.add_argument("--api-key", metavar="X", action=action, help=f"{about} (${KEY_VARIABLE})")
+    parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
 
 def api_keys(args: Namespace) -> tuple[str, ...]:
@@ -143,14 +143,14 @@ def sampling_params(args: Namespace) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def require_readable(text: str, what: str, encoding: str) -> str:
+def require_readable(text: str, description: str, encoding: str) -> str:
     """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
         is_utf8 = codecs.lookup(encoding).name == "utf-8"
         remedy = "write it in UTF-8" if is_utf8 else "set a UTF-8 locale, LANG=C.UTF-8"
-        raise EspalierError(f"{what} is not valid {encoding}; {remedy}") from None
+        raise EspalierError(f"{description} is not valid {encoding}; {remedy}") from None
     return text
 
 
@@ -162,10 +162,10 @@ def whole_numbers(text: str) -> list[int]:
 whole_numbers.__name__ = "list of whole numbers, such as 1,8"
 
 
-def require_at_least_one(asked: Namespace, *names: str) -> None:
+def require_at_least_one(args: Namespace, *names: str) -> None:
     """Raises EspalierError if a flag of `names` has a number below 1, alone or in a list."""
     for name in names:
-        value = getattr(asked, name)
+        value = getattr(args, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
             raise EspalierError(f"{flag_of(name)}={flag_text(value)} is not supported; use 1 or more")
 
@@ -191,56 +191,57 @@ def _destination(config: type, name: str) -> str:
     return f"{config.__name__}.{name}"
 
 
-def _add_flag(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
-    """Add the flag of a field.  about: the help text; None for the field's help."""
-    kinds = annotation_kinds(f.type)
-    config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
-    about = about or f.metadata["help"]
-    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
+def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None) -> None:
+    """Add the flag of a field.  help_text: the help text; None for the field's help."""
+    kinds = annotation_kinds(field.type)
+    config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if field in fields(c))
+    help_text = help_text or field.metadata["help"]
+    how: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
         # The help text also describes an API field with the values true and false; a switch has two names instead.
-        how["help"] = about.replace("true: ", f"{flag_of(f.name)}: ").replace("false: ", f"{flag_of('no_' + f.name)}: ")
-        group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
+        help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
+        how["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
+        group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
         how["help"] += "; may be repeated"
-        group.add_argument(flag_of(f.name), action="append", type=_element_type(f.type), metavar="X", **how)
+        group.add_argument(flag_of(field.name), action="append", type=_element_type(field.type), metavar="X", **how)
     else:
-        group.add_argument(flag_of(f.name), type=_value_reader(f, kinds), metavar=_metavar(f, kinds), **how)
+        group.add_argument(flag_of(field.name), type=_value_reader(field, kinds), metavar=_metavar(field, kinds), **how)
 
 
-def _metavar(f: Field, kinds: set[Any]) -> str:
-    if choices := f.metadata.get("choices"):
+def _metavar(field: Field, types: set[Any]) -> str:
+    if choices := field.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
-    if {Mapping, str} <= kinds:
+    if {Mapping, str} <= types:
         return "FILE|JSON"
-    return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
+    return "JSON" if Mapping in types else "N" if int in types else "X"
 
 
-def _value_reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
-    if Mapping in kinds:
-        read = _mapping_reader(int if f.name == "logit_bias" else str)
-        return _json_or_text(read) if str in kinds else read
-    if int in kinds:
-        return _number_reader(int, f.default == "auto")
-    if float in kinds:
+def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
+    if Mapping in types:
+        read = _mapping_reader(int if field.name == "logit_bias" else str)
+        return _json_or_text(read) if str in types else read
+    if int in types:
+        return _number_reader(int, field.default == "auto")
+    if float in types:
         return _number_reader(float, False)
     return str
 
 
-def _number_reader(kind: type, auto: bool) -> Callable[[str], Any]:
+def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        return text if auto and text == "auto" else kind(text)
+        return text if allows_auto and text == "auto" else number_type(text)
 
-    read.__name__ = "whole number" if kind is int else "number"
+    read.__name__ = "whole number" if number_type is int else "number"
     return read
 
 
-def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
-    kind, example = ("a JSON object of token ids", "27") if key is int else ("a JSON object", "name")
+def _mapping_reader(key_type: type) -> Callable[[str], dict[Any, Any]]:
+    kind, example = ("a JSON object of token ids", "27") if key_type is int else ("a JSON object", "name")
 
     def read(text: str) -> dict[Any, Any]:
         try:
-            return {key(name): value for name, value in json.loads(text).items()}
+            return {key_type(name): value for name, value in json.loads(text).items()}
         except (ValueError, AttributeError):
             raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 

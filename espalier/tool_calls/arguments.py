@@ -84,45 +84,48 @@ class XmlArguments:
     call: CallWriter
     num_values: int = 0
 
-    def read(self, reader: TextReader, name: str, end: str, trim: str = "") -> Steps[None]:
+    def read_value(self, reader: TextReader, name: str, end_marker: str, strip_chars: str = "") -> Steps[None]:
         """Read a value up to its closing tag.  A string is written while it arrives.  Raises BrokenCall.
 
-        trim: characters that belong to a tag if next to the value, at most one character on each side.
+        strip_chars: characters that belong to a tag if next to the value, at most one character on each side.
         """
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
         key = json.dumps(name, ensure_ascii=False)
         self.call.write_arguments(f"{', ' if self.num_values else '{'}{key}: ")
         self.num_values += 1
-        if trim:
-            yield from reader.read_literal(trim)
+        if strip_chars:
+            yield from reader.read_literal(strip_chars)
         if types == {"string"} and not _limiting_keywords(schemas):
             self.call.write_arguments('"')
-            yield from self._until(
-                reader, end, trim, lambda text: self.call.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            yield from self._read_until(
+                reader,
+                end_marker,
+                strip_chars,
+                lambda text: self.call.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1]),
             )
             self.call.write_arguments('"')
             return
         parts: list[str] = []
-        yield from self._until(reader, end, trim, parts.append)
+        yield from self._read_until(reader, end_marker, strip_chars, parts.append)
         text = "".join(parts)
         self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
-    def _until(self, reader: TextReader, end: str, trim: str, put: Any) -> Steps[None]:
+    def _read_until(self, reader: TextReader, end_marker: str, strip_chars: str, on_text: Any) -> Steps[None]:
         held = ""
 
         def pass_on(text: str) -> None:
             nonlocal held
             text, held = held + text, ""
-            if trim and text.endswith(trim):
-                text, held = text[: -len(trim)], trim
+            if strip_chars and text.endswith(strip_chars):
+                text, held = text[: -len(strip_chars)], strip_chars
             if text:
-                put(text)
+                on_text(text)
 
-        if (yield from reader.read_until(Markers(end), pass_on)) is None:
+        if (yield from reader.read_until(Markers(end_marker), pass_on)) is None:
             raise BrokenCall("the output ends inside the tool call")
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self.call.write_arguments("}" if self.num_values else "{}")
 
 
@@ -160,16 +163,16 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
         return
     while True:
         yield from reader.read_space()
-        key = yield from reader.decoded_json_value()
+        key = yield from reader.read_decoded_json()
         yield from reader.read_space()
         yield from reader.expect(":")
         yield from reader.read_space()
         if key == "name":
-            call.write_name((yield from reader.decoded_json_value()))
+            call.write_name((yield from reader.read_decoded_json()))
         elif key in ARGUMENTS_KEYS:
             yield from read_arguments(reader, call)
         else:
-            yield from reader.decoded_json_value()
+            yield from reader.read_decoded_json()
         yield from reader.read_space()
         if (yield from reader.read_literal("}")):
             return
@@ -188,7 +191,7 @@ def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[No
     if (yield from reader.peek()) == "{":
         yield from reader.read_json_value(call.write_arguments)
         return
-    value = yield from reader.decoded_json_value()
+    value = yield from reader.read_decoded_json()
     if isinstance(value, str):
         value = decode_json(value) if value.strip() else None
     if value is not None:

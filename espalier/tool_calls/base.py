@@ -12,7 +12,7 @@ from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, d
 # The kinds of deltas.  content: text of the answer.  reasoning: text of the reasoning.  call: the name of a new call.
 # arguments: text of its arguments.  called: the call's end.  broken: the reason why a call is broken.  The whole text
 # of a broken call follows as content.
-Kind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
+DeltaKind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -21,7 +21,7 @@ class Delta:
     """A part of a streamed message.  index: the call's number; -1 for a broken call whose name was not sent.  id: the
     id of a new call."""
 
-    kind: Kind
+    kind: DeltaKind
     text: str = ""
     index: int = -1
     id: str = ""
@@ -42,13 +42,13 @@ class DeltaWriter:
     in_reasoning, may_reason: see OutputParser."""
 
     schemas: Mapping[str, Mapping[str, Any]]
-    make_id: Callable[[], str]
+    make_call_id: Callable[[], str]
     in_reasoning: bool = False
     may_reason: bool = True
     num_calls: int = 0
     _deltas: list[Delta] = field(default_factory=list)
 
-    def add(self, kind: Kind, text: str = "", index: int = -1, id: str = "") -> None:
+    def add_delta(self, kind: DeltaKind, text: str = "", index: int = -1, id: str = "") -> None:
         last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
         if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
@@ -56,10 +56,10 @@ class DeltaWriter:
             self._deltas.append(Delta(kind, text, index, id))
 
     def add_content(self, text: str) -> None:
-        self.add("content", text)
+        self.add_delta("content", text)
 
     def add_reasoning(self, text: str) -> None:
-        self.add("reasoning", text)
+        self.add_delta("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
         """Continue after the deltas of a prompt that begins the answer.  Only an open call's deltas are kept."""
@@ -79,7 +79,7 @@ class CallWriter:
     def __init__(self, writer: DeltaWriter):
         self.writer = writer
         self.index = -1
-        self._parts: list[str] = []
+        self._argument_parts: list[str] = []
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -95,44 +95,44 @@ class CallWriter:
         self._name = name
         self.index = self.writer.num_calls
         self.writer.num_calls += 1
-        self.writer.add("call", name, self.index, self.writer.make_id())
-        if self._parts:
-            self.writer.add("arguments", "".join(self._parts), self.index)
+        self.writer.add_delta("call", name, self.index, self.writer.make_call_id())
+        if self._argument_parts:
+            self.writer.add_delta("arguments", "".join(self._argument_parts), self.index)
 
     def write_arguments(self, text: str) -> None:
-        self._parts.append(text)
+        self._argument_parts.append(text)
         if self.index >= 0:
-            self.writer.add("arguments", text, self.index)
+            self.writer.add_delta("arguments", text, self.index)
 
     @property
     def has_arguments(self) -> bool:
-        return bool(self._parts)
+        return bool(self._argument_parts)
 
     def end_call(self) -> None:
         """Write the call's end.  Raises BrokenCall if it has no name, or if the arguments are not a JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
-        if not self._parts:
+        if not self._argument_parts:
             self.write_arguments("{}")
-        if not isinstance(decode_json("".join(self._parts)), dict):
+        if not isinstance(decode_json("".join(self._argument_parts)), dict):
             raise BrokenCall("the tool call's arguments are not a JSON object")
-        self.writer.add("called", "", self.index)
+        self.writer.add_delta("called", "", self.index)
 
 
 def read_call(
-    reader: TextReader, writer: DeltaWriter, opening: str, read: Callable[[CallWriter], Steps[None]]
+    reader: TextReader, writer: DeltaWriter, opening_marker: str, read_body: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
     """Read one call.  If the call is broken, write its whole text as content and return False.
 
-    opening: the beginning of the call, which is already read.  read: reads the rest of the call.
+    opening_marker: the beginning of the call, which is already read.  read_body: reads the rest of the call.
     """
-    reader.start_recording(opening)
+    reader.start_recording(opening_marker)
     call = CallWriter(writer)
     try:
-        yield from read(call)
+        yield from read_body(call)
         call.end_call()
     except BrokenCall as broken:
-        writer.add("broken", str(broken), call.index)
+        writer.add_delta("broken", str(broken), call.index)
         writer.add_content(reader.stop_recording())
         return False
     reader.stop_recording()
@@ -146,17 +146,16 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 class CallSyntax:
     """The syntax of a call, for a grammar that forces one: before_name, name, after_name, arguments, end.
 
-    separator: the text between calls.  opening, closing: the text before and after all calls.  style: xgrammar's style
-    of the arguments' JSON schema.
-    """
+    separator: the text between calls.  calls_begin, calls_end: the text before and after all calls.  arguments_style:
+    xgrammar's style of the arguments' JSON schema."""
 
     before_name: str
     after_name: str
-    end: str
+    after_arguments: str
     separator: str = ""
-    opening: str = ""
-    closing: str = ""
-    style: str = "json"
+    calls_begin: str = ""
+    calls_end: str = ""
+    arguments_style: str = "json"
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,9 @@ class ToolFormat:
     """The format in which a family of models writes tool calls.
 
     template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
-    parser needs in its text.  parse: parses a whole answer.  call_ends_output: the output ends after a call.  make_id:
-    returns the id of a new call.  arguments_as_text: the chat template takes the arguments of earlier calls as text,
-    not as an object.
-    """
+    parser needs in its text.  parse: parses a whole answer.  call_ends_output: the output ends after a call.
+    make_call_id: returns the id of a new call.  arguments_as_text: the chat template takes the arguments of earlier
+    calls as text, not as an object."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -175,7 +173,7 @@ class ToolFormat:
     parse: ParseOutput
     syntax: CallSyntax
     call_ends_output: bool = False
-    make_id: Callable[[], str] = call_id
+    make_call_id: Callable[[], str] = call_id
     arguments_as_text: bool = False
 
 
@@ -183,21 +181,20 @@ class ToolFormat:
 class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
-    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer without call.
-    template_switches: variables of chat templates.  If the template reads such a variable, the model may reason even if
-    the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the reasoning, and
-    the model may always reason.  message_start: the text that begins each message of such a model.
-    """
+    begin_marker, end_marker: the marks around the reasoning.  answer_marker: text between the reasoning and an answer
+    without call. template_switches: variables of chat templates.  If the template reads such a variable, the model may
+    reason even if the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the
+    reasoning, and the model may always reason.  message_marker: the text that begins each message of such a model."""
 
     name: str
     template_signs: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    begin: str
-    end: str
-    answer: str = ""
+    begin_marker: str
+    end_marker: str
+    answer_marker: str = ""
     template_switches: tuple[str, ...] = ()
     includes_calls: bool = False
-    message_start: str = ""
+    message_marker: str = ""
 
 
 NEWLINE_CHARS = "\n"
@@ -206,10 +203,10 @@ NEWLINE_CHARS = "\n"
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
     """Read all reasoning that comes next.  Newlines beside the marks belong to the marks.  A begin mark inside
     reasoning or an end mark outside is dropped."""
-    marks = Markers(format.end, format.begin, strip_before=NEWLINE_CHARS)
+    marks = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
-        writer.in_reasoning = marker == format.begin
-        while marker == format.begin:
+        writer.in_reasoning = marker == format.begin_marker
+        while marker == format.begin_marker:
             yield from reader.read_space(NEWLINE_CHARS)
             marker = yield from reader.read_until(marks, writer.add_reasoning)
         writer.in_reasoning = False
@@ -220,7 +217,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
 def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
     """Read white space and the reasoning mark that comes next.  Returns the mark; None if no mark comes next."""
     space = yield from reader.read_space()
-    marker = yield from reader.read_literal(format.begin, format.end)
+    marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:
         reader.put_back(space)
     return marker
@@ -230,14 +227,14 @@ THINK_REASONING = ReasoningFormat(
     name="think",
     template_signs=("think>",),
     special_tokens=("<think>", "</think>"),
-    begin="<think>",
-    end="</think>",
+    begin_marker="<think>",
+    end_marker="</think>",
     template_switches=("enable_thinking", "thinking"),
 )
 MISTRAL_REASONING = ReasoningFormat(
     name="mistral",
     template_signs=("[THINK]",),
     special_tokens=("[THINK]", "[/THINK]"),
-    begin="[THINK]",
-    end="[/THINK]",
+    begin_marker="[THINK]",
+    end_marker="[/THINK]",
 )

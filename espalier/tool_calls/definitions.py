@@ -106,51 +106,51 @@ def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _checked_tool(place: str, tool: Any) -> str:
+def _checked_tool(location: str, tool: Any) -> str:
     """Checks a tool and returns its name.  Raises EspalierError."""
     form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
-        raise EspalierError(f"{place}={shown(tool)} is not supported; use {form}")
+        raise EspalierError(f"{location}={shown(tool)} is not supported; use {form}")
     for name in tool:
         if name not in ("type", "function"):
-            raise unknown_name_error(place, str(name), ("type", "function"))
-    function, place = tool["function"], f"{place}.function"
+            raise unknown_name_error(location, str(name), ("type", "function"))
+    function, location = tool["function"], f"{location}.function"
     for name in function:
         if name not in FUNCTION_FIELDS:
-            raise unknown_name_error(place, str(name), FUNCTION_FIELDS)
+            raise unknown_name_error(location, str(name), FUNCTION_FIELDS)
     name = function.get("name")
     if not isinstance(name, str) or not FUNCTION_NAME_PATTERN.fullmatch(name):
         raise EspalierError(
-            f"{place}.name={shown(name)} is not supported; use 1 to 128 of the letters a to z, digits, _, - and ."
+            f"{location}.name={shown(name)} is not supported; use 1 to 128 of the letters a to z, digits, _, - and ."
         )
-    _require_type(f"{place}.description", function.get("description"), str | None, "text")
-    _require_type(f"{place}.strict", function.get("strict"), bool | None, "true or false")
-    _check_parameters(f"{place}.parameters", function.get("parameters"))
+    _require_type(f"{location}.description", function.get("description"), str | None, "text")
+    _require_type(f"{location}.strict", function.get("strict"), bool | None, "true or false")
+    _check_parameters(f"{location}.parameters", function.get("parameters"))
     return name
 
 
-def _check_parameters(place: str, parameters: Any) -> None:
+def _check_parameters(location: str, parameters: Any) -> None:
     """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
-    _require_type(place, parameters, Mapping | None, "a JSON schema, an object")
+    _require_type(location, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return
     try:
         size = len(json.dumps(parameters))
     except (TypeError, ValueError, RecursionError):
-        raise EspalierError(f"{place} is not JSON; use a JSON schema") from None
+        raise EspalierError(f"{location} is not JSON; use a JSON schema") from None
     if size > MAX_SCHEMA_CHARS:
-        raise EspalierError(f"{place} has {size} characters, which is not supported; use at most {MAX_SCHEMA_CHARS}")
+        raise EspalierError(f"{location} has {size} characters, which is not supported; use at most {MAX_SCHEMA_CHARS}")
     if parameters.get("type", "object") != "object":
-        raise EspalierError(f"{place}.type={shown(parameters['type'])} is not supported; use 'object'")
+        raise EspalierError(f"{location}.type={shown(parameters['type'])} is not supported; use 'object'")
     properties, required = parameters.get("properties"), parameters.get("required")
-    _require_type(f"{place}.properties", properties, Mapping | None, "an object, from names to JSON schemas")
+    _require_type(f"{location}.properties", properties, Mapping | None, "an object, from names to JSON schemas")
     for name, schema in (properties or {}).items():
-        _require_type(f"{place}.properties.{name}", schema, Mapping | bool, "a JSON schema")
-    _require_type(f"{place}.required", required, list | tuple | None, "a list of names")
+        _require_type(f"{location}.properties.{name}", schema, Mapping | bool, "a JSON schema")
+    _require_type(f"{location}.required", required, list | tuple | None, "a list of names")
     for name in required or ():
-        _require_type(f"{place}.required", name, str, "a list of names")
+        _require_type(f"{location}.required", name, str, "a list of names")
 
 
-def _require_type(place: str, value: Any, kind: Any, allowed: str) -> None:
-    if not isinstance(value, kind):
-        raise EspalierError(f"{place}={shown(value)} is not supported; use {allowed}")
+def _require_type(location: str, value: Any, expected_type: Any, expected_text: str) -> None:
+    if not isinstance(value, expected_type):
+        raise EspalierError(f"{location}={shown(value)} is not supported; use {expected_text}")

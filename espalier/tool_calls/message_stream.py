@@ -19,11 +19,10 @@ class MessageStream:
     """A request.IncrementalDetokenizer that finds stop strings only in the content.  Its text is the model's whole
     text.
 
-    text: makes text from tokens, without stop strings.  num_reasoning_tokens: the number of reasoning tokens so far.
-    """
+    text_stream: makes text from tokens, without stop strings.  num_reasoning_tokens: so far."""
 
-    def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
-        self.text = text
+    def __init__(self, text_stream: TextStream, parser: OutputParser, params: ResolvedParams):
+        self.text_stream = text_stream
         self.parser = parser
         self.stop_string_finder = StopStringFinder(params.stop, params.include_stop_str_in_output)
         self.min_tokens = params.min_tokens
@@ -35,18 +34,18 @@ class MessageStream:
     def push_token(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string that it completes in the content, else None."""
         was_reasoning = self.parser.in_reasoning
-        self.text.push_token(token_id)
-        self._read(final=False)
+        self.text_stream.push_token(token_id)
+        self._parse_text(final=False)
         self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
         return self.stop_string_finder.found_stop
 
     def take_text(self, final: bool) -> str:
         """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
-        self._read(final)
+        self._parse_text(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text
 
-    def read(self, output: OutputChunk | Output) -> list[Delta]:
+    def read_deltas(self, output: OutputChunk | Output) -> list[Delta]:
         """Returns the deltas of an output, up to a stop string in the content.  A stop token has no text."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
@@ -56,16 +55,16 @@ class MessageStream:
                 self.push_token(token)
             self.num_reasoning_tokens += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
         else:
-            self.text.push_tokens(tokens)
-        self._read(is_last)
+            self.text_stream.push_tokens(tokens)
+        self._parse_text(is_last)
         if is_last:
-            self._add(self.parser.finish(is_cut=output.finish_reason != "stop"))
+            self._add_deltas(self.parser.finish(is_cut=output.finish_reason != "stop"))
             self._flush()
         deltas, self._texts, self._deltas = self._deltas, [], []
         return deltas
 
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of an output after `read`.
+        """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
         They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """
@@ -73,18 +72,18 @@ class MessageStream:
             return "stop", self.stop_string_finder.found_stop
         return output.finish_reason, output.stop_reason
 
-    def _read(self, final: bool) -> None:
-        text = self.text.take_text(final)
+    def _parse_text(self, final: bool) -> None:
+        text = self.text_stream.take_text(final)
         self._texts.append(text)
-        self._add(self.parser.feed(text))
+        self._add_deltas(self.parser.feed(text))
 
-    def _add(self, deltas: Sequence[Delta]) -> None:
+    def _add_deltas(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             if self.stop_string_finder.found_stop:
                 return
             if delta.kind == "content":
-                self.stop_string_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
-                self._put(self.stop_string_finder.take_text(final=False))
+                self.stop_string_finder.add(delta.text, is_searched=self.text_stream.num_pushed > self.min_tokens)
+                self._put_content(self.stop_string_finder.take_text(final=False))
                 continue
             if delta.kind == "call":
                 # Content before a call and content after it are separate.
@@ -92,9 +91,9 @@ class MessageStream:
             self._deltas.append(delta)
 
     def _flush(self) -> None:
-        self._put(self.stop_string_finder.take_text(final=True))
+        self._put_content(self.stop_string_finder.take_text(final=True))
 
-    def _put(self, content: str) -> None:
+    def _put_content(self, content: str) -> None:
         if content:
             self._deltas.append(Delta("content", content))
 
@@ -124,10 +123,10 @@ def chat_output(
     """
     values = {f.name: getattr(output, f.name) for f in fields(Output)}
     choices = [chat_output(plan, prompt, each, new_stream) for each in output.choices]
-    message, parser = Message(content=output.text), plan.parser(prompt)
+    message, parser = Message(content=output.text), plan.new_parser(prompt)
     if new_stream is not None:
         stream = new_stream()
-        message = message_of(stream.read(output))
+        message = message_of(stream.read_deltas(output))
         values["finish_reason"], values["stop_reason"] = stream.finish_reasons(output)
     elif parser is not None:
         message = message_of(parser.feed(output.text) + parser.finish(is_cut=output.finish_reason != "stop"))

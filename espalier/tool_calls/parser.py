@@ -15,18 +15,13 @@ class OutputParser:
     schemas: the parameters' JSON schemas, by callable tool.  answer_start: the answer's start, if in the prompt.
     """
 
-    def __init__(
-        self,
-        formats: Formats,
-        schemas: Mapping[str, Mapping[str, Any]],
-        answer_start: str = "",
-    ):
+    def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
-        self._writer = DeltaWriter(schemas, formats.tools.make_id if formats.tools is not None else call_id)
+        self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
         # Text of answer_start that was held back, because it may begin a mark.
         self._prompt_text_held = ""
-        self._read()
+        self._parse_new_text()
         if answer_start:
             self._writer.resume(self.feed(answer_start))
             self._prompt_text_held = self._reader.buffer
@@ -46,19 +41,19 @@ class OutputParser:
         if not text:
             return []
         self._reader.buffer += text
-        return self._read()
+        return self._parse_new_text()
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
         """Returns the deltas of the held-back text.  is_cut: the output did not end with a stop token."""
         self._reader.has_ended, self._reader.is_cut = True, is_cut
-        return self._read()
+        return self._parse_new_text()
 
-    def _read(self) -> list[Delta]:
+    def _parse_new_text(self) -> list[Delta]:
         next(self._steps, None)
         deltas = self._writer.pop_deltas()
-        return self._without_held(deltas) if self._prompt_text_held and deltas else deltas
+        return self._without_prompt_text(deltas) if self._prompt_text_held and deltas else deltas
 
-    def _without_held(self, deltas: list[Delta]) -> list[Delta]:
+    def _without_prompt_text(self, deltas: list[Delta]) -> list[Delta]:
         """Returns the deltas without the text of answer_start at their beginning."""
         first = deltas[0]
         size = min(len(self._prompt_text_held), len(first.text))
@@ -81,7 +76,7 @@ def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> 
         yield from tools.parse(reader, writer)
         return
     while (yield from reader.peek()):
-        writer.add_content(reader.take(len(reader.buffer)))
+        writer.add_content(reader.take_characters(len(reader.buffer)))
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,17 @@ def output_grammar(
     if node is None:
         return None
     if reasoning is not None:
-        thoughts = {"type": "tag", "begin": reasoning.begin, "content": {"type": "any_text"}, "end": reasoning.end}
+        begin, end = reasoning.begin_marker, reasoning.end_marker
+        thoughts = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
         node = {"type": "sequence", "elements": [{"type": "optional", "content": thoughts}, node]}
     return _structural_tag(node, True if answer is None else answer.strict, after)
 
 
 def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
     node = _grammar_node(grammar)
-    if reasoning is None or not reasoning.answer:
+    if reasoning is None or not reasoning.answer_marker:
         return node
-    return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer_marker}, node]}
 
 
 def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:
@@ -75,8 +76,8 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
         {
             "type": "tag",
             "begin": f"{syntax.before_name}{function['name']}{syntax.after_name}",
-            "content": _arguments_node(_arguments_schema(tools, function), syntax.style),
-            "end": syntax.end,
+            "content": _arguments_node(_arguments_schema(tools, function), syntax.arguments_style),
+            "end": syntax.after_arguments,
         }
         for function in tools.callable_functions
     ]
@@ -104,9 +105,9 @@ def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> Gra
         "at_least_one": True,
         "stop_after_first": is_single,
     }
-    if not syntax.opening:
+    if not syntax.calls_begin:
         return calls
-    texts = [{"type": "const_string", "value": text} for text in (syntax.opening, syntax.closing)]
+    texts = [{"type": "const_string", "value": text} for text in (syntax.calls_begin, syntax.calls_end)]
     return {"type": "sequence", "elements": [texts[0], calls, texts[1]]}
 
 
@@ -114,12 +115,12 @@ def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bo
     """Returns a grammar node for free text with optional calls."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
-    if syntax.opening:
+    if syntax.calls_begin:
         calls = {**_calls_node(tools, format, is_single)["elements"][1]}
-        tags = [{"type": "tag", "begin": syntax.opening, "content": calls, "end": syntax.closing}]
+        tags = [{"type": "tag", "begin": syntax.calls_begin, "content": calls, "end": syntax.calls_end}]
     return {
         "type": "triggered_tags",
-        "triggers": [syntax.opening or syntax.before_name],
+        "triggers": [syntax.calls_begin or syntax.before_name],
         "tags": tags,
         "stop_after_first": is_single,
     }
@@ -197,7 +198,7 @@ class ChatPlan:
         self.tokenizer = tokenizer
         self.tools = tools
         # A cache of _last_turn: (prompt, turn).
-        self._turn: tuple[Sequence[int], str] | None = None
+        self._cached_turn: tuple[Sequence[int], str] | None = None
         self._arguments_as_text = formats.tools is not None and formats.tools.arguments_as_text
         calls = bool(tools.callable_functions)
         if calls and not self.template_reads("tools"):
@@ -221,11 +222,11 @@ class ChatPlan:
         """Returns whether the chat template reads a variable."""
         return self.tokenizer is not None and self.tokenizer.template.reads_variable(variable)
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the messages in the form for this model's chat template."""
-        return [self._message(each) for each in messages]
+        return [self._template_message(each) for each in messages]
 
-    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message.get("tool_calls"):
             message = with_decoded_arguments(message, self._arguments_as_text)
         reasoning, thoughts = self.formats.reasoning, message.get("reasoning_content")
@@ -233,7 +234,7 @@ class ChatPlan:
             return {**message, "thinking": thoughts}
         return message
 
-    def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
+    def params_with_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the grammar of the calls, and with the special tokens that the parser needs.
         Raises EspalierError.
         """
@@ -244,21 +245,21 @@ class ChatPlan:
         special_tokens = {token for each in formats if each for token in each.special_tokens}
         return replace(
             params,
-            grammar=self._grammar(params, prompt),
+            grammar=self._output_grammar(params, prompt),
             shown_special_tokens=self.tokenizer.special_ids(special_tokens),
             output_form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt))
             if params.stop
             else None,
         )
 
-    def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
+    def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
         # The user's choice of the text after which the grammar applies goes first.
         after = None if answer is None else answer.after
         reasons = reasoning is not None and after is None and self._will_reason(prompt)
         if reasoning is not None and reasons and self._is_in_reasoning(prompt):
             # With includes_calls, further reasoning messages may come before the answer.
-            after, reasons = reasoning.end, reasoning.includes_calls
+            after, reasons = reasoning.end_marker, reasoning.includes_calls
         if tools is None and not reasons:
             return None if answer is None else replace(answer, after=after)
         return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
@@ -272,45 +273,45 @@ class ChatPlan:
             return True
         if reasoning.includes_calls:
             return not self.answer_start(prompt)
-        is_closed = reasoning.end in self._last_turn(prompt)
+        is_closed = reasoning.end_marker in self._last_turn_text(prompt)
         return not is_closed and any(map(self.tokenizer.template.reads_variable, reasoning.template_switches))
 
     def _is_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Returns whether the prompt ends inside the reasoning."""
-        parser = self.parser(prompt)
+        parser = self.new_parser(prompt)
         return parser is not None and parser.in_reasoning
 
     def answer_start(self, prompt: Sequence[int]) -> str:
         """Returns the prompt's text that begins the answer: open reasoning, or a message if includes_calls."""
         reasoning = self.formats.reasoning
-        if reasoning is None or not reasoning.begin or self.tokenizer is None:
+        if reasoning is None or not reasoning.begin_marker or self.tokenizer is None:
             return ""
-        turn = self._last_turn(prompt)
+        turn = self._last_turn_text(prompt)
         if reasoning.includes_calls:
-            return turn.removeprefix(reasoning.message_start) if turn.startswith(reasoning.message_start) else ""
-        start = turn.rfind(reasoning.begin)
-        return "" if start < 0 or reasoning.end in turn[start:] else turn[start:]
+            return turn.removeprefix(reasoning.message_marker) if turn.startswith(reasoning.message_marker) else ""
+        start = turn.rfind(reasoning.begin_marker)
+        return "" if start < 0 or reasoning.end_marker in turn[start:] else turn[start:]
 
-    def _last_turn(self, prompt: Sequence[int]) -> str:
+    def _last_turn_text(self, prompt: Sequence[int]) -> str:
         """Returns the prompt's text from its last turn token: the last special token that is no mark of the formats.
 
         Without a turn token, only a reasoning mark at the prompt's end counts, because earlier marks may be the user's.
         """
-        if self._turn is None or self._turn[0] is not prompt:
-            self._turn = prompt, self._find_turn(prompt)
-        return self._turn[1]
+        if self._cached_turn is None or self._cached_turn[0] is not prompt:
+            self._cached_turn = prompt, self._find_last_turn(prompt)
+        return self._cached_turn[1]
 
-    def _find_turn(self, prompt: Sequence[int]) -> str:
+    def _find_last_turn(self, prompt: Sequence[int]) -> str:
         reasoning, tokenizer = self.formats.reasoning, self.tokenizer
         assert reasoning is not None and tokenizer is not None
         marks = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
-        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_start.startswith(mark)})
+        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_marker.startswith(mark)})
         if found is not None:
             return found
         tail = tokenizer.decode(prompt[-MAX_SEARCHED_TOKENS:], skip_special_tokens=False)
-        at_end = (mark for mark in (reasoning.begin, reasoning.end) if tail.rstrip().endswith(mark))
+        at_end = (mark for mark in (reasoning.begin_marker, reasoning.end_marker) if tail.rstrip().endswith(mark))
         return next((tail[tail.rindex(mark) :] for mark in at_end), "")
 
-    def parser(self, prompt: Sequence[int]) -> OutputParser | None:
+    def new_parser(self, prompt: Sequence[int]) -> OutputParser | None:
         """Returns a parser for one output; None if the whole output is content."""
         return OutputParser(self.formats, self.tools.schemas, self.answer_start(prompt)) if self.has_parser else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from espalier.grammar.spec import refuse_constant
+from espalier.grammar.spec import refuse_json_constant
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -37,7 +37,7 @@ class Markers:
         self.longest = max(map(len, texts))
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
-    def num_held(self, text: str) -> int:
+    def num_held_back(self, text: str) -> int:
         """Returns how many characters at the end of a text may begin a marker.  text: has no whole marker."""
         held = 0
         for marker in self.texts:
@@ -69,15 +69,15 @@ class TextReader:
         kept, self._recorded = self._recorded or [], None
         return "".join(kept)
 
-    def take(self, size: int) -> str:
-        """Read and return `size` characters of the buffer."""
-        text, self.buffer = self.buffer[:size], self.buffer[size:]
+    def take_characters(self, num_characters: int) -> str:
+        """Read and return `num_characters` characters of the buffer."""
+        text, self.buffer = self.buffer[:num_characters], self.buffer[num_characters:]
         if self._recorded is not None:
             self._recorded.append(text)
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take`.  Not allowed while recording."""
+        """Undo a `take_characters`.  Not allowed while recording."""
         self.buffer = text + self.buffer
 
     def wait_for_text(self) -> Steps[bool]:
@@ -87,27 +87,27 @@ class TextReader:
             yield
         return len(self.buffer) > size
 
-    def read_until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
+    def read_until(self, markers: Markers, on_text: TextCallback) -> Steps[str | None]:
         """Read the text up to and including the first marker.  Returns the marker; None at the end of the output.
 
-        put: called with the pieces of text before the marker, as soon as they cannot be part of a marker.
+        on_text: called with the pieces of text before the marker, as soon as they cannot be part of a marker.
         """
         start = 0
         while True:
             if (match := markers.pattern.search(self.buffer, start)) is not None:
-                before = self.take(len(self.buffer[: match.start()].rstrip(markers.strip_before)))
-                self.take(match.end() - len(before))
+                before = self.take_characters(len(self.buffer[: match.start()].rstrip(markers.strip_before)))
+                self.take_characters(match.end() - len(before))
                 if before:
-                    put(before)
+                    on_text(before)
                 return match[0]
-            held = markers.num_held(self.buffer)
-            if text := self.take(len(self.buffer) - held):
-                put(text)
+            held = markers.num_held_back(self.buffer)
+            if text := self.take_characters(len(self.buffer) - held):
+                on_text(text)
             # A model may write strip_before characters without end.  They are held back, but searched only once.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.wait_for_text()):
-                if rest := self.take(len(self.buffer)):
-                    put(rest)
+                if rest := self.take_characters(len(self.buffer)):
+                    on_text(rest)
                 return None
 
     def read_text_before(self, *markers: str) -> Steps[tuple[str, str]]:
@@ -128,7 +128,7 @@ class TextReader:
         """Read a short text up to one of the characters `stops`, or to the end.  Raises BrokenCall for a long text."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char not in stops:
-            parts.append(self.take(1))
+            parts.append(self.take_characters(1))
             if len(parts) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(stops)} is missing in the tool call")
         return "".join(parts)
@@ -143,7 +143,7 @@ class TextReader:
         """Read and return the white space that comes next."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char in characters:
-            parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(characters))))
+            parts.append(self.take_characters(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
     def peek_literal(self, *texts: str) -> Steps[str | None]:
@@ -158,7 +158,7 @@ class TextReader:
     def read_literal(self, *texts: str) -> Steps[str | None]:
         """Read and return one of the texts if it comes next; None for other text.  No text may begin with another."""
         found = yield from self.peek_literal(*texts)
-        return None if found is None else self.take(len(found))
+        return None if found is None else self.take_characters(len(found))
 
     def expect(self, text: str) -> Steps[None]:
         """Read `text`.  Raises BrokenCall if other text comes next."""
@@ -166,21 +166,21 @@ class TextReader:
             at_end = self.has_ended and text.startswith(self.buffer)
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
-    def read_json_value(self, put: TextCallback) -> Steps[None]:
-        """Read one JSON value.  put: called with the pieces of its text.  Raises BrokenCall if the value is cut off.
+    def read_json_value(self, on_text: TextCallback) -> Steps[None]:
+        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall if it is cut off.
 
         Only brackets and quotes are interpreted, so the value may be invalid JSON.
         """
         end = _JsonEndFinder()
         while True:
             if size := end.scan(self.buffer):
-                put(self.take(size))
+                on_text(self.take_characters(size))
             if end.is_found:
                 return
             if not (yield from self.wait_for_text()):
                 raise BrokenCall(CUT_OFF_REASON)
 
-    def decoded_json_value(self) -> Steps[Any]:
+    def read_decoded_json(self) -> Steps[Any]:
         """Read one JSON value and decode it.  Raises BrokenCall."""
         parts: list[str] = []
         yield from self.read_json_value(parts.append)
@@ -190,7 +190,7 @@ class TextReader:
 def decode_json(text: str) -> Any:
     """Returns the value of a JSON text.  Raises BrokenCall."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(text, parse_constant=refuse_json_constant)
     except (ValueError, RecursionError):
         raise BrokenCall("the tool call is not valid JSON") from None
 

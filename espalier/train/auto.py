@@ -33,15 +33,8 @@ from espalier.train.work import require_same_origin, target_digest
 from espalier.train.writer import TargetWriter
 
 # SIZE_FLAGS: flags of all trainings.  RECIPE_FLAGS: flags for one kind of draft.
-SIZE_FLAGS = {
-    "cuda": "--length 1024 --save-every 400",
-    "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100",
-}
-RECIPE_FLAGS = {
-    "eagle3": "--draft-vocab 16384",
-    "mtp": "--layers 3 --ttt-steps 5",
-    "block": "--edge-kind rnn",
-}
+SIZE_FLAGS = {"cuda": "--length 1024 --save-every 400", "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100"}
+RECIPE_FLAGS = {"eagle3": "--draft-vocab 16384", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
 BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
 # Shares of the total time for generating questions, for generating text, and for the training steps of all trials.  The
 # final training gets the remaining time.
@@ -52,12 +45,12 @@ QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 
 PROMPTS_PER_BATCH = {"cuda": 512, "cpu": 16}
 # Flags of `espalier bench choose`: batch sizes for the finished draft, numbers of tokens and of repeats.
 BATCH_SIZE_FLAGS = {"cuda": "1,8,64", "cpu": "1,4"}
-RUN_FLAGS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
+BENCH_RUN_FLAGS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
 MAX_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class Speed:
+class DraftSpeed:
     """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding."""
 
     tokens_per_second: float
@@ -72,7 +65,7 @@ class Speed:
 def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, kinds: list[str]) -> None:
     """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
     Raises EspalierError for invalid input, and OSError if a command fails."""
-    device, work, clock = training_device().type, out / "work", Clock(max_minutes * 60)
+    device, work, clock = training_device().type, out / "work", TimeBudget(max_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
     require_same_run(
         work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
@@ -83,13 +76,13 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {max_minutes:g} min{small}",
         flush=True,
     )
-    data = data or write_own_questions(target, work / "questions.jsonl", device, QUESTIONS_SHARE * clock.seconds)
+    data = data or write_own_questions(target, work / "questions.jsonl", device, QUESTIONS_SHARE * clock.max_seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
-    text = make_own_text(common, work, device, TEXT_SHARE * clock.seconds)
+    text = make_own_text(common, work, device, TEXT_SHARE * clock.max_seconds)
     asked = write_held_out_prompts(target, data, work / "held_out.jsonl")
-    measure = partial(measure_draft, target, [*asked, *RUN_FLAGS[device].split()])
-    trials: dict[str, Speed] = {}
-    steps, beside = max(1, int(TRIALS_SHARE * clock.seconds / len(kinds))), 0.0
+    measure = partial(measure_draft, target, [*asked, *BENCH_RUN_FLAGS[device].split()])
+    trials: dict[str, DraftSpeed] = {}
+    steps, beside = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
     for kind in kinds:
         # The next trial, and the time around the training's steps, are assumed to take as long as the longest trial.
         if trials and 2 * (beside + steps) > clock.remaining:
@@ -128,30 +121,30 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         print("  " + shlex.join(["espalier", *command]))
 
 
-class Clock:
+class TimeBudget:
     """A clock that limits the time of the whole command, in seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.begun = seconds, time.perf_counter()
+    def __init__(self, max_seconds: float) -> None:
+        self.max_seconds, self.started_at = max_seconds, time.perf_counter()
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self.begun
+        return time.perf_counter() - self.started_at
 
     @property
     def remaining(self) -> float:
-        return self.seconds - self.elapsed
+        return self.max_seconds - self.elapsed
 
     def print_progress(self, what: str) -> None:
-        print(f"{what}: {format_minutes(self.elapsed)} of {format_minutes(self.seconds)} have passed", flush=True)
+        print(f"{what}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
-def require_same_run(path: Path, run: dict[str, str | None]) -> None:
+def require_same_run(path: Path, made_from: dict[str, str | None]) -> None:
     """Raises EspalierError if the work folder belongs to another run, whose trials this run would reuse."""
     if path.exists():
-        require_same_origin(path, read_json(path), run, "give another --out")
+        require_same_origin(path, read_json(path), made_from, "give another --out")
     else:
-        path.write_text(json.dumps(run) + "\n")
+        path.write_text(json.dumps(made_from) + "\n")
 
 
 def run_espalier(*command: str) -> None:
@@ -165,10 +158,10 @@ def run_espalier(*command: str) -> None:
         raise OSError(f"espalier {command[0]} {command[1]} {why}")
 
 
-def make_own_text(common_flags: list[str], work: Path, device: str, seconds: float) -> list[str]:
+def make_own_text(common_flags: list[str], work_dir: Path, device: str, seconds: float) -> list[str]:
     """Generates the target's own text.  Returns the flags that every training needs to use this text."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
-    if not (work / "own_text-0.npz").exists():
+    if not (work_dir / "own_text-0.npz").exists():
         run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(seconds))))
     return [*flags, *SIZE_FLAGS[device].split()]
 
@@ -193,15 +186,17 @@ def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
     return ["--dataset", str(path), "--context", str(max(fitting))] if fitting else []
 
 
-def measure_draft(target: Path, flags: Sequence[str], draft: Path, figures: Path, more_flags: Sequence[str]) -> Speed:
+def measure_draft(
+    target: Path, common_flags: Sequence[str], draft: Path, figures_file: Path, more_flags: Sequence[str]
+) -> DraftSpeed:
     """Measures a draft with `bench choose`.  A finished measurement is not run again."""
-    if not figures.exists():
+    if not figures_file.exists():
         models = ["--model", str(target), "--draft", str(draft)]
-        run_espalier("bench", "choose", *models, *flags, *more_flags, "--json", str(figures))
-    cells: list[dict[str, Any]] = [cell for cell in json.loads(figures.read_text())["cells"] if cell["batch"] == 1]
+        run_espalier("bench", "choose", *models, *common_flags, *more_flags, "--json", str(figures_file))
+    cells: list[dict[str, Any]] = [cell for cell in json.loads(figures_file.read_text())["cells"] if cell["batch"] == 1]
     plain = next(cell for cell in cells if not cell["steps"])
     best = max((cell for cell in cells if cell["steps"]), key=lambda cell: cell["tokens_per_second"])
-    return Speed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
+    return DraftSpeed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
 
 
 def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:

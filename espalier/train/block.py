@@ -57,7 +57,7 @@ def make_loss(
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)
-        return loss(head, target.head, embeds, tokens, features, logits, loss_mask, anchors, config.decay)
+        return loss(head, target.lm_head, embeds, tokens, features, logits, loss_mask, anchors, config.decay)
 
     return loss_of
 
@@ -74,7 +74,7 @@ def mask_embedding(target: FrozenTarget, head: BlockHead) -> Tensor:
 
 def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Path) -> None:
     shape = head.shape
-    layer = {name: value for name, value in vars(shape).items() if name not in OWN_FIELDS}
+    layer = {name: value for name, value in vars(shape).items() if name not in BLOCK_FIELDS}
     verifier = {"architectures": target.config["architectures"], "name_or_path": str(target_dir)}
     config = {
         "architectures": ["DSparkSpeculator"],
@@ -96,7 +96,7 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
 
 
 # The fields of BlockShape that are outside transformer_layer_config in a config.json.
-OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
+BLOCK_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
 
 
 def load_block(directory: Path) -> BlockHead:
@@ -135,7 +135,7 @@ def accept_lengths(
     features = target(tokens[None])[0].to(dtype)
     embeds = target.embed(tokens[roots])[None].to(dtype)
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]
-    logits = F.linear(outputs, target.head.to(dtype)).float()
+    logits = F.linear(outputs, target.lm_head.to(dtype)).float()
     edges = None if head.markov_head is None else head.markov_head.edges(logits, outputs)
 
     def children(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,7 @@ from espalier.train.settings import EdgeKind
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
-    """The sizes of a block draft.  block_size: S.  num_features: the number of target layers that are read.  edge_rank:
-    the rank of the Markov head; 0 if there is none.  edge_kind: the type of the Markov head."""
+    """The sizes of a block draft.  num_features: of the target.  edge_rank: of the Markov head, or 0."""
 
     block_size: int
     num_features: int
@@ -45,12 +44,12 @@ class BlockAttention(DraftAttention):
         """Projects x [..., T, H] to heads [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
-    def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns K and V of rows x [..., T, H].  K is rotated by the tables."""
-        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *tables), self.project_heads(x, self.v_proj)
+    def keys_and_values(self, x: Tensor, rope_tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns K and V of rows x [..., T, H].  K is rotated by the RoPE tables."""
+        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *rope_tables), self.project_heads(x, self.v_proj)
 
-    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *tables)
+    def queries(self, x: Tensor, rope_tables: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *rope_tables)
 
 
 class SingleBlockLayer(nn.Module):
@@ -86,12 +85,12 @@ class MarkovHead(nn.Module):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.kind, rank, size = shape.edge_kind, shape.edge_rank, shape.hidden_size
+        self.edge_kind, rank, size = shape.edge_kind, shape.edge_rank, shape.hidden_size
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
-        if self.kind == "gated":
+        if self.edge_kind == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
-        elif self.kind == "rnn":
+        elif self.edge_kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def forward(self, factors: Tensor) -> Tensor:
@@ -120,9 +119,9 @@ class MarkovHead(nn.Module):
     def projection(self, hidden: Tensor) -> FactorProjection | None:
         """Returns the part of the factors that depends on hidden states; None if there is no such part.  hidden: [...,
         S, H], the inputs of the lm_head."""
-        if self.kind == "vanilla":
+        if self.edge_kind == "vanilla":
             return None
-        is_recurrent = self.kind == "rnn"
+        is_recurrent = self.edge_kind == "rnn"
         linear = self.joint_proj if is_recurrent else self.gate_proj
         hidden_part, of_rows = split_projection_columns(linear.weight, hidden.shape[-1], is_recurrent)
         return FactorProjection(F.linear(hidden, hidden_part, linear.bias), of_rows, is_recurrent)

@@ -26,31 +26,31 @@ def rope_theta(config: dict[str, Any]) -> float:
     return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
+def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
     """Returns the sizes of a draft layer, by default the target's.  intermediate_size: None for the target's."""
-    hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
+    hidden, heads = int(target_config["hidden_size"]), int(target_config["num_attention_heads"])
     return {
-        "vocab_size": int(target["vocab_size"]),
+        "vocab_size": int(target_config["vocab_size"]),
         "hidden_size": hidden,
-        "intermediate_size": int(intermediate_size or target["intermediate_size"]),
+        "intermediate_size": int(intermediate_size or target_config["intermediate_size"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
-        "head_dim": int(target.get("head_dim") or hidden // heads),
-        "rope_theta": rope_theta(target),
-        "rms_norm_eps": float(target["rms_norm_eps"]),
-        "max_position_embeddings": int(target["max_position_embeddings"]),
+        "num_key_value_heads": int(target_config.get("num_key_value_heads") or heads),
+        "head_dim": int(target_config.get("head_dim") or hidden // heads),
+        "rope_theta": rope_theta(target_config),
+        "rms_norm_eps": float(target_config["rms_norm_eps"]),
+        "max_position_embeddings": int(target_config["max_position_embeddings"]),
     }
 
 
-def read_shape(layer: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
-    """Returns the shape in `layer`, a config.json or its object for the layers.  other_fields: fields of the shape that
-    are not in `layer`."""
-    sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
-    return shape(**{**sizes, "rope_theta": rope_theta(layer), **other_fields})
+def read_shape(layer_config: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
+    """Returns the shape in `layer_config`, a config.json or its object for the layers.  other_fields: fields of the
+    shape that are not in `layer_config`."""
+    sizes = {name: layer_config[name] for name in shape.__dataclass_fields__ if name in layer_config}
+    return shape(**{**sizes, "rope_theta": rope_theta(layer_config), **other_fields})
 
 
-def make_draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
-    fields: dict[str, Any] = layer_fields(target, intermediate_size)
+def make_draft_shape(target_config: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
+    fields: dict[str, Any] = layer_fields(target_config, intermediate_size)
     return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=fields["hidden_size"], **fields)
 
 

@@ -70,15 +70,15 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
         parser.add_argument(flag_of(item.name), default=item.default, help=about, **how)
 
 
-def number_reader(item: Field) -> Callable[[str], float]:
+def number_reader(field: Field) -> Callable[[str], float]:
     """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
-    kind: type[float] = float if item.type is float else int
+    kind: type[float] = float if field.type is float else int
 
     def read(text: str) -> float:
         try:
             return kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported_values(item)}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported_values(field)}") from None
 
     return read
 
@@ -160,16 +160,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_config(kind: type[Any], arguments: argparse.Namespace) -> Any:
+def make_config(config_type: type[Any], arguments: argparse.Namespace) -> Any:
     """Returns the config that a command's flags describe.  Raises EspalierError for invalid values."""
-    return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
+    return config_type(**{item.name: getattr(arguments, item.name) for item in fields(config_type)})
 
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         _evaluate(arguments)
     elif arguments.command == "auto":
-        _auto(arguments)
+        _train_auto(arguments)
     elif arguments.command == "own-text":
         _write_own_text(arguments)
     else:
@@ -191,7 +191,7 @@ def _train(arguments: argparse.Namespace) -> None:
     import_function("espalier.train.kinds:train")(arguments.command, target, data, out, work, config)
 
 
-def _auto(arguments: argparse.Namespace) -> None:
+def _train_auto(arguments: argparse.Namespace) -> None:
     if not arguments.minutes >= MIN_MINUTES:
         raise EspalierError(f"--minutes={arguments.minutes:g} is too few to try drafts; use {MIN_MINUTES} or more")
     require_names({"--target": arguments.target})

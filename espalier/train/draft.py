@@ -65,15 +65,15 @@ class Eagle3Draft(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def set_vocabulary(self, target_ids: Tensor, head: Tensor) -> None:
+    def set_vocabulary(self, target_ids: Tensor, lm_head: Tensor) -> None:
         """Sets the draft vocabulary.
-        target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
+        target_ids: the target id of each draft id, ascending.  lm_head: the target's lm_head [vocab, H_target], which
         initialises the draft's lm_head if the hidden sizes agree."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
-        if head.shape[1] == self.shape.hidden_size:
-            self.lm_head.weight.data.copy_(head[target_ids])
+        if lm_head.shape[1] == self.shape.hidden_size:
+            self.lm_head.weight.data.copy_(lm_head[target_ids])
 
     @property
     def target_ids(self) -> Tensor:

@@ -28,7 +28,7 @@ from espalier.train.own_text import (
     format_minutes,
     load_own_text,
     longest_text,
-    print_work,
+    print_planned_work,
     require_prompts,
     require_unfinished,
     saved_texts,
@@ -61,7 +61,7 @@ class RunFiles:
 
 
 def prepare_run(
-    kind: str, target: Path, data: UserText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
+    kind: str, target: Path, data: UserText, out: Path, work_dir: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
     """Checks that all settings fit together, before the target is loaded.  Then generates the own text if necessary.
     Raises EspalierError for settings that do not fit."""
@@ -70,17 +70,17 @@ def prepare_run(
     num_tokens, own_rows = len(kept.stream), count_own_rows(config, kept)
     what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
     require_windows(what, num_tokens, config.length, config.batch - own_rows, remedy)
-    makes_text = not saved_texts(config, work, origin)
+    makes_text = not saved_texts(config, work_dir, origin)
     if makes_text:
         require_prompts(data, config, target)
-        require_unfinished(config, work, origin)
+        require_unfinished(config, work_dir, origin)
         longest = config.continuations * (longest_text(kept, config))
         require_own_rows(longest, config, own_rows)
     # Runs with the same work folder have separate state files, named after the draft's kind and directory.
-    state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
+    state = SavedState(work_dir / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
     state.require_same_origin()
-    print_work(config, makes_text)
-    return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work, origin), state)
+    print_planned_work(config, makes_text)
+    return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work_dir, origin), state)
 
 
 def count_own_rows(config: TrainConfig, data: UserText) -> int:
@@ -89,8 +89,7 @@ def count_own_rows(config: TrainConfig, data: UserText) -> int:
 
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
-    """Raises EspalierError if the own text is too short for its share of a batch.
-    num_tokens: the number of tokens of the text, or its maximum."""
+    """Raises EspalierError if an own text of `num_tokens` at most is too short for its share of a batch."""
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
         f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy

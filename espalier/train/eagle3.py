@@ -15,19 +15,19 @@ from espalier.train.settings import Eagle3Config
 from espalier.train.target import Eagle3Target, FrozenTarget
 
 
-def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
+def choose_vocabulary(tokens: np.ndarray, greedy_counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, float]:
     """Returns (ascending token ids of the draft vocabulary, the share of greedy tokens in it)."""
-    counts = np.bincount(stream, minlength=len(greedy_counts)) / len(stream)
+    counts = np.bincount(tokens, minlength=len(greedy_counts)) / len(tokens)
     own = greedy_counts / max(1, greedy_counts.sum())
-    ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:size])
+    ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:vocab_size])
     return ids, float(own[ids].sum())
 
 
-def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Eagle3Draft:
+def new_draft(target: Eagle3Target, draft_vocabulary: np.ndarray, config: Eagle3Config) -> Eagle3Draft:
     torch.manual_seed(config.seed)
-    shape = make_draft_shape(target.config, len(ids), config.intermediate_size)
+    shape = make_draft_shape(target.config, len(draft_vocabulary), config.intermediate_size)
     draft = Eagle3Draft(shape).to(target.device)
-    draft.set_vocabulary(torch.from_numpy(ids).to(target.device), target.head.detach().float())
+    draft.set_vocabulary(torch.from_numpy(draft_vocabulary).to(target.device), target.lm_head.detach().float())
     draft.norm.weight.data.copy_(target.final_norm)
     return draft
 

@@ -128,11 +128,11 @@ class AcceptReport:
     repeated_share: float
 
 
-def make_report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
+def make_report(lengths: list[Tensor], texts: list[np.ndarray], output_starts: list[int]) -> AcceptReport:
     fresh: list[float] = []
     looping: list[float] = []
     every_root: list[float] = []
-    for accepted, text, first in zip(lengths, texts, firsts, strict=True):
+    for accepted, text, first in zip(lengths, texts, output_starts, strict=True):
         loops, root, values = find_repeats(text), first, accepted.tolist()
         every_root += values
         while root - first < len(values):

@@ -39,16 +39,12 @@ Tree = tuple[int, int, int]
 class DraftKind:
     """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
-    new_draft: (target, files, config) -> (a new draft, its figures).
-    loss: the loss of a batch.  make_loss: (draft, target, config, loss) -> a LossFunction.
-    accept_lengths: (draft, target, tokens [T], first_root, *tree) -> the accept length at each root n, first_root <= n
-    < T - steps.
-    trees: the trees that are measured, by name.  depth: (draft, tree) -> the number of tokens of the tree's longest
-    path.
-    save: (draft, target, the target's directory, out).  config: (draft, common settings) -> the settings for further
-    training.  print_details: prints results of `evaluate` other than accept lengths.  dtype: the dtype for evaluating a
-    draft; None for the target's dtype.
-    """
+    new_draft: (target, files, config) -> (a new draft, its figures). loss: the loss of a batch.  make_loss: (draft,
+    target, config, loss) -> a LossFunction. accept_lengths: (draft, target, tokens [T], first_root, *tree) -> the
+    accept length at each root n, first_root <= n < T - steps. trees: the trees that are measured, by name.  depth:
+    (draft, tree) -> the number of tokens of the tree's longest path. save: (draft, target, the target's directory,
+    out).  config: (draft, common settings) -> the settings for further training.  print_details: prints results of
+    `evaluate` other than accept lengths.  dtype: the dtype for evaluating a draft; None for the target's dtype."""
 
     load: Callable[[Path], Any]
     target: type[FrozenTarget]
@@ -112,31 +108,33 @@ BLOCK = DraftKind(
 DRAFT_KINDS = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
 
 
-def train(name: str, target_dir: Path, data: UserText, out: Path, work: Path, config: TrainConfig) -> dict[str, float]:
+def train(
+    name: str, target_dir: Path, data: UserText, out: Path, work_dir: Path, config: TrainConfig
+) -> dict[str, float]:
     """Trains a draft, saves it to `out`, and returns the run's figures.  name: the kind of the draft."""
     kind = DRAFT_KINDS[name]
-    files = prepare_run(name, target_dir, data, out, work, config, kind.target.min_layers)
+    files = prepare_run(name, target_dir, data, out, work_dir, config, kind.target.min_layers)
     target = kind.target(target_dir, training_device())
     draft, figures = kind.new_draft(target, files, config)
     trees = kind.trees(draft)
 
-    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        return {name: measure(kind, draft, target, texts, firsts, tree) for name, tree in trees.items()}
+    def measure_trees(texts: list[np.ndarray], output_starts: list[int]) -> dict[str, AcceptReport]:
+        return {name: measure(kind, draft, target, texts, output_starts, tree) for name, tree in trees.items()}
 
     loss = torch.compile(kind.loss) if target.device.type == "cuda" else kind.loss
     loss_of, depth = kind.make_loss(draft, target, config, loss), max(kind.depth(draft, t) for t in trees.values())
-    parts = draft, target, loss_of, lambda: kind.save(draft, target, target_dir, out), measured
+    parts = draft, target, loss_of, lambda: kind.save(draft, target, target_dir, out), measure_trees
     return train_draft(DraftRun(*parts, files, config, kind.make_rows, depth), **figures)
 
 
 def measure(
-    kind: DraftKind, draft: Any, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], tree: Tree
+    kind: DraftKind, draft: Any, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int], tree: Tree
 ) -> AcceptReport:
     """Measures a draft.  texts: prompts with greedy continuations of the target, which have more tokens than the tree
-    has steps.  firsts: the index where each continuation begins."""
+    has steps.  output_starts: the index where each continuation begins."""
     tokens = (torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts)
-    lengths = [kind.accept_lengths(draft, target, t, f, *tree) for t, f in zip(tokens, firsts, strict=True)]
-    return make_report(lengths, texts, firsts)
+    lengths = [kind.accept_lengths(draft, target, t, f, *tree) for t, f in zip(tokens, output_starts, strict=True)]
+    return make_report(lengths, texts, output_starts)
 
 
 def evaluate(
@@ -152,7 +150,7 @@ def evaluate(
     require_measurable(num_tokens, deepest)
     texts, firsts = continue_prompts(target_dir, prompts, num_tokens, deepest)
     target = kind.target(target_dir, training_device())
-    draft = draft.to(target.device, kind.dtype or target.head.dtype).eval()
+    draft = draft.to(target.device, kind.dtype or target.lm_head.dtype).eval()
     reports = {name: measure(kind, draft, target, texts, firsts, tree) for name, tree in trees.items()}
     print_reports([(name, *trees[name], found) for name, found in reports.items()])
     kind.print_details(draft, target, texts, firsts)

@@ -31,7 +31,7 @@ def make_loss(
     head: MtpHead, target: FrozenTarget, config: MtpConfig, loss: Callable[..., tuple[Tensor, Tensor]] = mtp_loss
 ) -> LossFunction:
     return lambda embeds, hidden, logits, loss_mask: loss(
-        head, target.head, embeds, hidden, logits, loss_mask, config.ttt_steps, config.decay
+        head, target.lm_head, embeds, hidden, logits, loss_mask, config.ttt_steps, config.decay
     )
 
 
@@ -43,7 +43,7 @@ def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_
     dtype, (hidden, _) = head.dtype, target(tokens[None])
     outputs = head.unroll(target.embed(tokens[None, 1:]).to(dtype), hidden[:, :-1].to(dtype), steps)
     found = [
-        F.linear(output[0, roots - 1], target.head.to(dtype)).argmax(-1) == tokens[roots + depth]
+        F.linear(output[0, roots - 1], target.lm_head.to(dtype)).argmax(-1) == tokens[roots + depth]
         for depth, output in enumerate(outputs, 1)
     ]
     return torch.stack(found)
@@ -55,16 +55,16 @@ def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_ro
 
 
 def agreement_by_depth(
-    head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
+    head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int], steps: int
 ) -> list[float]:
     """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
-    found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
+    found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, output_starts, strict=True)]
     return torch.cat(found, 1).float().mean(1).tolist()
 
 
-def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int]) -> None:
-    agreement = agreement_by_depth(head, target, texts, firsts, num_layers(head) + 2)
+def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int]) -> None:
+    agreement = agreement_by_depth(head, target, texts, output_starts, num_layers(head) + 2)
     depths = " ".join(f"{share:.3f}" for share in agreement)
     print(f"share of the head's most likely tokens that are the target's, by depth: {depths}")
 

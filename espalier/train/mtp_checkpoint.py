@@ -31,14 +31,14 @@ SPECULATORS_VERSION = "0.9.0"
 
 
 def mtp_config(
-    layer: dict[str, Any], num_layers: int, form: str, target: Path, architectures: list[str]
+    layer_config: dict[str, Any], num_layers: int, hidden_form: str, target: Path, architectures: list[str]
 ) -> dict[str, Any]:
-    """Returns the config.json of a head.  layer: the sizes of a layer, with the field names of a Llama config."""
+    """Returns the config.json of a head.  layer_config: the sizes of a layer, named as in a Llama config."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
     return {
         "architectures": ["MTPDraftModel"],
         "dtype": "bfloat16",
-        "mtp_form": form,
+        "mtp_form": hidden_form,
         "num_nextn_predict_layers": num_layers,
         "speculators_config": {
             "algorithm": "mtp",
@@ -49,7 +49,7 @@ def mtp_config(
         "speculators_model_type": "mtp",
         "speculators_version": SPECULATORS_VERSION,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {"model_type": "llama", **layer},
+        "transformer_layer_config": {"model_type": "llama", **layer_config},
     }
 
 

@@ -53,10 +53,10 @@ class MtpLayer(nn.Module):
 class MtpHead(nn.Module):
     """An MTP head.  shape: the sizes of its layers; num_hidden_layers is N."""
 
-    def __init__(self, shape: LlamaShape, form: HiddenForm) -> None:
+    def __init__(self, shape: LlamaShape, hidden_form: HiddenForm) -> None:
         super().__init__()
         self.shape = shape
-        self.form = form
+        self.form = hidden_form
         self.mtp_layers = nn.ModuleList(MtpLayer(shape) for _ in range(shape.num_hidden_layers))
         for parameter in self.parameters():
             if parameter.ndim == 2:

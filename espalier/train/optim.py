@@ -70,8 +70,7 @@ def make_optimizers(
 
 
 def learning_rate_factor(progress: float, warmup_share: float = 0.01, constant_share: float = 0.45) -> float:
-    """Returns the factor of the learning rate at `progress` in [0, 1]: a linear warm-up, a constant phase, then a
-    linear decay to zero."""
+    """Returns the factor of the learning rate at `progress` in [0, 1]: warm-up, constant phase, decay to 0."""
     if progress < warmup_share:
         return progress / warmup_share
     return min(1.0, max(0.0, (1 - progress) / (1 - constant_share)))

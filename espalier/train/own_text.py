@@ -48,7 +48,7 @@ class OwnText:
     held_out: TextList
 
 
-def print_work(config: OwnTextConfig, makes_text: bool) -> None:
+def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
     """Prints the first line of a run: the device, the planned work and, on a CPU, flags for a shorter run."""
     device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
@@ -119,19 +119,19 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
         print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {format_minutes(left)} left", flush=True)
 
 
-def _cut_prompts(data: UserText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
+def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_prompts: int) -> list[np.ndarray]:
     """Returns prompts of one length for a batch.
     With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked."""
     lengths = [length for length, _ in config.prompt_batches()]
-    length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + number
+    length, seed = lengths[batch_number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + batch_number
     windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
-    return list(next(windows.batches(size))[:, :length].numpy())
+    return list(next(windows.batches(num_prompts))[:, :length].numpy())
 
 
-def _conversation_prompts(data: UserText, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
+def _conversation_prompts(data: UserText, config: OwnTextConfig, num_done: int, num_prompts: int) -> list[np.ndarray]:
     """Returns the conversations of a batch.  All seeds have the same order: seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
-    places = config.seed * config.continuations + before + np.arange(size)
+    places = config.seed * config.continuations + num_done + np.arange(num_prompts)
     return [data.conversations[order[place % len(order)]].tokens for place in places]
 
 
@@ -147,12 +147,14 @@ def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> t
     return TextList.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
 
 
-def write_own_text(target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
+def write_own_text(
+    target: Path, data: UserText, config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]
+) -> None:
     """Generates the own text of this seed and writes it to the work folder.  origin: see work.origin_of."""
-    work.mkdir(parents=True, exist_ok=True)
-    path, made_from = _own_text_file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
+    work_dir.mkdir(parents=True, exist_ok=True)
+    path, made_from = _own_text_file(work_dir, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
     data, prompts = data.split_held_out()
-    with open_unfinished(config, work, origin) as unfinished:
+    with open_unfinished(config, work_dir, origin) as unfinished:
         with TargetWriter(target, longest_text(data, config, prompts), config.generate_batch) as writer:
             make_own_text(writer, data, config, unfinished)
             held_out = writer.continuations(prompts, config.continuation_tokens, 0.0) if prompts else []
@@ -176,63 +178,63 @@ def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.nda
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
-def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
+def open_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> UnfinishedText:
     """Opens the unfinished text of this seed.  Raises the errors of UnfinishedText."""
-    return UnfinishedText(_unfinished_file(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
+    return UnfinishedText(_unfinished_file(work_dir, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
-def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
+def require_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> None:
     """Raises EspalierError, before the target is loaded, if this run cannot continue the unfinished text."""
-    if _unfinished_file(work, config).exists():
-        with open_unfinished(config, work, origin):
+    if _unfinished_file(work_dir, config).exists():
+        with open_unfinished(config, work_dir, origin):
             pass
 
 
-def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work: Path) -> None:
+def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work_dir: Path) -> None:
     """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
-    saved_texts(config, work, origin)
-    require_unfinished(config, work, origin)
-    print_work(config, makes_text=True)
-    write_own_text(target_dir, data, config, work, origin)
+    saved_texts(config, work_dir, origin)
+    require_unfinished(config, work_dir, origin)
+    print_planned_work(config, makes_text=True)
+    write_own_text(target_dir, data, config, work_dir, origin)
 
 
 def load_own_text(
-    target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
+    target: Path, data: UserText, config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]
 ) -> OwnText:
     """Returns the own text of all seeds in the work folder.  If there is none, generates this seed's text."""
-    if not (saved := saved_texts(config, work, origin)):
-        write_own_text(target, data, config, work, origin)
-        saved = saved_texts(config, work, origin)
+    if not (saved := saved_texts(config, work_dir, origin)):
+        write_own_text(target, data, config, work_dir, origin)
+        saved = saved_texts(config, work_dir, origin)
     files = [np.load(path) for path in saved]
 
-    def all_of(name: str) -> TextList:
+    def joined_texts(name: str) -> TextList:
         return TextList(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(TextList)))
 
     held_out = TextList(*(files[0][f"held_out_{each.name}"] for each in fields(TextList)))
-    return OwnText(all_of("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
+    return OwnText(joined_texts("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 
-def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
+def saved_texts(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> list[Path]:
     """Returns the files of own text in the work folder.
     Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings."""
-    paths = sorted(work.glob("own_text-*.npz"))
+    paths = sorted(work_dir.glob("own_text-*.npz"))
     for path in paths:
         try:
             with np.load(path) as saved:
                 made_from = json.loads(str(saved["made_from"])) if "texts_firsts" in saved else None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
-        is_this = path == _own_text_file(work, config)
+        is_this = path == _own_text_file(work_dir, config)
         now = {**origin, **fixed_settings(config, OwnTextConfig)} if is_this else origin
         require_same_origin(path, made_from, now, "give the same flags, or another --work")
     return paths
 
 
-def _own_text_file(work: Path, config: OwnTextConfig) -> Path:
-    return work / f"own_text-{config.seed}.npz"
+def _own_text_file(work_dir: Path, config: OwnTextConfig) -> Path:
+    return work_dir / f"own_text-{config.seed}.npz"
 
 
-def _unfinished_file(work: Path, config: OwnTextConfig) -> Path:
-    return work / f"own_text-{config.seed}.unfinished"
+def _unfinished_file(work_dir: Path, config: OwnTextConfig) -> Path:
+    return work_dir / f"own_text-{config.seed}.unfinished"

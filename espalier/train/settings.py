@@ -25,11 +25,11 @@ MAX_SEED = 10**8
 MAX_DEPTH = 256
 
 
-def length_advice(prompt: int, positions: int) -> str:
+def length_advice(prompt_tokens: int, max_positions: int) -> str:
     """Returns advice for an error about a prompt (in tokens) that leaves too few of the target's positions."""
-    if prompt >= positions:
+    if prompt_tokens >= max_positions:
         return "use shorter prompts, or another target"
-    return f"use at most {positions - prompt}, or shorter prompts"
+    return f"use at most {max_positions - prompt_tokens}, or shorter prompts"
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class OwnTextConfig:
         high=1,
     )
     seed: int = option(
-        "seed of every random choice; the own text of several seeds adds up in the work folder",
-        0,
-        low=0,
-        high=MAX_SEED,
+        "seed of every random choice; the own text of several seeds adds up in the work folder", 0, low=0, high=MAX_SEED
     )
 
     def __post_init__(self) -> None:
@@ -69,9 +66,9 @@ class OwnTextConfig:
         sizes = [min(self.generate_batch, each) for each in left]
         return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
 
-    def require_target(self, target: Mapping[str, Any]) -> None:
-        """Raises EspalierError if the settings do not fit a target.  target: the target's config.json."""
-        if self.continuation_tokens >= (positions := int(target["max_position_embeddings"])):
+    def require_target(self, target_config: Mapping[str, Any]) -> None:
+        """Raises EspalierError if the settings do not fit a target.  target_config: the target's config.json."""
+        if self.continuation_tokens >= (positions := int(target_config["max_position_embeddings"])):
             raise EspalierError(
                 f"--continuation-tokens={self.continuation_tokens} is too long: the target has {positions} positions, "
                 f"for a prompt too; use at most {positions - 1}"
@@ -122,9 +119,9 @@ class TrainConfig(OwnTextConfig):
         """The number of rows of a batch that are the target's own text."""
         return round(self.own_share * self.batch)
 
-    def require_target(self, target: Mapping[str, Any]) -> None:
-        super().require_target(target)
-        if self.length > (positions := int(target["max_position_embeddings"])):
+    def require_target(self, target_config: Mapping[str, Any]) -> None:
+        super().require_target(target_config)
+        if self.length > (positions := int(target_config["max_position_embeddings"])):
             raise EspalierError(f"--length={self.length} is more than the target's positions; use at most {positions}")
 
 
@@ -208,9 +205,9 @@ class BlockConfig(TrainConfig):
         if self.edge_kind != "vanilla" and not self.edge_rank:
             raise EspalierError(f"--edge-kind={self.edge_kind} needs a Markov head; use --edge-rank 1 or more")
 
-    def require_target(self, target: Mapping[str, Any]) -> None:
-        super().require_target(target)
-        if self.mask_token >= (vocab_size := int(target["vocab_size"])):
+    def require_target(self, target_config: Mapping[str, Any]) -> None:
+        super().require_target(target_config)
+        if self.mask_token >= (vocab_size := int(target_config["vocab_size"])):
             raise EspalierError(
                 f"--mask-token={self.mask_token} is no token of the target; use 0 to {vocab_size - 1}, or -1"
             )

@@ -33,7 +33,7 @@ class SavedState:
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
         """Restores the state in place.  Returns the number of finished steps; 0 if there is no state."""
-        state = self._read(next(model.parameters()).device, mmap=False)
+        state = self._read_state(next(model.parameters()).device, mmap=False)
         if state is None:
             return 0
         model.load_state_dict(state["model"])
@@ -44,12 +44,12 @@ class SavedState:
 
     def require_same_origin(self) -> None:
         """Raises EspalierError, before the target is loaded, if the state belongs to another run."""
-        self._read(torch.device("cpu"), mmap=True)
+        self._read_state(torch.device("cpu"), mmap=True)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def _read(self, device: torch.device, mmap: bool) -> dict[str, Any] | None:
+    def _read_state(self, device: torch.device, mmap: bool) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         try:

@@ -29,7 +29,7 @@ class FrozenTarget:
         self.model = _load_model(directory, device).eval().requires_grad_(False)
 
     @property
-    def head(self) -> Tensor:
+    def lm_head(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
     @property

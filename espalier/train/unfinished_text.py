@@ -23,8 +23,7 @@ from espalier.train.work import require_same_origin
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Prompts with continuations.  firsts: the number of tokens of each prompt.  sampled: whether temperature is 1; if
-    false, the text is greedy."""
+    """Prompts with continuations.  firsts: the number of tokens of each prompt.  sampled: else greedy."""
 
     firsts: list[int]
     sampled: bool

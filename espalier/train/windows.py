@@ -12,65 +12,64 @@ from torch import Tensor
 from espalier.errors import EspalierError
 
 
-def num_windows(num_tokens: int, length: int) -> int:
-    """Returns the number of windows of `length + 1` tokens that a stream has at every offset below `length`."""
-    return max(0, (num_tokens - 1) // length - 1)
+def num_windows(num_tokens: int, row_length: int) -> int:
+    """Returns the number of windows of `row_length + 1` tokens that a stream has at every offset below `row_length`."""
+    return max(0, (num_tokens - 1) // row_length - 1)
 
 
-def require_windows(text: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
+def require_windows(text: str, num_tokens: int, row_length: int, num_rows: int, remedy: str) -> None:
     """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
     text: the description of the text in the error message."""
-    if (found := num_windows(num_tokens, length)) < num_rows:
-        raise EspalierError(f"{text}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}")
+    if (found := num_windows(num_tokens, row_length)) < num_rows:
+        have = f"{text}: {found} rows of {row_length} tokens"
+        raise EspalierError(f"{have}, and a batch takes {num_rows} of them; {remedy}")
 
 
 class StreamWindows:
-    """Windows of `length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
+    """Windows of `row_length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
 
-    def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
+    def __init__(self, stream: np.ndarray, row_length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
-        self.length = length
+        self.length = row_length
         self.seed = seed
-        self.num_windows = num_windows(len(stream), length)
+        self.num_windows = num_windows(len(stream), row_length)
 
-    def epoch_order(self, number: int) -> tuple[Tensor, int]:
+    def epoch_order(self, epoch: int) -> tuple[Tensor, int]:
         """Returns (order of the windows, offset of the first window) of an epoch."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
-    def batches(self, size: int, first_batch: int = 0) -> Iterator[Tensor]:
-        """Yields an infinite sequence of batches [size, length + 1] int64.  first_batch: the number of batches to skip
-        in a resumed run."""
+    def batches(self, batch_size: int, first_batch: int = 0) -> Iterator[Tensor]:
+        """Yields an infinite sequence of batches [size, length + 1] int64, from first_batch on."""
         require_windows(
-            f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
+            f"the text has {len(self.stream)} tokens", len(self.stream), self.length, batch_size, "give more text"
         )
-        per_epoch = self.num_windows // size
+        per_epoch = self.num_windows // batch_size
         reach = torch.arange(self.length + 1, device=self.stream.device)
         number = first_batch // per_epoch
         skip = first_batch % per_epoch
         while True:
             order, offset = self.epoch_order(number)
             for step in range(skip, per_epoch):
-                starts = order[step * size : (step + 1) * size] * self.length + offset
+                starts = order[step * batch_size : (step + 1) * batch_size] * self.length + offset
                 yield self.stream[starts.to(reach.device)[:, None] + reach].long()
             number, skip = number + 1, 0
 
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  firsts: the number of tokens of each text's
-    prompt."""
+    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: the lengths of the prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     firsts: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> TextList:
+    def of(cls, texts: Sequence[np.ndarray], output_starts: Sequence[int]) -> TextList:
         # The dtype is int32, because the data's dtype may be too small for generated token ids.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
-        return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
+        return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(output_starts, np.int64))
 
     def split(self) -> list[np.ndarray]:
         return np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
@@ -83,24 +82,23 @@ class TextList:
 
 
 class TextRows:
-    """Rows of `length + 1` tokens.  A row begins at the beginning of a text, or continues a text that is longer than a
-    row.
+    """Rows of `row_length + 1` tokens.  A row begins with a text, or continues a longer text.
 
     In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden
     states would differ.  Every epoch has another order of texts.  If the end of a row cuts a text, the rest of the text
     is not used in this epoch.
     """
 
-    def __init__(self, texts: TextList, length: int, device: torch.device, seed: int) -> None:
-        self.texts, self.length, self.device, self.seed = texts, length, device, seed
-        self.starts = np.cumsum(texts.lengths) - texts.lengths
+    def __init__(self, texts: TextList, row_length: int, device: torch.device, seed: int) -> None:
+        self.texts, self.length, self.device, self.seed = texts, row_length, device, seed
+        self.text_starts = np.cumsum(texts.lengths) - texts.lengths
 
-    def epoch_order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices into texts.tokens in the epoch's order, for each row the position of its first index)."""
-        order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.text_starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)
-        places = np.arange(len(self.texts.tokens)) + np.repeat(self.starts[order] - (ends - lengths), lengths)
+        places = np.arange(len(self.texts.tokens)) + np.repeat(self.text_starts[order] - (ends - lengths), lengths)
         rows, at = [], 0
         while at + size <= len(places):
             rows.append(at)
@@ -108,25 +106,25 @@ class TextRows:
             at = at + size if end - at - size >= size else end
         return places, np.array(rows, np.int64)
 
-    def batches(self, size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch_size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields an infinite sequence of batches [size, length + 1]: token ids, and whether each token belongs to a
         continuation.
 
         first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if the first
-        epoch has fewer rows than `size`.
+        epoch has fewer rows than `batch_size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:
             places, rows = self.epoch_order(number)
             # In another order, texts may fill fewer rows.  Such an epoch has no batch.
-            if number == 0 and len(rows) < size:
+            if number == 0 and len(rows) < batch_size:
                 raise EspalierError(
-                    f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
-                    "of them; use more --continuations, or a smaller --batch or --length"
+                    f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes "
+                    f"{batch_size} of them; use more --continuations, or a smaller --batch or --length"
                 )
-            steps = len(rows) // size
+            steps = len(rows) // batch_size
             for step in range(min(first_batch, steps), steps):
-                at = places[rows[step * size : (step + 1) * size, None] + reach]
+                at = places[rows[step * batch_size : (step + 1) * batch_size, None] + reach]
                 made = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
                 yield made[0].to(self.device), made[1].to(self.device)
             number, first_batch = number + 1, max(0, first_batch - steps)

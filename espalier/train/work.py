@@ -41,8 +41,8 @@ def target_digest(directory: Path) -> str:
     return whole.hexdigest()[:DIGEST_CHARS]
 
 
-def text_digest(stream: np.ndarray) -> str:
-    return hashlib.sha256(stream.astype(np.int32).tobytes()).hexdigest()[:DIGEST_CHARS]
+def text_digest(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()[:DIGEST_CHARS]
 
 
 def require_same_origin(

@@ -64,11 +64,11 @@ def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
     return text[: int(starts[0])] if len(starts) else text
 
 
-def find_repeats(tokens: np.ndarray, length: int = LOOP_TOKENS) -> np.ndarray:
-    """Returns for each position whether the `length` tokens that end there occur earlier in the sequence."""
+def find_repeats(tokens: np.ndarray, num_repeated: int = LOOP_TOKENS) -> np.ndarray:
+    """Returns for each position whether the `num_repeated` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
-    for end in range(length, len(row) + 1):
-        gram = tuple(row[end - length : end])
+    for end in range(num_repeated, len(row) + 1):
+        gram = tuple(row[end - num_repeated : end])
         flags[end - 1] = gram in seen
         seen.add(gram)
     return flags

@@ -188,7 +188,7 @@ def _measure_teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance
             contexts.append(whole[:position])
             roots.append(whole[position])
     params = SamplingParams(temperature=0.0, max_tokens=llm.config.layout.steps + 2)
-    driven = drive(llm.engine, contexts, params, roots=roots)
+    driven = drive(llm.engine, contexts, params, first_tokens=roots)
     firsts = {request: traces[:1] for request, traces in driven.traces.items()}
     return _summarise(name, driven, firsts, None)
 

@@ -70,12 +70,12 @@ def run(args: Namespace) -> int:
     device = require_gpu("attention")
     print_header()
     timer = GraphTimer()
-    bandwidth = timer.bandwidth(device)
+    memory_bandwidth = timer.memory_bandwidth(device)
     times: list[TimedCase] = []
     refused: list[RefusedCell] = []
     with progress("measuring", len(PASS_SHAPES) * len(args.page_size)) as advance:
         for shape, page_size in product(PASS_SHAPES, args.page_size):
-            times += time_cases(backend_cases(shape, page_size, backends, device, refused), timer, bandwidth)
+            times += time_cases(backend_cases(shape, page_size, backends, device, refused), timer, memory_bandwidth)
             advance()
     cells = {"cells": [one.as_dict(COLUMN_NAMES) for one in times], "refused": [asdict(one) for one in refused]}
     write_json(args.json, cells)

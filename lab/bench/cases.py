@@ -57,8 +57,8 @@ class TimedCase:
 def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float) -> Iterator[TimedCase]:
     """Time one case after another.  If `cases` is a generator, only one case is in memory at a time."""
     for case in cases:
-        [ms] = timer.ms([case.run], TIMING_TURNS, case.seconds)
-        yield TimedCase(case, 1e3 * ms / case.calls, bandwidth)
+        [median_ms] = timer.median_ms([case.run], TIMING_TURNS, case.seconds)
+        yield TimedCase(case, 1e3 * median_ms / case.calls, bandwidth)
 
 
 def timing_table(column_names: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:

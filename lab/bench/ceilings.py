@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from espalier.bench.timing import DEFAULT_TURNS, MEASUREMENT_SECONDS, GraphTimer, median_graph_ms
+from espalier.bench.timing import DEFAULT_REPEATS, MEASUREMENT_SECONDS, GraphTimer, median_graph_ms
 
 PEAK_MATRIX_SIZE = 8192
 
@@ -18,7 +18,7 @@ class GpuCeilings:
 
 
 def measure_ceilings(timer: GraphTimer, device: torch.device) -> GpuCeilings:
-    return GpuCeilings(timer.bandwidth(device), PeakMeter(timer, device).measure())
+    return GpuCeilings(timer.memory_bandwidth(device), PeakMeter(timer, device).measure())
 
 
 class PeakMeter:
@@ -34,5 +34,5 @@ class PeakMeter:
         self._graph = timer.capture(lambda: a @ b)
 
     def measure(self) -> float:
-        (ms,) = median_graph_ms([self._graph], DEFAULT_TURNS, MEASUREMENT_SECONDS)
+        (ms,) = median_graph_ms([self._graph], DEFAULT_REPEATS, MEASUREMENT_SECONDS)
         return 2 * PEAK_MATRIX_SIZE**3 / ms * 1e3

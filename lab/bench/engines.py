@@ -67,7 +67,7 @@ class ShapeEngines:
         self.recipe, self.settings, self.device, self.variants = recipe, settings, device, tuple(variants)
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         return self.recipe.shape.target.max_position
 
     @cached_property
@@ -79,17 +79,17 @@ class ShapeEngines:
         return synthetic_models(self.recipe, self.settings, dtype_on(self.device), self.device, self.position_rows)
 
     @contextmanager
-    def open(self, way: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
-        config = self.config(way)
+    def open(self, variant: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
+        config = self.config(variant)
         if (needed := config.layout.position_rows) > self.position_rows:
             raise ValueError(
-                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in variants"
+                f"{variant} needs {needed} positions and the models have {self.position_rows}; name it in variants"
             )
         with self.models.make_engine(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm_of_engine(engine, config), self.models.prompts)
 
-    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
-        return shape_config(self.recipe, {**self.settings, **way}, self.device)
+    def config(self, variant: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
+        return shape_config(self.recipe, {**self.settings, **variant}, self.device)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:

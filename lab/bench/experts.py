@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import ProductRun, RoutedExperts
+from espalier.bench.linears import ProductGroup, RoutedExperts
 from espalier.bench.timing import InputsBySize, Matrix, Multiply, Product, Weights, group_by_count, run_in_order
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
@@ -51,8 +51,8 @@ class LayerExperts:
     @classmethod
     def drawn(cls, experts: RoutedExperts, dtype: torch.dtype, device: torch.device) -> "LayerExperts":
         sizes, biases = experts.sizes, None
-        gate_up, down = stored_experts(sizes.shape, experts.weights, dtype, device)
-        if sizes.biases:
+        gate_up, down = stored_experts(sizes.shape, experts.weight_format, dtype, device)
+        if sizes.has_biases:
             of_each = [torch.randn(*matrix.shape[:2], dtype=dtype, device=device) for matrix in (gate_up, down)]
             biases = ExpertBiases(*of_each)
         return cls(gate_up, down, dtype, biases, sizes.activation)
@@ -66,26 +66,26 @@ class ProductStep:
     shared: the two linear layers of the shared expert, if they are part of the product.
     """
 
-    run: ProductRun
+    run: ProductGroup
     layer: int
     is_experts: bool = False
-    shared: tuple[ProductRun, ...] = ()
+    shared: tuple[ProductGroup, ...] = ()
 
 
-def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[ProductStep]:
+def product_steps(runs: Sequence[ProductGroup], with_experts: bool) -> list[ProductStep]:
     """The products in the order of a pass: layer by layer, then the rest.
 
     with_experts: with the products of routed experts, where the engine launches them.
     """
     steps = []
     for group in group_by_count(runs):
-        for layer in range(group[0].count):
+        for layer in range(group[0].num_weights):
             of_layer = iter(group)
             for run in of_layer:
                 steps.append(ProductStep(run, layer))
                 if with_experts and run.experts is not None:
                     # The next two runs are then the shared expert's.
-                    joins = joins_shared_expert(run.experts, run.rows)
+                    joins = joins_shared_expert(run.experts, run.num_rows)
                     shared = (next(of_layer), next(of_layer)) if joins else ()
                     steps.append(ProductStep(run, layer, True, shared))
     return steps
@@ -93,15 +93,15 @@ def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[Produc
 
 def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
     """Returns the measured number of touched experts, limited to what `rows` rows can touch; None: uniform routing."""
-    if experts.touched is None:
+    if experts.mean_active is None:
         return None
     shape = experts.sizes.shape
-    return min(max(round(experts.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
+    return min(max(round(experts.mean_active), shape.top_k), shape.num_experts, rows * shape.top_k)
 
 
 def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
     """Whether `rows` rows take the shared expert in the launches of the routed ones."""
-    return experts.sizes.shared_joins and experts.weights == DENSE and rows <= MAX_SHARED_ROWS
+    return experts.sizes.fuses_shared and experts.weight_format == DENSE and rows <= MAX_SHARED_ROWS
 
 
 def num_expert_copies(experts: RoutedExperts) -> int:
@@ -112,18 +112,18 @@ def num_expert_copies(experts: RoutedExperts) -> int:
     after all of gate and up.
     """
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
-    return min(experts.sizes.layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
+    return min(experts.sizes.num_layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
 
 
 class ExpertCalls:
     """The products with the experts behind a router, one for each layer, as MixtureMLP runs them."""
 
-    def __init__(self, router: ProductRun, copies: Sequence[LayerExperts]) -> None:
-        experts, rows, down = router.experts, router.rows, copies[0].down
+    def __init__(self, router: ProductGroup, copies: Sequence[LayerExperts]) -> None:
+        experts, rows, down = router.experts, router.num_rows, copies[0].down
         assert experts is not None
         self.copies, dtype = copies, copies[0].dtype
         touched = num_touched_experts(experts, rows)
-        self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
+        self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.num_weights, touched)
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)
         # In the engine the norm before the product rounds the rows, so rounding is not timed.
@@ -138,7 +138,14 @@ class ExpertCalls:
             gate_up, down = shared
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
             joined = SharedExperts(gate_up, down)
-        arguments = (self.rows, own.gate_up, own.down, self.inputs.ids[layer], self.inputs.weights, self.live)
+        arguments = (
+            self.rows,
+            own.gate_up,
+            own.down,
+            self.inputs.expert_ids[layer],
+            self.inputs.router_weights,
+            self.live,
+        )
         return partial(grouped_experts, *arguments, own.biases, own.activation, shared_experts=joined)
 
 
@@ -149,7 +156,7 @@ class ExpertWeights(Weights):
         super().__init__(dtype, device)
         self._experts: dict[str, list[LayerExperts]] = {}
 
-    def experts_of(self, router: ProductRun) -> list[LayerExperts]:
+    def experts_of(self, router: ProductGroup) -> list[LayerExperts]:
         """The copies of the experts behind a router."""
         experts = router.experts
         assert experts is not None
@@ -158,17 +165,17 @@ class ExpertWeights(Weights):
             self._experts[router.name] = [LayerExperts.drawn(experts, self.dtype, self.device) for _ in range(count)]
         return self._experts[router.name]
 
-    def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
+    def make_pass(self, runs: Sequence[ProductGroup], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
         """Returns a function that runs all products of `product_steps`.  The engine's kernels multiply experts."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
         inputs: InputsBySize = {}
         products = []
         for step in product_steps(runs, experts):
             if step.is_experts:
-                shared = [self.of(run)[step.layer] for run in step.shared]
+                shared = [self.weights_of(run)[step.layer] for run in step.shared]
                 products.append(calls[step.run].product(step.layer, shared))
             else:
-                products.append(self.product(step.run, step.layer, inputs, multiply))
+                products.append(self.make_product(step.run, step.layer, inputs, multiply))
         return run_in_order(products)
 
 
@@ -185,7 +192,10 @@ def expert_case(
     gate_up, down: as in grouped_experts.  dtype: of the rows.
     """
     inputs = ChainInputs(shape, rows, dtype, down.device)
-    calls = [partial(grouped_experts.triton, inputs.x, gate_up, down, ids, inputs.weights) for ids in inputs.ids]
-    num_bytes = inputs.touched * (gate_up.nbytes + down.nbytes) / shape.num_experts
-    note = f"{inputs.touched:.1f} of them touched"
-    return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)
+    calls = [
+        partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights)
+        for expert_ids in inputs.expert_ids
+    ]
+    num_bytes = inputs.mean_active_experts * (gate_up.nbytes + down.nbytes) / shape.num_experts
+    note = f"{inputs.mean_active_experts:.1f} of them touched"
+    return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num_calls, note=note)

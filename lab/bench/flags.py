@@ -5,7 +5,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
 from espalier.bench import flags
-from espalier.bench.flags import SHAPE_WEIGHTS, tree_shape
+from espalier.bench.flags import SHAPE_WEIGHTS, parse_tree_shape
 from espalier.config import DTYPES
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbers
@@ -59,7 +59,7 @@ def round(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
     parser.add_argument(
         "--trees",
-        type=tree_shape,
+        type=parse_tree_shape,
         nargs="+",
         default=[],
         metavar="S,K,D",
@@ -319,7 +319,7 @@ def _prompt_group(text: str) -> tuple[int, int]:
 
 def _tree_or_plain(text: str) -> TreeShape:
     try:
-        return PLAIN_TREE if text == "plain" else tree_shape(text)
+        return PLAIN_TREE if text == "plain" else parse_tree_shape(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}, or plain") from None
 

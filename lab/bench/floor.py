@@ -19,9 +19,9 @@ from math import prod
 import torch
 from rich.text import Text
 
-from espalier.bench.linears import ModelShape, ProductRun, shape_named
+from espalier.bench.linears import ModelShape, ProductGroup, shape_named
 from espalier.bench.timing import (
-    DEFAULT_TURNS,
+    DEFAULT_REPEATS,
     MEASUREMENT_SECONDS,
     GraphTimer,
     multiply_by_library,
@@ -126,18 +126,18 @@ class RoundSize:
     touched: float | None = None
 
 
-def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
+def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductGroup, ...], tuple[ProductGroup, ...]]:
     """Returns (products of the target's pass over the trees, products of the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
-        run if run.experts is None else replace(run, experts=replace(run.experts, touched=size.touched))
+        run if run.experts is None else replace(run, experts=replace(run.experts, mean_active=size.touched))
         for run in shape.target_pass(batch * size.tree.num_draft_tokens)
     )
-    draft: list[ProductRun] = []
+    draft: list[ProductGroup] = []
     if size.has_draft and shape.block is not None:
         draft += shape.block_pass(batch, steps, topk) if steps else ()
         return target, (*draft, *shape.extend_passes(batch * (steps + 1)))
-    for each in draft_passes(shape.modules, steps, topk) if size.has_draft else ():
+    for each in draft_passes(shape.num_draft_modules, steps, topk) if size.has_draft else ():
         rows = batch * each.queries
         draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
     return target, tuple(draft)
@@ -160,13 +160,13 @@ def round_attention_cost(shape: ModelShape, size: RoundSize, value_bytes: tuple[
     # (model, queries a request, bytes of a value) of each pass
     passes = [(shape, tree.num_draft_tokens, of_target)]
     if size.has_draft and shape.block is not None:
-        passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if tree.steps else []
+        passes += [(shape.draft_sizes, shape.block.block_rows, of_draft)] if tree.steps else []
     elif size.has_draft:
-        of_modules = draft_passes(shape.modules, tree.steps, tree.topk)
+        of_modules = draft_passes(shape.num_draft_modules, tree.steps, tree.topk)
         passes += [(shape.draft_sizes, each.queries, of_draft) for each in of_modules]
     num_bytes = flops = 0.0
     for model, queries, of_value in passes:
-        for spec in model.specs:
+        for spec in model.layer_specs:
             if isinstance(spec.cache_spec, RecurrentState):
                 num_bytes += 2 * batch * state_bytes(spec.cache_spec)
                 continue
@@ -195,16 +195,16 @@ class FloorMeter:
         self.weights = ExpertWeights(dtype, self.device)
         self.timer = GraphTimer()
         # Context and page size change no product.
-        self._products: dict[tuple[ProductRun, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
+        self._products: dict[tuple[ProductGroup, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
     def ceilings(self) -> GpuCeilings:
         return measure_ceilings(self.timer, self.device)
 
-    def time_linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
+    def time_linears(self, runs: Sequence[ProductGroup], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, with F.linear and with the engine's kernels."""
         return self._timed(runs, rows, with_experts=(False,))[0]
 
-    def time_products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+    def time_products(self, runs: tuple[ProductGroup, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
         """Time the linear layers alone, and together with the experts behind routers; None without experts.
 
         The same runs are timed once.
@@ -215,22 +215,24 @@ class FloorMeter:
         return self._products[runs]
 
     def _timed(
-        self, runs: Sequence[ProductRun], rows: int, with_experts: Sequence[bool]
+        self, runs: Sequence[ProductGroup], rows: int, with_experts: Sequence[bool]
     ) -> tuple[LinearTimes, ExpertTimes | None]:
         if self.device.type == "cuda":
             # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.
             gc.collect()
             torch.cuda.empty_cache()
         chains = [
-            self.weights.chain(runs, multiply, each)
+            self.weights.make_pass(runs, multiply, each)
             for each in with_experts
             for multiply in (multiply_by_library, multiply_like_engine)
         ]
-        cublas, ours, *whole = self.timer.ms(chains, DEFAULT_TURNS, MEASUREMENT_SECONDS)
+        cublas, ours, *whole = self.timer.median_ms(chains, DEFAULT_REPEATS, MEASUREMENT_SECONDS)
         linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
         if not whole:
             return linears, None
-        touched = [(run.count, run.experts.touched_by(run.rows)) for run in runs if run.experts is not None]
+        touched = [
+            (run.num_weights, run.experts.active_experts(run.num_rows)) for run in runs if run.experts is not None
+        ]
         mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
         return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 

@@ -115,7 +115,7 @@ def run(args: Namespace) -> int:
         ways = _variants_with_trees(args.tree)
         made = engines_of_flags(args, {}, ways)
     for way in ways:
-        _require_sizes(made.config(way), made.positions, args)
+        _require_sizes(made.config(way), made.max_positions, args)
     measured: list[list[PromptFigures]] = []
     configs: list[ResolvedConfig] = []
     with progress("measuring", len(ways) * len(args.prompts)) as advance:
@@ -168,7 +168,7 @@ def _measure_variant(
     measured = []
     with engines.open(variant) as bench:
         for batch, context in args.prompts:
-            prompts = bench.prompts([context] * batch)
+            prompts = bench.make_prompts([context] * batch)
             measured.append(measure_prompts(bench.llm, prompts, args.tokens, args.repeats))
             advance()
         return measured, bench.config

@@ -138,7 +138,7 @@ def mask_ms(vocabulary: Vocabulary, grammar: Any, nodes: int, batch: int) -> flo
 
 def _measure_loads(bench: BenchEngine, vocabulary: Vocabulary, grammar: Any, num_tokens: int) -> dict[str, Any]:
     """Figures of NUM_REQUESTS requests: none, one and all of them under the grammar, in turn."""
-    prompts = bench.prompts([PROMPT_TOKENS] * NUM_REQUESTS)
+    prompts = bench.make_prompts([PROMPT_TOKENS] * NUM_REQUESTS)
     runs: dict[str, list[LoadFigures]] = {"none": [], "one": [], "all": []}
     for repeat in range(1 + TIMED_RUNS):
         for name, count in (("none", 0), ("one", 1), ("all", NUM_REQUESTS)):

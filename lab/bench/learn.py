@@ -62,11 +62,11 @@ class ComparedTraffic:
         [request] = self.llm.new_requests(tokens, self.llm.inputs.resolve(GREEDY_PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
-            self.learner.between_steps(self.llm.engine)
+            self.learner.swap_between_steps(self.llm.engine)
             self.llm.step()
-        self.learner.between_steps(self.llm.engine)
+        self.learner.swap_between_steps(self.llm.engine)
         if keep_for_training:
-            self.learner.keep(request)
+            self.learner.keep_text(request)
         return request
 
     def compare(self, prompt: str, request: Request) -> None:

@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
     device = require_gpu("linears")
     print_header()
     timer = GraphTimer()
-    bandwidth = timer.bandwidth(device)
+    bandwidth = timer.memory_bandwidth(device)
     shape = shape_named(args.shape)
     times: list[TimedCase] = []
     for name in formats:
@@ -73,7 +73,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
     made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
-        if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
+        if run.num_heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
             continue
         if weights != DENSE and run.shape[1] % QUANTISERS[weights].group_sizes[0]:
             continue

@@ -113,7 +113,7 @@ def run(args: Namespace) -> int:
 
 def mixed_recipe(recipe: Recipe) -> Recipe:
     """The same with an equal part of its text for each of SKILLS."""
-    tokens = recipe.shape.draft_vocab // len(SKILLS)
+    tokens = recipe.shape.draft_vocab_size // len(SKILLS)
     stretches: list[tuple[int, float]] = []
     for skills in SKILLS.values():
         unit = BURST if len(skills) > 1 else tokens

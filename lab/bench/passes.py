@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from espalier.bench.linears import ModelShape, ProductRun
+from espalier.bench.linears import ModelShape, ProductGroup
 from espalier.cache.layer_spec import INDEX_PLANE, LayerSpec, RecurrentState
 from espalier.kernels.ops.recurrence import CHUNK_ROWS
 
@@ -15,27 +15,27 @@ UP_TO_ATTENTION = (
 )
 
 
-def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = True) -> tuple[ProductRun, ...]:
+def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = True) -> tuple[ProductGroup, ...]:
     """Returns the products of a prefill pass.
 
     The target runs over `rows` rows, its lm_head over one row of each request, and then the draft's extend runs.
     If only the last tokens' output of the last layer is read, that layer computes only these rows (speculate/round.py).
     """
     extend = shape.extend_passes(rows) if has_draft else ()
-    if shape.modules == 1:
+    if shape.num_draft_modules == 1:
         extend = _with_output_rows(requests, extend)
     whole = shape.target_pass(rows, requests)
     if has_draft and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
-    rest, last = shape.part(0, shape.layers - 1), shape.part(shape.layers - 1)
+    rest, last = shape.slice_layers(0, shape.num_layers - 1), shape.slice_layers(shape.num_layers - 1)
     of_last = _with_output_rows(requests, last.target_pass(rows)[:-1])
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
-def _with_output_rows(rows: int, layer_runs: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
+def _with_output_rows(rows: int, layer_runs: Sequence[ProductGroup]) -> tuple[ProductGroup, ...]:
     """Returns a layer's products if its output is read at `rows` rows: those after attention compute no other rows."""
-    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer_runs)
+    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, num_rows=rows) for run in layer_runs)
 
 
 def attended_rows(spec: LayerSpec, context: float) -> float:
@@ -71,7 +71,7 @@ def state_flops(keeps: RecurrentState, length: int) -> int:
 
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
     """Returns the FLOPs of causal attention over a prompt, of all layers, plus the FLOPs of recurrent states."""
-    return sum(count * layer_prompt_flops(spec, length) for spec, count in Counter(shape.specs).items())
+    return sum(count * layer_prompt_flops(spec, length) for spec, count in Counter(shape.layer_specs).items())
 
 
 def layer_prompt_flops(spec: LayerSpec, length: int) -> int:

@@ -99,7 +99,7 @@ def run(args: Namespace) -> int:
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of_flags(args, load_sizes(max_batch, longest + SPARE_CONTEXT), **least)
-    require_positions(made.positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
+    require_positions(made.max_positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
     floors = FloorMeter(shape_of_flags(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.
@@ -134,7 +134,7 @@ def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> No
 
 def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
-    prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
+    prompts, launches = bench.make_prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
     drafts = drafter_without_files(bench.config.algorithm) is None
     # A measured peak takes a second.
@@ -163,7 +163,7 @@ def bound_ms(shape: ModelShape, batch: int, length: int, has_draft: bool, peak_f
     the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None
     with experts, quantised weights or MTP modules.
     """
-    formats = {shape.weights, shape.draft_sizes.weights if has_draft else DENSE}
+    formats = {shape.weight_format, shape.draft_sizes.weight_format if has_draft else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
     draft = shape.extend_passes(batch * length) if has_draft else ()
@@ -221,7 +221,7 @@ def measure_pause(bench: BenchEngine, running: int, context: int, length: int) -
 def _measure_pause_once(bench: BenchEngine, running: int, context: int, length: int) -> DecodePause:
     engine = bench.engine
     empty_prefix_cache(engine)
-    *short, long = bench.prompts([context] * running + [length])
+    *short, long = bench.make_prompts([context] * running + [length])
     num_tokens = engine.layout.max_context - context - 1
     requests = enter_requests(engine, short, num_tokens)
     before = _record_token_times(bench, requests, ROUNDS_BEFORE_PROMPT)

@@ -7,5 +7,5 @@ from lab.synthetic.checkpoint import Recipe
 
 
 def recipe_sizes(recipe: Recipe) -> ModelShape:
-    target = replace(model_sizes(recipe.shape.target), weights=recipe.weights)
+    target = replace(model_sizes(recipe.shape.target), weight_format=recipe.weights)
     return with_draft(target, recipe.draft_config, recipe.draft_weights)

@@ -8,7 +8,7 @@ from argparse import Namespace
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.report import require_plot
+from espalier.bench.report import check_plot_path
 from espalier.errors import EspalierError
 from espalier.startup.resolve import DEFAULT_PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
     settings = engine_settings(args)
     mode = next(mode for mode in FLAGS_BY_MODE if mode is None or _is_given(getattr(args, mode)))
     _refuse_flags_of_other_modes(args, mode)
-    require_plot(args.plot)
+    check_plot_path(args.plot)
     for name in ("json", "plot"):
         require_writable(flag_of(name), getattr(args, name))
     if mode == "figures":

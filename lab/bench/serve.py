@@ -20,7 +20,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import HttpResponse, post_request
+from espalier.bench.clients import HttpResponse, post_request_bytes
 from espalier.bench.drive import BenchEngine, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
@@ -70,7 +70,7 @@ def _compare_server(args: Namespace) -> int:
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
     made = engines_of_flags(args, load_sizes(max(sizes), longest + 1), max_context=longest)
-    require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
+    require_positions(made.max_positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
     flags: list[str] = []
     start: tuple[str, ...] = ("espalier", "serve")
     if isinstance(made, ShapeEngines):
@@ -142,7 +142,7 @@ class ServeBench:
 
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> ConcurrencyFigures:
         """Medians over repeats.  LLM.generate, streams and whole responses take turns."""
-        prompts = self.opened.prompts([context] * concurrency)
+        prompts = self.opened.make_prompts([context] * concurrency)
         kinds = (self._run_offline, partial(self._run_served, stream=True), partial(self._run_served, stream=False))
         runs: list[tuple[TimedRun, ...]] = []
         for _ in range(repeats):
@@ -175,7 +175,7 @@ class ServeBench:
         same = {"model": SERVED_NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.
         same["return_token_ids"] = self.llm.tokenizer is None
-        requests = [post_request("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
+        requests = [post_request_bytes("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
         before = self._rounds_of_server()
         exchanges = exchange_all(self.server.port, requests)
         for exchange in exchanges:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from espalier.bench.drive import drive, heldout_json
+from espalier.bench.drive import drive, heldout_texts
 from espalier.config import SpeculationConfig
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import require_number
@@ -128,7 +128,7 @@ def accept_nothing(accept: Callable[..., Any]) -> Callable[..., Any]:
 
 def mixed_prompts(count: int) -> list[str]:
     """Returns `count` prompts of held-out code, other code, prose and chats."""
-    held_out = [entry["prompt"] for entry in heldout_json()]
+    held_out = [entry["prompt"] for entry in heldout_texts()]
     library = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text(errors="ignore")[2000 : 2000 + PROMPT_CHARACTERS] for path in sorted(library.glob("*.py"))]
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))

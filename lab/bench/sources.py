@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.bench.drive import heldout_json
+from espalier.bench.drive import heldout_texts
 from espalier.config import SpeculationConfig
 from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
@@ -139,7 +139,7 @@ def _llm_of_variant(variant: dict[str, Any]) -> LLM:
 
 
 def code_prompts(count: int) -> list[str]:
-    return [entry["prompt"] for entry in heldout_json()[:count]]
+    return [entry["prompt"] for entry in heldout_texts()[:count]]
 
 
 def prose_prompts(count: int) -> list[str]:
@@ -149,7 +149,7 @@ def prose_prompts(count: int) -> list[str]:
 
 def edited_file_prompts(count: int) -> list[str]:
     """Returns versions of edited files, as an agent's loop sends them: after each edit the file is a prompt."""
-    files = [entry["prompt"] + entry["reference"] for entry in heldout_json()[: max(1, count // 4)]]
+    files = [entry["prompt"] + entry["reference"] for entry in heldout_texts()[: max(1, count // 4)]]
     return [edit for text in files for edit in _edited_versions(text)]
 
 

@@ -18,8 +18,8 @@ from espalier.bench.drive import (
     ModelEngines,
     drive,
     empty_prefix_cache,
-    full_steps,
-    heldout_contexts,
+    full_step_times,
+    heldout_prompts,
     require_positions,
 )
 from espalier.engine.engine import Engine
@@ -71,7 +71,7 @@ class RoundBench:
 
     def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> TreeVsPlain:
         """Medians over repeats, after one warm-up of each.  Plain decoding, the tree and transformers take turns."""
-        prompts = heldout_contexts(self.tree, batch, context)
+        prompts = heldout_prompts(self.tree, batch, context)
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
         plain: list[DriveResult] = []
         tree: list[DriveResult] = []
@@ -107,9 +107,9 @@ def _compare_runs(
     transformers_seconds: list[float],
     num_tokens: int,
 ) -> TreeVsPlain:
-    round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
+    round_ms, token_ms = (1000 * median(full_step_times(runs)) for runs in (tree, plain))
     plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
-    forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_steps) for run in tree)
+    forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_step_times) for run in tree)
     is_timed = any(run.forward_seconds for run in tree)
     same = sum(a == b for a, b in zip(plain[0].tokens, tree[0].tokens, strict=True))
     return TreeVsPlain(
@@ -167,7 +167,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
         settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest
     )
     require_positions(
-        ModelEngines(settings).positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}"
+        ModelEngines(settings).max_positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}"
     )
     cells: list[TreeVsPlain] = []
     bench = RoundBench(settings, args.compare is not None)

@@ -110,8 +110,8 @@ class Recipe:
         check_correlation(self.routing_correlation, config, self.shape.name)
         return make_chain(
             config.vocab_size,
-            self.shape.plain,
-            self.shape.draft_vocab,
+            self.shape.emitted_ids,
+            self.shape.draft_vocab_size,
             config.num_layers,
             seed=self.seed,
             mode=self.mode,
@@ -190,7 +190,7 @@ def write_checkpoint(
     """
     target, draft = recipe.tensors(dtype, device)
     stored = str(dtype).removeprefix("torch.")
-    fields = recipe.shape.fields
+    fields = recipe.shape.config_fields
     # Check both directories before making the first model, which may take long.
     for name in ("target", "draft"):
         _make_weightless_folder(out / name)
@@ -198,7 +198,7 @@ def write_checkpoint(
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
     _write_model(out / "draft", {**recipe.draft_json, "torch_dtype": stored}, draft)
-    about = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.source, "dtype": stored}
+    about = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.hugging_face_id, "dtype": stored}
     _write_json(out / "foundry.json", about)
     return out / "target", out / "draft"
 

@@ -11,9 +11,9 @@ BLOCK_LAYERS, EDGE_RANK = 5, 256
 def mtp_json(shape: Shape, num_layers: int, form: str) -> dict[str, Any]:
     """An MTP head in the form of speculators (`espalier/train/mtp_checkpoint.py` describes it)."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers}
-    layer = {name: value for name, value in shape.draft_layer.items() if not name.startswith("rope_")}
+    layer = {name: value for name, value in shape.draft_layer_fields.items() if not name.startswith("rope_")}
     # Gemma 4 has a RoPE for each type of layer.  The head's own may have any base.
-    layer["rope_parameters"] = {"rope_theta": shape.fields.get("rope_theta", 10_000.0), "rope_type": "default"}
+    layer["rope_parameters"] = {"rope_theta": shape.config_fields.get("rope_theta", 10_000.0), "rope_type": "default"}
     return {
         "architectures": ["MTPDraftModel"],
         "mtp_form": form,
@@ -22,7 +22,7 @@ def mtp_json(shape: Shape, num_layers: int, form: str) -> dict[str, Any]:
             "algorithm": "mtp",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"architectures": list(shape.fields["architectures"]), "name_or_path": None},
+            "verifier": {"architectures": list(shape.config_fields["architectures"]), "name_or_path": None},
         },
         "speculators_model_type": "mtp",
         "tie_word_embeddings": False,
@@ -35,7 +35,7 @@ def block_json(shape: Shape, block_size: int) -> dict[str, Any]:
     last = max(shape.target.num_layers - 3, 1)
     ids = {round(1 + i * (last - 1) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)}
     return {
-        **shape.draft_layer,
+        **shape.draft_layer_fields,
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         "num_hidden_layers": BLOCK_LAYERS,

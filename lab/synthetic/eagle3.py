@@ -27,7 +27,7 @@ class Eagle3Tensors(DraftTensors):
 
     def __init__(self, shape: Shape, target: TargetTensors) -> None:
         super().__init__(shape.draft_config.layer, target)
-        self.draft_vocab = shape.draft_vocab
+        self.draft_vocab = shape.draft_vocab_size
         channels = self.config.kv_heads * self.config.head_size
         if channels + len(target.planted.basis.T) > self.config.hidden_size:
             raise EspalierError(f"{shape.name}: {channels} key-value channels leave no room for the planted directions")

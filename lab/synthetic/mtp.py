@@ -37,7 +37,7 @@ class MtpTensors(DraftTensors):
                 f"an MTP head of {num_layers} layers in form {form!r} is not supported; use 1 or more layers and the "
                 f"form {' or '.join(HIDDEN_SOURCES)}"
             )
-        raw = {**LLAMA_FIELDS, **shape.draft_layer}
+        raw = {**LLAMA_FIELDS, **shape.draft_layer_fields}
         super().__init__(parse_config(raw, find_family(raw, FAMILIES, Path(shape.name)), Path(shape.name)), target)
         if self.config.head_size < NUM_NUDGES:
             raise EspalierError(f"{shape.name}: an MTP head needs heads of {NUM_NUDGES} values or more")

@@ -24,7 +24,7 @@ def test_the_fastest_of_each_batch_becomes_the_table():
         *(TreeTime(batch, PLAIN_TREE, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
     ]
     assert TreeTime(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
-    assert {batch: one.shape for batch, one in fastest_trees(timed).items()} == {
+    assert {batch: one.tree for batch, one in fastest_trees(timed).items()} == {
         1: WIDE,
         2: WIDE,
         4: NARROW,

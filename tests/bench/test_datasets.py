@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from espalier.bench.datasets import conversations_of
+from espalier.bench.datasets import read_conversations
 from espalier.bench.load import AnsweredRequest, Timeline, figures_by_category
 from espalier.cli.main import main
 from espalier.errors import EspalierError
@@ -39,7 +39,7 @@ def written(tmp_path):
 
 
 def read(path, limit=None, seed=0):
-    talks, left_out = conversations_of(path, (3, 5), limit, seed)
+    talks, left_out = read_conversations(path, (3, 5), limit, seed)
     return [(talk.category, talk.prefix, [turn.text for turn in talk.turns]) for talk in talks], left_out
 
 
@@ -51,8 +51,8 @@ def test_each_format_is_recognised_by_its_content(written, format, as_list):
         json.dumps([record, record], indent=1) if as_list else f"\ufeff{json.dumps(record)}\r\n\n{json.dumps(record)}"
     )
     assert read(written(text)) == ([said, said], 0)
-    talks, _ = conversations_of(written(text), (3, 5), None, 0)
-    assert [talk.number for talk in talks] == [0, 1]
+    talks, _ = read_conversations(written(text), (3, 5), None, 0)
+    assert [talk.index for talk in talks] == [0, 1]
     assert all(3 <= turn.max_tokens <= 5 for talk in talks for turn in talk.turns)
 
 
@@ -125,7 +125,7 @@ def test_no_file_gives_more_than_a_refusal(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "drawn"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     try:
-        talks, _ = conversations_of(path, (1, 1), None, 0)
+        talks, _ = read_conversations(path, (1, 1), None, 0)
     except EspalierError:
         return
     assert talks and all(turn.text.strip() for talk in talks for turn in talk.turns)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.clients import Address, HttpResponse, SentRequest, address_of, parse_response
+from espalier.bench.clients import Address, HttpResponse, SentRequest, parse_address, parse_response
 from espalier.bench.load import Arrivals, Timeline
 from espalier.bench.open_loop import LatencyLimits
 from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, request_bodies
@@ -84,10 +84,14 @@ def asked(*events):
 
 def test_tokens_are_counted_by_usage_and_times_by_chunk():
     found = asked(*events_of("", "a", "bc", "d", usage=7))
-    assert (found.error, found.text, found.num_prompt, found.num_output) == ("", "abcd", 5, 7)
+    assert (found.error, found.text, found.num_prompt_tokens, found.num_output_tokens) == ("", "abcd", 5, 7)
     assert found.timeline.chunks == [(2.0, 1), (3.0, 1), (4.0, 5)]
-    assert (found.timeline.first, found.timeline.per_token, found.timeline.whole) == (1.5, 2 / 6, 3.5)
-    assert asked(*events_of("a", "b")).num_output == 2
+    assert (found.timeline.ttft_s, found.timeline.tpot_s, found.timeline.latency_s) == (
+        1.5,
+        2 / 6,
+        3.5,
+    )
+    assert asked(*events_of("a", "b")).num_output_tokens == 2
     texts = [
         {"text": "a"},
         {"delta": {"reasoning_content": "b"}},
@@ -101,11 +105,11 @@ def test_chunks_with_token_ids_count_them_though_they_have_no_text():
     choices = [{"text": "", "token_ids": [3, 4]}, {"text": "", "token_ids": [5]}, {"text": "", "token_ids": []}]
     lines = [f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in choices]
     found = asked(*lines, b"data: [DONE]\n\n")
-    assert (found.error, found.num_output, found.timeline.chunks) == ("", 3, [(1.0, 2), (2.0, 1)])
+    assert (found.error, found.num_output_tokens, found.timeline.chunks) == ("", 3, [(1.0, 2), (2.0, 1)])
 
 
 def test_a_prompt_may_be_token_ids():
-    talks = Traffic((2, 5), (3, 9), prefixes=1, prefix_words=6, token_ids=7).conversations(12, seed=0)
+    talks = Traffic((2, 5), (3, 9), num_prefixes=1, prefix_words=6, vocab_size=7).conversations(12, seed=0)
     prompts = [next(request_bodies(talk, COMPLETIONS, [], {}))["prompt"] for talk in talks]
     assert {len(prompt) for prompt in prompts} == {8, 9, 10, 11} and {each for ids in prompts for each in ids} == set(
         range(7)
@@ -142,7 +146,7 @@ def test_arrivals_may_be_even_or_in_bursts():
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
 def test_a_turn_sends_all_that_was_said(endpoint):
-    traffic = Traffic((2, 5), (3, 9), turns=3, prefixes=2, prefix_words=6)
+    traffic = Traffic((2, 5), (3, 9), num_turns=3, num_prefixes=2, prefix_words=6)
     talks = traffic.conversations(12, seed=0)
     assert talks == traffic.conversations(12, seed=0) != traffic.conversations(12, seed=1)
     assert len({talk.prefix for talk in talks}) == 2 and all(len(talk.prefix.split()) == 6 for talk in talks)
@@ -358,7 +362,7 @@ def test_a_server_that_is_not_there_is_to_be_started(named, capsys):
 
 
 def test_an_address_may_have_a_path_and_tls():
-    address = address_of("https://x/llm/v1/")
+    address = parse_address("https://x/llm/v1/")
     assert address == Address("x", 443, True, "/llm") and str(address) == "https://x:443/llm"
     with pytest.raises(EspalierError, match="use an address such as"):
-        address_of("ftp://x")
+        parse_address("ftp://x")

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from espalier.bench.drive import heldout_json, token_parts
+from espalier.bench.drive import heldout_texts, split_tokens
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import load_tokenizer
 from tests.test_text import BYTE_LEVEL
@@ -19,7 +19,7 @@ def test_the_two_parts_are_the_tokens_of_the_text(prompt: str, reference: str) -
     def encode(text: str) -> list[int]:
         return BYTE_LEVEL.encode(text).ids
 
-    first, second = token_parts(encode, prompt, reference)
+    first, second = split_tokens(encode, prompt, reference)
     assert first + second == encode(prompt + reference)
     assert len(encode(prompt + reference)) == 1 or (first and second)
     # The first part is in the prompt, and lacks no more of it than a token can cross the border with.
@@ -30,6 +30,6 @@ def test_the_two_parts_are_the_tokens_of_the_text(prompt: str, reference: str) -
 def test_all_held_out_texts() -> None:
     tokenizer = load_tokenizer(BUNDLED_FILES / "target", 6144)
     assert tokenizer is not None
-    for entry in heldout_json():
-        first, second = token_parts(tokenizer.encode, entry["prompt"], entry["reference"])
+    for entry in heldout_texts():
+        first, second = split_tokens(tokenizer.encode, entry["prompt"], entry["reference"])
         assert first + second == tokenizer.encode(entry["prompt"] + entry["reference"]) and len(first) > 8 < len(second)

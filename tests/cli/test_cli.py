@@ -372,8 +372,8 @@ def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):
 @pytest.fixture
 def tiny_heldout(monkeypatch):
     entries = [{"prompt": "abcabc\nabc"[:6], "reference": "defdefdefdef"}, {"prompt": "ddd", "reference": "abcabcabc"}]
-    monkeypatch.setattr("espalier.bench.drive.heldout_json", lambda: entries)
-    monkeypatch.setattr(demo, "heldout_json", lambda: entries)
+    monkeypatch.setattr("espalier.bench.drive.heldout_texts", lambda: entries)
+    monkeypatch.setattr(demo, "heldout_texts", lambda: entries)
 
 
 CHOOSE = ["bench", "choose", "--context", "8", "--tokens", "12", "--repeats", "1"]

@@ -86,7 +86,9 @@ def test_commands_and_what_they_do_stand_in_one_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run("bench", "--help") == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
-    assert [name for name, command in BENCH_COMMANDS.items() if not shown[name].endswith(f"  {command.about}")] == []
+    assert [
+        name for name, command in BENCH_COMMANDS.items() if not shown[name].endswith(f"  {command.help_text}")
+    ] == []
 
 
 def test_a_list_grows_and_a_switch_may_come_twice():

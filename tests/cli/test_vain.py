@@ -246,8 +246,8 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
     drawn, randint = [], torch.randint
     monkeypatch.setattr(torch, "randint", lambda *given, **how: drawn.append(given[2]) or randint(*given, **how))
     llm = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=300))
-    monkeypatch.setattr(drive, "heldout_json", None)
-    prompts = drive.heldout_contexts(llm, 3, 9000)
+    monkeypatch.setattr(drive, "heldout_texts", None)
+    prompts = drive.heldout_prompts(llm, 3, 9000)
     assert [len(prompt) for prompt in prompts] == [9000] * 3 and prompts[0] != prompts[1]
     assert drawn == [(64, 192)]
 

@@ -168,7 +168,7 @@ def test_beside_a_length_host_names_keep_to_their_standard(name):
 def wide_states(node) -> int:
     """Places of a text that any word of the vocabulary may begin at: each costs a walk over all tokens."""
     if isinstance(node, Repeat):
-        return wide_states(node.part) * max(node.least, node.most or 1)
+        return wide_states(node.repeated) * max(node.minimum, node.maximum or 1)
     if isinstance(node, Chars):
         return sum(last - first + 1 for first, last in node.ranges) >= 52
     return sum(map(wide_states, node.parts if isinstance(node, Seq) else node.branches))

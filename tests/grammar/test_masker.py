@@ -148,19 +148,19 @@ def test_known_next_is_what_plain_decoding_must_take(grammar):
     for length in range(12):
         pushed = walk(grammar, length, rng)
         known = masker_of(grammar, pushed).forced_tokens(5)
-        num_forced += len(known.forced)
-        for i, token in enumerate(known.forced):
-            mask = masker_of(grammar, [*pushed, *known.forced[:i]]).root_mask()
+        num_forced += len(known.tokens)
+        for i, token in enumerate(known.tokens):
+            mask = masker_of(grammar, [*pushed, *known.tokens[:i]]).root_mask()
             assert tokens_in(mask).tolist() == [token] and only_token(mask) == token
-        behind = masker_of(grammar, [*pushed, *known.forced])
+        behind = masker_of(grammar, [*pushed, *known.tokens])
         assert known.mask is None or np.array_equal(known.mask, behind.root_mask())
-        assert known.mask is not None or len(known.forced) == 5 or END in known.forced or behind.is_stuck
+        assert known.mask is not None or len(known.tokens) == 5 or END in known.tokens or behind.is_stuck
     assert num_forced
 
 
 def test_a_token_that_is_not_allowed_leaves_none():
     masker = masker_of(GRAMMARS[2], [ord("x")])
-    assert masker.is_stuck and masker.forced_tokens(3).forced == []
+    assert masker.is_stuck and masker.forced_tokens(3).tokens == []
     assert of_masker.allowed_tokens(masker.root_mask()).size == 0
 
 

@@ -29,10 +29,10 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     folder = tmp_path_factory.mktemp("sample")
     sample, added = KeptTexts(folder / "sample", max_bytes), []
     for number, (prompt_length, length, flushes) in enumerate(texts):
-        prompt, before = [number + i for i in range(prompt_length)], sum(sample.counts.values())
+        prompt, before = [number + i for i in range(prompt_length)], sum(sample.texts_per_kind.values())
         sample.add(prompt, output := [7 + i for i in range(length)])
-        assert length >= of_folder.MIN_OUTPUT_TOKENS or sum(sample.counts.values()) == before
-        if sum(sample.counts.values()) > before:
+        assert length >= of_folder.MIN_OUTPUT_TOKENS or sum(sample.texts_per_kind.values()) == before
+        if sum(sample.texts_per_kind.values()) > before:
             added.append((prompt, output))
         if flushes or sample.is_full():
             sample.flush()
@@ -40,7 +40,10 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     sample.flush()
     assert sample.num_bytes <= max_bytes
     found = {
-        kind: [(t.tokens[: t.first].tolist(), t.tokens[t.first :].tolist()) for t in read_texts(sample.files(kind))]
+        kind: [
+            (t.tokens[: t.output_start].tolist(), t.tokens[t.output_start :].tolist())
+            for t in read_texts(sample.files(kind))
+        ]
         for kind in TEXT_KINDS
     }
     both = found["train"] + found["held-back"]
@@ -80,16 +83,16 @@ def test_texts_that_a_full_disk_loses_do_not_count(tmp_path, monkeypatch):
     sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(80):
         sample.add([number, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
-    assert all(sample.counts.values()) and sample.num_held_back
+    assert all(sample.texts_per_kind.values()) and sample.num_held_back
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
         for _ in of_folder.TEXT_KINDS:
             with pytest.raises(OSError, match="No space"):
                 sample.flush()
-    assert (sum(sample.counts.values()), sample.num_tokens, sample.num_held_back) == (0, 0, 0)
+    assert (sum(sample.texts_per_kind.values()), sample.num_tokens, sample.num_held_back) == (0, 0, 0)
     sample.add([0, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
     sample.flush()
-    assert (sum(sample.counts.values()), sample.num_tokens) == (1, 2 + of_folder.MIN_OUTPUT_TOKENS)
+    assert (sum(sample.texts_per_kind.values()), sample.num_tokens) == (1, 2 + of_folder.MIN_OUTPUT_TOKENS)
 
 
 def learned(tmp_path, name="1"):
@@ -130,23 +133,23 @@ BREAKS = {
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_draft_that_is_not_whole_is_never_read(broken, tmp_path):
     folder = learned(tmp_path)
-    folder.serve(folder.drafts / "1")
-    assert folder.served() == folder.drafts / "1" and read_manifest(folder.drafts / "1").after == 2.5
+    folder.record_served(folder.drafts / "1")
+    assert folder.served_draft() == folder.drafts / "1" and read_manifest(folder.drafts / "1").after == 2.5
     how, name = BREAKS[broken]
     how(folder.drafts / "1" / name)
     with pytest.raises(EspalierError, match="no whole draft"):
-        folder.served()
+        folder.served_draft()
 
 
 def test_only_the_draft_that_is_served_is_kept(tmp_path):
     folder = learned(tmp_path)
-    assert folder.served() is None and folder.next_draft().name == "2"
+    assert folder.served_draft() is None and folder.next_draft().name == "2"
     (folder.drafts / "unfinished").mkdir()
-    folder.serve(folder.drafts / "1")
+    folder.record_served(folder.drafts / "1")
     assert [each.name for each in folder.drafts.iterdir()] == ["1"]
     (folder.path / "served.json").write_text("{")
     with pytest.raises(EspalierError, match="delete it"):
-        folder.served()
+        folder.served_draft()
 
 
 @pytest.mark.parametrize("what", ORIGIN)

@@ -88,10 +88,10 @@ class Learning:
         [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
-            self.learner.between_steps(self.llm.engine)
+            self.learner.swap_between_steps(self.llm.engine)
             self.llm.step()
-        self.learner.between_steps(self.llm.engine)
-        self.learner.keep(request)
+        self.learner.swap_between_steps(self.llm.engine)
+        self.learner.keep_text(request)
         return request
 
     def serve_until(self, holds, seconds=60.0):
@@ -100,7 +100,7 @@ class Learning:
         while not holds():
             for prompt, output in texts():
                 self.learner.kept_texts.add(prompt, output)
-            self.learner.between_steps(self.llm.engine)
+            self.learner.swap_between_steps(self.llm.engine)
             time.sleep(0.01)
             assert time.monotonic() < end, self.figures
         assert self.answer([1, 2, 0]).output == texts()[0][1]
@@ -127,12 +127,12 @@ def test_a_draft_that_accepts_more_is_swapped_in_and_served_after_a_restart(tmp_
         assert learning.figures.failures == 0
     [served] = (tmp_path / "learn" / "drafts").iterdir()
     with Learning(tmp_path / "learn", SLEEPS) as learning:
-        assert learning.learner.draft == served
+        assert learning.learner.draft_dir == served
         assert learning.answer([1, 2, 0]).stats == again.stats
     change = served / "model.safetensors"
     change.write_bytes(change.read_bytes()[:-8])
     with Learning(tmp_path / "learn", SLEEPS) as learning:
-        assert learning.learner.draft == draft(1) and learning.answer([1, 2, 0]).stats == first.stats
+        assert learning.learner.draft_dir == draft(1) and learning.answer([1, 2, 0]).stats == first.stats
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_given_draft_comes_back_where_it_accepts_more_of_new_traffic(given, 
         learning.llm.engine.prefix_tree.clear()  # which hold the draft's rows of the draft before
         assert (learning.answer([1, 2, 0]).stats == of_given.stats) == is_back
         learning.serve_until(lambda: not learning.learner.is_swapping)
-        assert (learning.learner.draft == draft(1)) == is_back
+        assert (learning.learner.draft_dir == draft(1)) == is_back
     assert len(list((tmp_path / "learn" / "drafts").iterdir())) == (not is_back)
     with Learning(tmp_path / "learn", SLEEPS) as learning:
         assert (learning.answer([1, 2, 0]).stats == of_given.stats) == is_back, "also after a restart"
@@ -224,7 +224,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
         patched.setattr(os, "_exit", lambda status: ended.set())
         turn = TrainSignal(stdin)
         worked = threading.Event()
-        threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
+        threading.Thread(target=lambda: (turn.wait_until_allowed(), worked.set()), daemon=True).start()
         os.write(said, WAIT_SIGNAL)
         assert not worked.wait(0.05)
         os.write(said, GO_SIGNAL)
@@ -234,7 +234,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
 
 
 class Always:
-    def wait(self):
+    def wait_until_allowed(self):
         pass
 
 

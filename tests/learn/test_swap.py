@@ -28,7 +28,7 @@ def swap(llm, directory):
     runner = llm.engine.executor.runner
     llm.engine.drain()
     assert llm.engine.in_flight.unread_launch is llm.engine.in_flight.unsettled_round is None
-    Swap(getattr(runner.drafter, "drafter", runner.drafter).draft, loaded(llm, directory)).run()
+    Swap(getattr(runner.drafter, "drafter", runner.drafter).draft, loaded(llm, directory)).copy_weights()
 
 
 def run(llm, after=lambda step: None):
@@ -94,7 +94,7 @@ def test_every_tensor_of_a_draft_is_the_new_ones(algorithm, dtype, tmp_path):
     floating = {name: -value if value.is_floating_point() else value for name, value in weights.items()}
     save_file(floating, learned / "model.safetensors")
     served, new = load_draft(directory, target, **how), load_draft(learned, target, **how)
-    Swap(served, new).run()
+    Swap(served, new).copy_weights()
     fresh = load_draft(learned, target, **how)
 
     def plain(tensor):

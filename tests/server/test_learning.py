@@ -25,10 +25,10 @@ class Recorded:
     def __init__(self):
         self.kept = []
 
-    def keep(self, request):
+    def keep_text(self, request):
         self.kept.append(request.id)
 
-    def between_steps(self, engine):
+    def swap_between_steps(self, engine):
         pass
 
 

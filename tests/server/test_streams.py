@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from espalier.bench.clients import HttpResponse, post_request
+from espalier.bench.clients import HttpResponse, post_request_bytes
 from espalier.request import OutputChunk
 from espalier.server import active_requests, chat_responses, response_builders
 from espalier.server.api import ApiOptions, make_app
@@ -50,7 +50,7 @@ def ask(tokenizer, monkeypatch):
             app, _ = make_app(ModelFrontend(engines, FrontendOptions(("m",))), ApiOptions())
             connection, transport = connected(app, pauses)
             connection.data_received(
-                post_request(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"})
+                post_request_bytes(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"})
             )
             async with asyncio.timeout(30):
                 while not transport.data.endswith(b"\r\n0\r\n\r\n"):

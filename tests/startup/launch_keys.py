@@ -155,12 +155,12 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
     stored: as of MetaWeights; inner: the width of the MLP, 0: that of the shape.
     """
     shape = find_shape(name)
-    fields = {**shape.fields, "num_hidden_layers": num_layers}
+    fields = {**shape.config_fields, "num_hidden_layers": num_layers}
     if inner:
         fields["intermediate_size"] = inner
     if "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][:num_layers]
-    shape = replace(shape, fields=fields)
+    shape = replace(shape, config_fields=fields)
     target, draft = shape.target, None
     spec = shape.draft_config.spec if layout.steps else None
     model = make_target(MetaWeights(stored=stored), target, spec.captured_layers if spec else (), layout.position_rows)

@@ -116,7 +116,7 @@ def test_all_that_a_forced_call_allows_is_read_and_valid(name):
     for seed in range(12):
         schema = random_schema(seed)
         # Between tags a random text without a bound would hardly end.
-        is_bounded = seed % 2 or TOOL_FORMATS[name].syntax.style != "json"
+        is_bounded = seed % 2 or TOOL_FORMATS[name].syntax.arguments_style != "json"
         schema["properties"]["text"] = {"type": "string", **({"maxLength": 9} if is_bounded else {})}
         tools = checked_tools([tool("now", schema)], "required", False)
         forced = output_grammar(tools, TOOL_FORMATS[name], None)
@@ -204,7 +204,7 @@ def test_a_model_that_may_reason_first_is_still_forced(allows, name):
     reasoning = REASONING_FORMATS["harmony" if name == "harmony" else "think"]
     tools = checked_tools(TOOLS, "required")
     forced = output_grammar(tools, TOOL_FORMATS[name], None, reasoning)
-    thoughts = f"{reasoning.begin}Which?{reasoning.end}"
+    thoughts = f"{reasoning.begin_marker}Which?{reasoning.end_marker}"
     assert forced.after is None and allows(forced, ONE[name]) and allows(forced, thoughts + ONE[name])
     assert not allows(forced, f"{thoughts}Paris") and not allows(forced, thoughts + thoughts + ONE[name])
     parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
@@ -212,7 +212,7 @@ def test_a_model_that_may_reason_first_is_still_forced(allows, name):
     assert (message.reasoning, len(message.tool_calls)) == ("Which?", 1)
     either = output_grammar(checked_tools(TOOLS), TOOL_FORMATS[name], Grammar("regex", "[0-9]+"), reasoning)
     for text in ("12", ONE[name]):
-        opening = reasoning.answer if text == "12" else ""
+        opening = reasoning.answer_marker if text == "12" else ""
         assert allows(either, opening + text) and allows(either, thoughts + opening + text)
     alone = output_grammar(checked_tools(None), None, Grammar("regex", "[0-9]+"), reasoning)
-    assert allows(alone, f"{thoughts}{reasoning.answer}12") and not allows(alone, thoughts + ONE[name])
+    assert allows(alone, f"{thoughts}{reasoning.answer_marker}12") and not allows(alone, thoughts + ONE[name])

@@ -33,8 +33,8 @@ def read(family, text, parts, schemas=SCHEMAS):
     formats = find_formats(family.template, family.tools, family.reasoning or "none")
     ids = iter(map(str, range(1000)))
     if formats.tools is not None:
-        formats = replace(formats, tools=replace(formats.tools, make_id=lambda: next(ids)))
-    parser = OutputParser(formats, schemas, formats.reasoning.begin * family.opens if formats.reasoning else "")
+        formats = replace(formats, tools=replace(formats.tools, make_call_id=lambda: next(ids)))
+    parser = OutputParser(formats, schemas, formats.reasoning.begin_marker * family.opens if formats.reasoning else "")
     deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
     assert "".join(parts) == text
     return message_of(deltas), deltas

@@ -121,7 +121,7 @@ def test_a_grammar_begins_after_the_reasoning(name, variables, after, may_reason
 
     def grammar(form=None, **options):
         prompt, _, plan = inputs.prepare_conversation(HI, None, chat_template_kwargs=variables, **options)
-        return plan.params(ResolvedParams(grammar=form, stop_token_ids=(1,)), prompt).grammar
+        return plan.params_with_grammar(ResolvedParams(grammar=form, stop_token_ids=(1,)), prompt).grammar
 
     assert grammar(tools=TOOLS) is None and grammar() is None
     form = Grammar("json_object", strict=False)
@@ -161,10 +161,12 @@ def test_reasoning_that_the_prompt_began_goes_on(name):
     # A form begins where the reasoning ends; after it, at once.
     form = ResolvedParams(grammar=Grammar("json_object", strict=False), stop_token_ids=(1,))
     reasoning = find_formats(FAMILIES[name].template).reasoning
-    begun = plan.params(form, prompt).grammar
-    assert begun.after == reasoning.end and json.dumps(reasoning.answer)[1:-1] in begun.spec
+    begun = plan.params_with_grammar(form, prompt).grammar
+    assert begun.after == reasoning.end_marker and json.dumps(reasoning.answer_marker)[1:-1] in begun.spec
     closed = tokens_of(inputs.tokenizer, text + output)
-    found = ChatPlan(inputs.tokenizer, find_formats(FAMILIES[name].template), checked_tools(None)).params(form, closed)
+    found = ChatPlan(inputs.tokenizer, find_formats(FAMILIES[name].template), checked_tools(None)).params_with_grammar(
+        form, closed
+    )
     assert (found.grammar.kind, found.grammar.after) == ("json_object", None)
     assert chat_output(plan, closed, Output("3.", [], "stop")).message.content == "3."
 
@@ -184,7 +186,7 @@ def test_a_mark_that_the_user_wrote_opens_nothing(name):
     if reasoning is None:
         return
     for options in ({}, {"add_generation_prompt": False}):
-        said = [{"role": "user", "content": f"What is {reasoning.begin} here?"}]
+        said = [{"role": "user", "content": f"What is {reasoning.begin_marker} here?"}]
         prompt, _, plan = inputs.prepare_conversation(said, None, **options)
         assert plan._is_in_reasoning(prompt) == family.opens
 

@@ -157,7 +157,7 @@ def output(name, reasoning, thoughts, content, calls, ends):
     if name == "harmony":
         said = f"<|start|>assistant to=assistant<|channel|>commentary<|message|>{content}<|end|>" if content else ""
         return f"<|channel|>analysis<|message|>{thoughts}<|end|>{said}{tail}"
-    return f"{reasoning.begin}\n{thoughts}\n{reasoning.end * ends}\n\n{content}{tail}"
+    return f"{reasoning.begin_marker}\n{thoughts}\n{reasoning.end_marker * ends}\n\n{content}{tail}"
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -170,7 +170,7 @@ def test_what_is_written_is_read(name, data):
     text = output(name, reasoning, thoughts, content, calls, data.draw(st.integers(1, 2)))
     first = text.index(thoughts) + data.draw(st.integers(0, len(thoughts)))
     answer_start = text[:first] if data.draw(st.booleans()) else ""
-    repeated = "" if name == "harmony" or not answer_start else data.draw(st.sampled_from(["", reasoning.begin]))
+    repeated = "" if name == "harmony" or not answer_start else data.draw(st.sampled_from(["", reasoning.begin_marker]))
     written = repeated + text[len(answer_start) :]
     parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), SCHEMAS, answer_start)
     places = sorted(data.draw(st.sets(st.integers(0, len(written)), max_size=6)))

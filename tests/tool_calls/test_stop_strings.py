@@ -25,7 +25,7 @@ def planned(name, stop, **params):
     tokenizer = TOKENIZERS[name]
     plan = ChatPlan(tokenizer, find_formats(FAMILIES[name].template), checked_tools(TOOLS))
     prompt = tokenizer.encode("<think>\n" if FAMILIES[name].opens else "x", add_special_tokens=False)
-    return plan, prompt, plan.params(ResolvedParams(stop=stop, **params), prompt)
+    return plan, prompt, plan.params_with_grammar(ResolvedParams(stop=stop, **params), prompt)
 
 
 def ended(name, prompt, params, tokens):
@@ -44,7 +44,7 @@ def read(name, prompt, params, output, places=()):
     chunks = [tokens[a:b] for a, b in zip([0, *places], [*places, len(tokens)], strict=True)]
     parts = [OutputChunk("", 0, chunk) for chunk in chunks[:-1]]
     parts.append(OutputChunk("", 0, chunks[-1], finish_reason=finish, stop_reason=stopped))
-    deltas = [delta for part in parts for delta in stream.read(part)]
+    deltas = [delta for part in parts for delta in stream.read_deltas(part)]
     return said(deltas), stream.finish_reasons(parts[-1]), stream.num_reasoning_tokens
 
 
@@ -58,7 +58,7 @@ def said(deltas):
 def pieces(name, prompt, params, tokens):
     """The content of an output that no stop string ends, by the calls between."""
     found = [""]
-    for delta in make_detokenizer(TOKENIZERS[name], prompt, params).read(
+    for delta in make_detokenizer(TOKENIZERS[name], prompt, params).read_deltas(
         OutputChunk("", 0, tokens, finish_reason="length")
     ):
         if delta.kind == "call":

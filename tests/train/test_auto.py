@@ -81,7 +81,7 @@ def test_a_kind_is_not_tried_where_no_time_would_be_left_for_the_training(
 ) -> None:
     """Measurements take 8 of 30 minutes, so two trials and the training fit."""
     passed = property(lambda _: 480.0 * sum(command[0] == "bench" for command in ran))
-    monkeypatch.setattr(auto.Clock, "elapsed", passed)
+    monkeypatch.setattr(auto.TimeBudget, "elapsed", passed)
     train_auto(find_target("bundled"), conversations(tmp_path), tmp_path / "out", 30, list(TRAINERS))
     first, second, third = TRAINERS
     best = max((first, second), key=lambda kind: RATES[kind])

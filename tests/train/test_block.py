@@ -263,10 +263,10 @@ def test_the_loss_is_that_of_the_engines_edges_of_the_text(kind, ring_target):
     anchors, embeds = torch.tensor([1, 7, 15]), (target.embed(tokens[:, 1:]), mask_embedding(target, head))
     with torch.no_grad():
         found, _ = block_loss(
-            *(head, target.head, embeds, tokens[:, 1:], features[:, :-1], wanted[:, 1:], learned, anchors, 0.5)
+            *(head, target.lm_head, embeds, tokens[:, 1:], features[:, :-1], wanted[:, 1:], learned, anchors, 0.5)
         )
         outputs = head(target.embed(tokens[:, anchors]), embeds[1], features[:, :-1], anchors).flatten(0, 1)
-        edges, states, expected = head.markov_head.edges(outputs @ target.head.T, outputs), None, 0.0
+        edges, states, expected = head.markov_head.edges(outputs @ target.lm_head.T, outputs), None, 0.0
         for depth in range(3):
             before = tokens[:, anchors + depth].flatten()
             rows = DepthRows.for_roots(before)._replace(parents=torch.zeros(6, 1, dtype=torch.int64), states=states)

@@ -20,7 +20,7 @@ from espalier.train import evaluate
 from espalier.train.command import TRAINERS, main, make_config, make_parser, refuse_other_model
 from espalier.train.configs import read_draft_kind
 from espalier.train.evaluate import continue_prompts, make_report
-from espalier.train.own_text import print_work
+from espalier.train.own_text import print_planned_work
 from espalier.train.settings import OwnTextConfig
 
 
@@ -103,19 +103,19 @@ def test_the_first_line_says_device_and_work_and_how_to_make_it_small(
     """The flags that it names are valid, and make it small."""
     config = OwnTextConfig if kind == "own-text" else TRAINERS[kind].config
     monkeypatch.setattr("espalier.train.own_text.training_device", lambda: torch.device("cpu"))
-    print_work(config(), makes_text=True)
+    print_planned_work(config(), makes_text=True)
     line = capsys.readouterr().err
     assert line.startswith("on cpu: 40960 continuations of up to 256 tokens") and line.count("\n") == 1
     assert ("7629 steps of 32 x 1024 tokens" in line) == (kind != "own-text")
     out = [] if kind == "own-text" else ["--out", "out"]
     flags = [kind, "--target", "x", "--data", "y", "--work", "z", *out, *line.partition(" give ")[2].split()]
     small = make_config(config, make_parser().parse_args(flags))
-    print_work(small, makes_text=kind == "own-text")
+    print_planned_work(small, makes_text=kind == "own-text")
     assert re.search(
         r"on cpu: (97 steps of 4 x 256 tokens|64 continuations of up to 64 tokens);", capsys.readouterr().err
     )
     monkeypatch.setattr("espalier.train.own_text.training_device", lambda: torch.device("cuda"))
-    print_work(config(), makes_text=True)
+    print_planned_work(config(), makes_text=True)
     assert capsys.readouterr().err.startswith("on cuda: 40960 cont") and "trial" not in line.partition(";")[0]
 
 

@@ -110,7 +110,7 @@ def test_ngram_probabilities_sum_to_one_and_count_by_hand() -> None:
 
 
 def test_repeated_marks_the_end_of_every_gram_seen_before() -> None:
-    assert find_repeats(np.array([1, 2, 3, 9, 1, 2, 3, 2]), length=3).tolist() == [False] * 6 + [True, False]
+    assert find_repeats(np.array([1, 2, 3, 9, 1, 2, 3, 2]), num_repeated=3).tolist() == [False] * 6 + [True, False]
 
 
 @pytest.fixture(scope="module")

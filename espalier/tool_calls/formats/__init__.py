@@ -26,7 +26,7 @@ _REASONING = (harmony.REASONING_FORMAT, MISTRAL_REASONING, THINK_REASONING)
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
 AUTO, NONE = "auto", "none"
-F = TypeVar("F", ToolFormat, ReasoningFormat)
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Formats:
 
 
 def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
-    """Returns a model's formats: by name, or for "auto" by the text of its chat template.  Raises EspalierError for an
-    unknown name."""
+    """Returns a model's formats: by name, or for "auto" by the text of its chat template.  Raises EspalierError."""
     # The harmony format parses both calls and reasoning.
     if tool_format == harmony.TOOL_FORMAT.name and reasoning_format == AUTO:
         reasoning_format = harmony.REASONING_FORMAT.name
@@ -57,7 +56,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
     return Formats(tools, reasoning)
 
 
-def _find_format(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
+def _find_format(flag: str, name: str, formats: Mapping[str, Format], template: str) -> Format | None:
     if name == AUTO:
         return next((each for each in formats.values() if all(sign in template for sign in each.template_signs)), None)
     if name == NONE:

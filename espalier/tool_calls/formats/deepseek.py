@@ -19,14 +19,14 @@ def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[Non
         if marker == CALLS_BEGIN:
             space = yield from reader.read_space()
             if (yield from reader.read_literal(CALL_BEGIN)) is None:
-                writer.add("broken", f"{CALL_BEGIN} is missing in the tool call")
+                writer.add_delta("broken", f"{CALL_BEGIN} is missing in the tool call")
                 writer.add_content(CALLS_BEGIN + space)
                 continue
             opening += space + CALL_BEGIN
-        yield from _calls(reader, writer, opening, has_fence)
+        yield from _read_calls(reader, writer, opening, has_fence)
 
 
-def _calls(reader: TextReader, writer: DeltaWriter, opening: str, has_fence: bool) -> Steps[None]:
+def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, has_fence: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         kind, mark = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind
@@ -39,20 +39,20 @@ def _calls(reader: TextReader, writer: DeltaWriter, opening: str, has_fence: boo
             return
         yield from reader.read_space()
         if not (yield from call_ends_here(reader, CALL_END)):
-            yield from (_block(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
+            yield from (_read_block(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
         yield from reader.read_space()
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
 
-    while (yield from read_call(reader, writer, opening, read)):
+    while (yield from read_call(reader, writer, opening_marker, read)):
         yield from reader.read_space()
-        opening = (yield from reader.read_literal(CALL_BEGIN, CALLS_END)) or ""
-        if opening != CALL_BEGIN:
+        opening_marker = (yield from reader.read_literal(CALL_BEGIN, CALLS_END)) or ""
+        if opening_marker != CALL_BEGIN:
             yield from reader.read_space()
             return
 
 
-def _block(reader: TextReader, call: CallWriter) -> Steps[None]:
+def _read_block(reader: TextReader, call: CallWriter) -> Steps[None]:
     yield from reader.expect(FENCE_BEGIN)
     yield from reader.read_space()
     yield from read_arguments(reader, call, FENCE_END.strip())
@@ -71,8 +71,8 @@ V3_FORMAT = ToolFormat(
         f"\n{FENCE_BEGIN}",
         f"{FENCE_END}{CALL_END}",
         separator="\n",
-        opening=CALLS_BEGIN,
-        closing=CALLS_END,
+        calls_begin=CALLS_BEGIN,
+        calls_end=CALLS_END,
     ),
     arguments_as_text=True,
 )
@@ -81,6 +81,6 @@ V31_FORMAT = ToolFormat(
     template_signs=(CALLS_BEGIN,),
     special_tokens=SPECIAL_TOKENS,
     parse=partial(parse, has_fence=False),
-    syntax=CallSyntax(CALL_BEGIN, SEPARATOR, CALL_END, opening=CALLS_BEGIN, closing=CALLS_END),
+    syntax=CallSyntax(CALL_BEGIN, SEPARATOR, CALL_END, calls_begin=CALLS_BEGIN, calls_end=CALLS_END),
     arguments_as_text=True,
 )

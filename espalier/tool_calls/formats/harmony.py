@@ -42,17 +42,17 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
         if opening in (END, CALL, RETURN):
             opening = yield from reader.read_literal(CHANNEL, START)
         else:
-            opening = yield from _message(reader, writer, opening)
+            opening = yield from _read_message(reader, writer, opening)
 
 
-def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str | None]:
+def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[str | None]:
     """Read a message.  Returns the marker at its end; None if plain text follows."""
-    parts = [opening]
+    parts = [opening_marker]
     marker = yield from reader.read_until(HEADER_ENDS, parts.append)
     header = "".join(parts)
     recipient, channel = RECIPIENT_NAME_PATTERN.search(header), CHANNEL_NAME.search(header)
     if recipient is not None and recipient[1] not in NON_TOOL_RECIPIENTS:
-        return (yield from _call(reader, writer, header, marker, recipient[1]))
+        return (yield from _read_call(reader, writer, header, marker, recipient[1]))
     if marker != MESSAGE:
         # A cut-off header is dropped.
         if text := HEADER_PATTERN.sub("", header, count=1):
@@ -66,10 +66,10 @@ def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str
     return marker
 
 
-def _call(
+def _read_call(
     reader: TextReader, writer: DeltaWriter, header: str, marker: str | None, recipient: str
 ) -> Steps[str | None]:
-    """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _message."""
+    """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _read_message."""
 
     def read(call: CallWriter) -> Steps[None]:
         call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))
@@ -100,9 +100,9 @@ REASONING_FORMAT = ReasoningFormat(
     name="harmony",
     template_signs=(CHANNEL, START),
     special_tokens=SPECIAL_TOKENS,
-    begin=f"{CHANNEL}analysis{MESSAGE}",
-    end=f"{END}{START}assistant",
-    answer=f"{CHANNEL}final{MESSAGE}",
+    begin_marker=f"{CHANNEL}analysis{MESSAGE}",
+    end_marker=f"{END}{START}assistant",
+    answer_marker=f"{CHANNEL}final{MESSAGE}",
     includes_calls=True,
-    message_start=f"{START}assistant",
+    message_marker=f"{START}assistant",
 )

@@ -14,25 +14,25 @@ CALL_MARKERS = Markers(PYTHON_TAG)
 def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     space = yield from reader.read_space()
     if (yield from reader.peek()) == "{":
-        yield from _calls(reader, writer, space)
+        yield from _read_calls(reader, writer, space)
     elif space:
         writer.add_content(space)
     while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
-        yield from _calls(reader, writer, PYTHON_TAG)
+        yield from _read_calls(reader, writer, PYTHON_TAG)
 
 
-def _calls(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
+def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
 
-    while (yield from read_call(reader, writer, opening, read)):
+    while (yield from read_call(reader, writer, opening_marker, read)):
         yield from reader.read_space()
         if (yield from reader.read_literal(";")) is None:
             break
-        opening = ";" + (yield from reader.read_space())
+        opening_marker = ";" + (yield from reader.read_space())
         if (yield from reader.peek()) != "{":
-            writer.add_content(opening)
+            writer.add_content(opening_marker)
             break
 
 

@@ -18,7 +18,7 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
             yield from _read_named_call(reader, writer, CALLS_BEGIN + space)
 
 
-def _read_call_list(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
+def _read_call_list(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
     """Read a list of calls after "[", up to "]".  A broken call ends the list."""
 
     def read(call: CallWriter) -> Steps[None]:
@@ -28,14 +28,14 @@ def _read_call_list(reader: TextReader, writer: DeltaWriter, opening: str) -> St
         if (yield from reader.peek()) not in ("", ",", "]"):
             raise BrokenCall("] is missing after the tool calls")
 
-    while (yield from read_call(reader, writer, opening, read)):
-        opening = (yield from reader.read_literal(",", "]")) or ""
-        if opening != ",":
+    while (yield from read_call(reader, writer, opening_marker, read)):
+        opening_marker = (yield from reader.read_literal(",", "]")) or ""
+        if opening_marker != ",":
             yield from reader.read_space()
             return
 
 
-def _read_named_call(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
+def _read_named_call(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
     """Read a call that begins with its name.  Arguments may follow without [ARGS], which some servers leave out."""
 
     def read(call: CallWriter) -> Steps[None]:
@@ -50,7 +50,7 @@ def _read_named_call(reader: TextReader, writer: DeltaWriter, opening: str) -> S
             raise BrokenCall("the tool call has no arguments")
         yield from read_arguments(reader, call, CALLS_BEGIN)
 
-    if (yield from read_call(reader, writer, opening, read)):
+    if (yield from read_call(reader, writer, opening_marker, read)):
         yield from reader.read_space()
 
 
@@ -59,8 +59,10 @@ LIST_FORMAT = ToolFormat(
     template_signs=(CALLS_BEGIN,),
     special_tokens=(CALLS_BEGIN, ID_BEGIN, ARGUMENTS_BEGIN),
     parse=parse,
-    syntax=CallSyntax('{"name": "', '", "arguments": ', "}", separator=", ", opening=f"{CALLS_BEGIN} [", closing="]"),
-    make_id=new_short_call_id,
+    syntax=CallSyntax(
+        '{"name": "', '", "arguments": ', "}", separator=", ", calls_begin=f"{CALLS_BEGIN} [", calls_end="]"
+    ),
+    make_call_id=new_short_call_id,
 )
 NAMED_FORMAT = ToolFormat(
     name="mistral",
@@ -68,5 +70,5 @@ NAMED_FORMAT = ToolFormat(
     special_tokens=(CALLS_BEGIN, ID_BEGIN, ARGUMENTS_BEGIN),
     parse=parse,
     syntax=CallSyntax(CALLS_BEGIN, ARGUMENTS_BEGIN, ""),
-    make_id=new_short_call_id,
+    make_call_id=new_short_call_id,
 )

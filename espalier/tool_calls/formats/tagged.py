@@ -23,10 +23,10 @@ PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 CALL_OR_FUNCTION = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 
-def _read_calls(reader: TextReader, writer: DeltaWriter, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
-    """Read a whole answer.  read: reads a call after its opening tag."""
+def _read_calls(reader: TextReader, writer: DeltaWriter, read_body: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
+    """Read a whole answer.  read_body: reads a call after its opening tag."""
     while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
-        if (yield from read_call(reader, writer, CALL_BEGIN, read)):
+        if (yield from read_call(reader, writer, CALL_BEGIN, read_body)):
             yield from reader.read_space()
 
 
@@ -60,12 +60,12 @@ def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
             key, _ = yield from reader.read_text_before(KEY_END)
             yield from reader.read_space()
             yield from reader.expect(VALUE_BEGIN)
-            yield from arguments.read(reader, key.strip(), VALUE_END)
+            yield from arguments.read_value(reader, key.strip(), VALUE_END)
             yield from reader.read_space()
             found = (yield from reader.read_literal(KEY_BEGIN, CALL_END)) or ""
         if found != CALL_END:
             raise BrokenCall(f"{CALL_END} is missing in the tool call")
-        arguments.end()
+        arguments.finish()
 
     yield from _read_calls(reader, writer, read)
 
@@ -75,22 +75,22 @@ GLM_FORMAT = ToolFormat(
     template_signs=(CALL_BEGIN, KEY_BEGIN),
     special_tokens=(CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END),
     parse=parse_glm,
-    syntax=CallSyntax(CALL_BEGIN, "\n", CALL_END, separator="\n", style="glm_xml"),
+    syntax=CallSyntax(CALL_BEGIN, "\n", CALL_END, separator="\n", arguments_style="glm_xml"),
 )
 
 
 def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     while (opening := (yield from reader.read_until(CALL_OR_FUNCTION, writer.add_content))) is not None:
 
-        def read(call: CallWriter, opening: str = opening) -> Steps[None]:
-            if opening == CALL_BEGIN:
+        def read(call: CallWriter, opening_marker: str = opening) -> Steps[None]:
+            if opening_marker == CALL_BEGIN:
                 yield from reader.read_space()
                 yield from reader.expect(FUNCTION_BEGIN)
             name, _ = yield from reader.read_text_before(">")
             call.write_name(name.strip())
             yield from _read_parameters(reader, call)
             yield from reader.read_space()
-            if (yield from reader.peek()) and opening == CALL_BEGIN:
+            if (yield from reader.peek()) and opening_marker == CALL_BEGIN:
                 yield from reader.expect(CALL_END)
 
         if (yield from read_call(reader, writer, opening, read)):
@@ -104,11 +104,11 @@ def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
         found = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
         # Some outputs lack </function> before the closing tag.
         if found == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
-            return arguments.end()
+            return arguments.finish()
         if found is None:
             raise BrokenCall(f"{FUNCTION_END} is missing in the tool call")
         name, _ = yield from reader.read_text_before(">")
-        yield from arguments.read(reader, name.strip(), PARAMETER_END, trim="\n")
+        yield from arguments.read_value(reader, name.strip(), PARAMETER_END, strip_chars="\n")
 
 
 QWEN_CODER_FORMAT = ToolFormat(
@@ -117,6 +117,10 @@ QWEN_CODER_FORMAT = ToolFormat(
     special_tokens=(CALL_BEGIN, CALL_END),
     parse=parse_qwen_coder,
     syntax=CallSyntax(
-        f"{CALL_BEGIN}\n{FUNCTION_BEGIN}", ">\n", f"\n{FUNCTION_END}\n{CALL_END}", separator="\n", style="qwen_xml"
+        f"{CALL_BEGIN}\n{FUNCTION_BEGIN}",
+        ">\n",
+        f"\n{FUNCTION_END}\n{CALL_END}",
+        separator="\n",
+        arguments_style="qwen_xml",
     ),
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import timing
-from espalier.bench.linears import ProductRun
+from espalier.bench.linears import ProductGroup
 from espalier.bench.shapes import SHAPES, Shape
 from espalier.bench.timing import multiply_by_library
 from espalier.bench.tune_experts import random_expert_ids
@@ -65,10 +65,10 @@ def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measu
     [router] = [run for run in target if run.experts is not None]
     assert lab_experts.num_touched_experts(router.experts, rows) == drawn
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
-    assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
+    assert len(calls.expert_ids) == 48 and {ids.shape for ids in calls.expert_ids} == {(rows, 8)}
     # 48 calls of 64 independent rows touch 125.9 each.
     expected = QWEN.experts.shape.active_experts(rows) if drawn is None else drawn
-    assert calls.touched == pytest.approx(expected, abs=0.5 if drawn is None else 0)
+    assert calls.mean_active_experts == pytest.approx(expected, abs=0.5 if drawn is None else 0)
 
 
 def names(runs, experts=True):
@@ -98,21 +98,21 @@ def test_few_rows_take_the_shared_expert_with_the_routed_ones(rows, joins):
 def test_no_weight_is_multiplied_twice_in_a_pass_with_dense_layers():
     shape, weights = recipe_sizes(Recipe(mixture("v2"))), ExpertWeights(torch.float32, CPU)
     runs = shape.target_pass(3)
-    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in product_steps(runs, with_experts=False)]
-    assert len(pointers) == len(set(pointers)) == sum(run.count for run in runs)
+    pointers = [weights.weights_of(step.run)[step.layer].data_ptr() for step in product_steps(runs, with_experts=False)]
+    assert len(pointers) == len(set(pointers)) == sum(run.num_weights for run in runs)
 
 
 def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
     target = recipe_sizes(Recipe(mixture("qwen3-moe"), mtp_layers=2))
-    layer_sizes = replace(target.mtp.layer, experts=replace(target.experts, layers=1))
-    shape = replace(target, mtp=replace(target.mtp, layer=layer_sizes))
+    layer_sizes = replace(target.mtp.layer_shape, experts=replace(target.experts, num_layers=1))
+    shape = replace(target, mtp=replace(target.mtp, layer_shape=layer_sizes))
     _, draft = round_products(shape, RoundSize(2, TreeShape(3, 2, 6)))
     found = [step.run for step in product_steps(draft, with_experts=True) if step.is_experts]
-    assert [(run.name, run.rows) for run in found] == [
+    assert [(run.name, run.num_rows) for run in found] == [
         *(("draft 2 router", 4), ("draft 2 router", 4)),
         *(("draft 1 router", 8), ("draft 2 router", 8)),
     ]
-    ExpertWeights(torch.float32, CPU).chain(draft, multiply_by_library, experts=True)()
+    ExpertWeights(torch.float32, CPU).make_pass(draft, multiply_by_library, experts=True)()
 
 
 STORED = [(name, "dense") for name in MIXTURES] + [
@@ -126,7 +126,7 @@ def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
     [router] = [run for run in shape_named(name, weights=weights).target_pass(1) if run.experts is not None]
     copies, experts = num_expert_copies(router.experts), router.experts
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
-    assert (copies - 1) * of_call + of_call / 3 >= 60e6 or copies == router.count
+    assert (copies - 1) * of_call + of_call / 3 >= 60e6 or copies == router.num_weights
     if not name.startswith("deepseek-v3"):
         assert copies * experts.sizes.shape.num_experts * experts.expert_bytes < 4e9
     else:
@@ -142,7 +142,9 @@ def wide(name: str) -> Shape:
     if name == "qwen2-moe":
         # As wide as two routed ones, but it has a gate.
         sizes["shared_expert_intermediate_size"] = 256
-    return Shape(name, shape.source, shape.num_plain, shape.draft_vocab, {**shape.fields, **sizes})
+    return Shape(
+        name, shape.hugging_face_id, shape.end_emitted_id, shape.draft_vocab_size, {**shape.config_fields, **sizes}
+    )
 
 
 def about(value):
@@ -190,8 +192,8 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     mixture = getattr(block.mlp, "mixture", block.mlp)
     mixture(mixture.route_rows(x), live)
     shape = recipe_sizes(recipe)
-    ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), multiply_by_library, experts=True)()
-    assert len(chain.calls) == shape.experts.layers
+    ExpertWeights(dtype, CPU).make_pass(shape.target_pass(rows), multiply_by_library, experts=True)()
+    assert len(chain.calls) == shape.experts.num_layers
     [expected] = engine.calls
     for call in chain.calls:
         assert {key: about(value) for key, value in call.items()} == {
@@ -203,10 +205,10 @@ def test_layers_take_the_copies_in_turn(monkeypatch):
     monkeypatch.setattr(lab_experts, "L2_BYTES", 2 * 10**5)
     monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     shape = recipe_sizes(Recipe(mixture("qwen3-moe")))
-    shape = replace(shape, specs=shape.specs[:1] * 5, experts=replace(shape.experts, layers=5))
+    shape = replace(shape, layer_specs=shape.layer_specs[:1] * 5, experts=replace(shape.experts, num_layers=5))
     [router] = [run for run in shape.target_pass(3) if run.experts is not None]
     assert num_expert_copies(router.experts) == 2
-    ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), multiply_by_library, experts=True)()
+    ExpertWeights(torch.float32, CPU).make_pass(shape.target_pass(3), multiply_by_library, experts=True)()
     pointers = [(call["gate_up"].data_ptr(), call["down"].data_ptr()) for call in recorder.calls]
     assert len(set(pointers)) == 2 and pointers[::2] == [pointers[0]] * 3 and pointers[1::2] == [pointers[1]] * 2
     assert len({tuple(call["ids"].flatten().tolist()) for call in recorder.calls}) == 5
@@ -218,7 +220,7 @@ class Counting:
     def __init__(self, recorder):
         self.recorder, self.timed = recorder, 0
 
-    def ms(self, bodies, turns, seconds):
+    def median_ms(self, bodies, turns, seconds):
         self.timed += 1
         return [1 + 0.25 * self._calls(body) for body in bodies]
 
@@ -240,7 +242,7 @@ def told(monkeypatch):
 
 
 def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
-    layers, sizes = told.shape.experts.layers, told.shape.experts.shape
+    layers, sizes = told.shape.experts.num_layers, told.shape.experts.shape
     floor = told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=9.2), CEILINGS)
     assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
     attention = floor_module.round_attention_cost(told.shape, RoundSize(2, TreeShape(3, 2, 6), 100.0)).ms(CEILINGS)
@@ -274,7 +276,7 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
     assert lab(["floor", "--shape", "any", "--rows", "1,4", "--json", str(file)]) == 0
     assert "experts touched" in capsys.readouterr().out
     one, four = (each["experts"] for each in json.loads(file.read_text())["passes"])
-    layers, sizes = told.shape.experts.layers, told.shape.experts.shape
+    layers, sizes = told.shape.experts.num_layers, told.shape.experts.shape
     assert one == {"touched": 4.0, "num_bytes": 4 * layers * sizes.expert_bytes, "ms": 0.25 * layers}
     assert four["touched"] == pytest.approx(sizes.active_experts(4)) and four["ms"] == 0.25 * layers
 
@@ -291,8 +293,8 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
     monkeypatch.setattr(floor_module, "GraphTimer", object)
 
-    def time_products(self, runs, rows):
-        return LinearTimes(rows, 0.0, sum(run.count * run.rows for run in runs), 0.0), None
+    def time_products(self, runs, num_rows):
+        return LinearTimes(num_rows, 0.0, sum(run.num_weights * run.num_rows for run in runs), 0.0), None
 
     monkeypatch.setattr(FloorMeter, "time_products", time_products)
     sizes = recipe_sizes(Recipe(mixture("qwen3-moe")))
@@ -313,7 +315,7 @@ def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatc
         rounded.add(isinstance(x, RoundedRows))
 
     for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
-        run = ProductRun(name, (128, 128), 1, rows, weights="fp8")
-        timing._product(run, torch.randn(rows, 128), weight, multiply)()
+        run = ProductGroup(name, (128, 128), 1, rows, weight_format="fp8")
+        timing._bind_product(run, torch.randn(rows, 128), weight, multiply)()
         assert rounded == {behind_a_norm and rows <= 256}, name
         rounded.clear()

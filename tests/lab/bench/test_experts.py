@@ -34,7 +34,9 @@ def test_a_row_goes_through_all_experts_call_by_call():
     assert all(ids.shape == (40, 3) and (ids[:, 1:] > ids[:, :-1]).all() for ids in calls)
     assert torch.stack(calls)[:, 0].unique().tolist() == torch.stack(calls)[:, 0].flatten().sort().values.tolist()
     # Rows are independent: their experts meet as if drawn.
-    assert ChainInputs(SHAPE, 4, torch.float32, CPU).touched == pytest.approx(SHAPE.active_experts(4), abs=1.5)
+    assert ChainInputs(SHAPE, 4, torch.float32, CPU).mean_active_experts == pytest.approx(
+        SHAPE.active_experts(4), abs=1.5
+    )
 
 
 @pytest.fixture
@@ -54,23 +56,26 @@ def tuner(monkeypatch):
 def test_every_bucket_takes_one_of_its_plans(tuner):
     rows = (1, 4, 16, 64, 256, 512)
     found = list(tuner.measure(SHAPE, rows))
-    assert [each.rows for bucket in found for each in bucket] == list(rows)
+    assert [each.num_rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
         [plan] = {each.plan for each in bucket}
-        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.pairs_bucket(bucket[0].rows)][1]
+        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.pairs_bucket(bucket[0].num_rows)][1]
         assert plan.tile_rows in tile_rows
         # The timer says that the second of all contenders is the fastest.
         assert plan.gated == candidate_plans(plan.tile_rows, 2, H200)[1]
         assert all(
-            each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
+            each.measured_us == pytest.approx(1e3 / ChainInputs(SHAPE, each.num_rows, torch.bfloat16, CPU).num_calls)
+            for each in bucket
         )
 
 
 def test_rates_count_touched_experts_and_all_products(tuner):
     [[measured]] = tuner.measure(SHAPE, (8,))
     size = 3 * 32 * 16
-    assert measured.bytes_per_second == pytest.approx(measured.touched * 2 * size / measured.us * 1e6)
-    assert measured.flops_per_second == pytest.approx(8 * 3 * 2 * size / measured.us * 1e6)
+    assert measured.bytes_per_second == pytest.approx(
+        measured.mean_active_experts * 2 * size / measured.measured_us * 1e6
+    )
+    assert measured.flops_per_second == pytest.approx(8 * 3 * 2 * size / measured.measured_us * 1e6)
 
 
 def test_a_model_without_experts_is_refused(tmp_path):

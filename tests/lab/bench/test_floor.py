@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.bench.drive import drive
-from espalier.bench.linears import ProductRun, model_sizes, with_draft
+from espalier.bench.linears import ProductGroup, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
 from espalier.bench.timing import Weights, multiply_by_library
 from espalier.cache.layer_spec import KVHeads, LayerSpec
@@ -56,7 +56,7 @@ NAMED = [
 
 
 def by_name(runs):
-    return {run.name: (run.shape, run.count, run.rows) for run in runs}
+    return {run.name: (run.shape, run.num_weights, run.num_rows) for run in runs}
 
 
 def test_a_verify_pass_of_llama():
@@ -82,30 +82,33 @@ def test_the_extend_of_its_draft():
 
 def test_a_prefill_pass_reads_the_output_of_a_row_of_each_request():
     """So o and the MLP of the last layers run over these rows alone: 31 layers and the head's one over all rows."""
-    rows = [(run.name, run.count, run.rows) for run in prefill_pass(LLAMA, 2048, 2)]
+    rows = [(run.name, run.num_weights, run.num_rows) for run in prefill_pass(LLAMA, 2048, 2)]
     of_layer = ("qkv", "o", "gate_up", "down")
     assert rows[:4] == [(name, 31, 2048) for name in of_layer]
     assert rows[4:9] == [("qkv", 1, 2048), *((name, 1, 2) for name in of_layer[1:]), ("lm_head", 1, 2)]
     assert rows[9:11] == [("draft fc", 1, 2048), ("draft qkv", 1, 2048)]
     assert rows[11:] == [(f"draft {name}", 1, 2) for name in of_layer[1:]]
-    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, has_draft=False)][-2:] == [(1, 2), (1, 2)]
+    assert [(run.num_weights, run.num_rows) for run in prefill_pass(LLAMA, 64, 2, has_draft=False)][-2:] == [
+        (1, 2),
+        (1, 2),
+    ]
 
 
 def test_mtp_modules_read_all_rows_of_a_prefill_pass():
     one, three = (shape_named("llama-3.1-8b", mtp_layers=modules) for modules in (1, 3))
     assert prefill_pass(three, 64, 2) == (*three.target_pass(64, 2), *three.extend_passes(64))
-    assert [run.rows for run in prefill_pass(one, 64, 2)[5:]] == [64, 64, 2, 2, 2]
+    assert [run.num_rows for run in prefill_pass(one, 64, 2)[5:]] == [64, 64, 2, 2, 2]
 
 
 def test_latent_values_are_computed_behind_attention():
     last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, has_draft=False)[-9:]
-    rows = [(run.name, run.rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
+    rows = [(run.name, run.num_rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
     assert rows == [("q and kv", 64), ("k up", 64), ("v up", 2), ("o", 2)]
 
 
 def test_a_mixtures_last_layer_has_experts():
     runs = prefill_pass(QWEN, 64, 2)
-    assert [(run.name, run.count, run.rows) for run in runs if run.name == "router"] == [
+    assert [(run.name, run.num_weights, run.num_rows) for run in runs if run.name == "router"] == [
         ("router", 47, 64),
         ("router", 1, 2),
     ]
@@ -120,11 +123,11 @@ def test_the_weights_of_llama_are_those_of_its_checkpoint():
 @pytest.mark.parametrize(("steps", "levels"), [(0, 0), (1, 0), (2, 1), (5, 4)])
 def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
     target, draft = round_products(LLAMA, RoundSize(3, TreeShape(steps, 8, 1)))
-    heads = [run.rows for run in draft if run.name == "draft lm_head"]
+    heads = [run.num_rows for run in draft if run.name == "draft lm_head"]
     # At steps=0 nothing is proposed: the draft only extends.
     assert heads == [24] * levels + [3] * (steps > 0)
-    assert [run.rows for run in draft if run.name == "draft fc"] == [3 * (steps + 1)]
-    assert {run.rows for run in target} == {3}
+    assert [run.num_rows for run in draft if run.name == "draft fc"] == [3 * (steps + 1)]
+    assert {run.num_rows for run in target} == {3}
 
 
 def test_a_cost_is_the_larger_of_reading_and_computing():
@@ -150,7 +153,7 @@ def test_a_chain_runs_layer_by_layer():
         seen.append((tuple(x.shape), tuple(weight.shape), weight.data_ptr()))
         return multiply_by_library(x, weight)
 
-    weights.chain(shape.target_pass(3), multiply)()
+    weights.make_pass(shape.target_pass(3), multiply)()
     layer = [(16, 8), (8, 8), (32, 8), (8, 16)]
     assert [weight for _, weight, _ in seen] == [*layer, *layer, (10, 8)]
     assert all(x == (3, weight[1]) for x, weight, _ in seen)
@@ -159,7 +162,7 @@ def test_a_chain_runs_layer_by_layer():
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_shape_lists_its_weights_once(name):
-    shapes = shape_named(name).shapes()
+    shapes = shape_named(name).matrix_shapes()
     assert len(shapes) == len(set(shapes)) >= 7
 
 
@@ -174,7 +177,7 @@ def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     }
     counted = sum(run.weight_bytes for run in sizes.target_pass(1)) // 2
     if sizes.experts is not None:
-        counted += sizes.experts.layers * sizes.experts.shape.num_experts * sizes.experts.shape.expert_bytes // 2
+        counted += sizes.experts.num_layers * sizes.experts.shape.num_experts * sizes.experts.shape.expert_bytes // 2
     assert counted == sum(stored.values())
 
 
@@ -194,15 +197,15 @@ def test_experts_are_counted_as_they_are_stored(name):
 
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
     monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
-    run = ProductRun("out", (4, 8), 10, 1)
-    weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
+    run = ProductGroup("out", (4, 8), 10, 1)
+    weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).weights_of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
 
 
 def test_layers_of_several_sizes_run_and_read_what_each_has():
     """Windows of 1,024 with 16 KV heads of 256, and every sixth layer without, with 4 of 512 whose V is K."""
     shape = shape_named("gemma-4-31b")
-    assert by_name(run for run in shape.target_pass(2) if run.count == 10) == {
+    assert by_name(run for run in shape.target_pass(2) if run.num_weights == 10) == {
         "qkv": ((36 * 512, 5376), 10, 2),
         "o": ((5376, 32 * 512), 10, 2),
         "gate_up": ((2 * 21504, 5376), 10, 2),
@@ -223,7 +226,7 @@ def test_a_state_is_read_and_written_once_in_a_round():
 
 def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone():
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
-    shape = replace(LLAMA, specs=(own, replace(own, shares_with=0)))
+    shape = replace(LLAMA, layer_specs=(own, replace(own, shares_with=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
     assert round_attention_cost(shape, RoundSize(1, PLAIN_TREE, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
@@ -234,8 +237,8 @@ def count_weights(*shapes):
     for shape in shapes:
         taken = Counter()
         for run in shape.target_pass(1)[:-1]:
-            assert run.first == taken[run.name, run.shape]
-            taken[run.name, run.shape] += run.count
+            assert run.first_weight == taken[run.name, run.shape]
+            taken[run.name, run.shape] += run.num_weights
         counted += taken
     return counted
 
@@ -244,14 +247,14 @@ def count_weights(*shapes):
 def test_parts_of_a_model_are_the_whole(name):
     """A part has the experts of its own layers, and no weight is counted twice or left out."""
     shape = recipe_sizes(Recipe(mixture(name) if name in SUPPORTED else find_shape(name)))
-    for at in range(shape.layers + 1):
-        assert count_weights(shape.part(0, at), shape.part(at)) == count_weights(shape)
+    for at in range(shape.num_layers + 1):
+        assert count_weights(shape.slice_layers(0, at), shape.slice_layers(at)) == count_weights(shape)
 
 
 @pytest.mark.parametrize("field", ["hidden_size_per_layer_input", "use_double_wide_mlp"])
 def test_layers_with_products_that_are_not_counted_are_refused(field):
     shape = mixture("gemma4")
-    shape = replace(shape, fields={**shape.fields, field: 8})
+    shape = replace(shape, config_fields={**shape.config_fields, field: 8})
     with pytest.raises(EspalierError, match=f"Gemma4ForCausalLM have products of {field}"):
         recipe_sizes(Recipe(shape))
 
@@ -283,7 +286,7 @@ def test_latent_attention_reads_one_row_for_all_heads():
     plain_cost = round_attention_cost(shape, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
-    batched = {run.name: (run.shape, run.heads) for run in shape.target_pass(3) if run.heads > 1}
+    batched = {run.name: (run.shape, run.num_heads) for run in shape.target_pass(3) if run.num_heads > 1}
     assert batched == {"k up": ((64, 32), 8), "v up": ((48, 64), 8)}
 
 
@@ -301,8 +304,8 @@ def test_chosen_rows_are_read_once_and_every_index_key():
 
 
 def test_a_window_limits_what_a_layer_reads():
-    narrow = replace(LLAMA.specs[0], window=128)
-    assert (attended_rows(narrow, 1000), attended_rows(narrow, 100), attended_rows(LLAMA.specs[0], 1000)) == (
+    narrow = replace(LLAMA.layer_specs[0], window=128)
+    assert (attended_rows(narrow, 1000), attended_rows(narrow, 100), attended_rows(LLAMA.layer_specs[0], 1000)) == (
         128,
         100,
         1000,
@@ -312,7 +315,9 @@ def test_a_window_limits_what_a_layer_reads():
 def test_a_batched_product_has_rows_for_every_head():
     shape = recipe_sizes(Recipe(mixture("v2-dense")))
     weights, seen = Weights(torch.float32, torch.device("cpu")), []
-    weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or multiply_by_library(x, weight))()
+    weights.make_pass(
+        shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or multiply_by_library(x, weight)
+    )()
     assert len(seen) == 4 * 4 + 1  # q and kv, o, gate_up and down; the batched ones do not come here
 
 
@@ -363,7 +368,9 @@ def test_a_block_draft_runs_one_pass_its_edges_and_its_context(steps):
     target, draft = round_products(BLOCK, RoundSize(3, TreeShape(steps, 8, 64)))
     assert target == LLAMA.target_pass(3 * 64)
     edges = [run for run in draft if run.name == "draft edges"]
-    assert [run.rows for run in edges] == [3] + [24] * (steps - 1) and {run.shape for run in edges} == {(128256, 256)}
+    assert [run.num_rows for run in edges] == [3] + [24] * (steps - 1) and {run.shape for run in edges} == {
+        (128256, 256)
+    }
     # All rows of the block run at any depth, because they see one another.
     assert by_name(run for run in draft if run.name != "draft edges") == {
         "draft qkv": ((6144, 4096), 5, 48),
@@ -390,8 +397,8 @@ def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inpu
     runs = runs_of(form)
     assert tuple(run for run in runs if not run.name.startswith("draft edge ")) == runs_of(vanilla)
     [hidden_part, *factors] = [run for run in runs if run.name.startswith("draft edge ")]
-    assert (hidden_part.shape, hidden_part.rows) == ((parts * RANK, 32), 3 * 7)
-    assert [run.rows for run in factors] == [3] + [24] * 6
+    assert (hidden_part.shape, hidden_part.num_rows) == ((parts * RANK, 32), 3 * 7)
+    assert [run.num_rows for run in factors] == [3] + [24] * 6
     assert [run.shape for run in factors] == [(parts * RANK, read * RANK) for read in (inputs[0], *[inputs[1]] * 6)]
 
 
@@ -414,7 +421,7 @@ def test_the_weights_of_a_block_draft_are_read_once():
 def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
     cost = round_attention_cost(BLOCK, RoundSize(3, TreeShape(7, 8, 64), 100))
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
-    assert cost.flops == 3 * 100 * attention_flops(BLOCK.specs[0]) * (64 * 32 + 16 * 5)
+    assert cost.flops == 3 * 100 * attention_flops(BLOCK.layer_specs[0]) * (64 * 32 + 16 * 5)
 
 
 class Spied:
@@ -483,12 +490,12 @@ def test_the_weights_of_mtp_modules_are_those_of_their_layers(family):
     }
     runs = [run for module in (1, 2) for run in sizes.draft_pass(4, 0, module=module)]
     counted = sum(run.weight_bytes for run in runs) // 2
-    experts = sizes.mtp.layer.experts
+    experts = sizes.mtp.layer_shape.experts
     if experts is not None:
         counted += 2 * experts.shape.num_experts * experts.shape.expert_bytes // 2
     assert counted == stored_size(own) and (experts is not None) == (target.experts is not None)
     # No weight of one module is taken for another's or for the target's.
-    names = [(run.name, run.shape, run.first) for run in (*runs, *sizes.target_pass(4))]
+    names = [(run.name, run.shape, run.first_weight) for run in (*runs, *sizes.target_pass(4))]
     assert len(names) == len(set(names))
 
 
@@ -499,14 +506,14 @@ def is_of_target(name, num_layers):
 
 def test_heads_of_modules_are_the_targets_or_their_own():
     shared = shape_named("llama-3.1-8b", mtp_layers=3)
-    apart = replace(shared, mtp=replace(shared.mtp, own_heads=True))
+    apart = replace(shared, mtp=replace(shared.mtp, has_own_heads=True))
     for sizes, names in ((shared, ["lm_head"] * 3), (apart, [f"draft {m} lm_head" for m in (2, 3, 1)])):
         _, draft = round_products(sizes, RoundSize(2, TreeShape(3, 4, 16)))
         heads = [run for run in draft if run.name.endswith("lm_head")]
-        assert [run.name for run in heads] == names and [run.rows for run in heads] == [8, 8, 2]
+        assert [run.name for run in heads] == names and [run.num_rows for run in heads] == [8, 8, 2]
         assert {run.shape for run in heads} == {(128256, 4096)}
     # The first two levels of modules 2 and 3 run over all beams so far; an extend runs all three.
-    rows = [(run.name, run.rows) for run in draft if run.name.endswith("project")]
+    rows = [(run.name, run.num_rows) for run in draft if run.name.endswith("project")]
     assert rows == [("draft 2 project", 8), ("draft 3 project", 16), *((f"draft {m} project", 8) for m in (1, 2, 3))]
     assert not [run for run in draft if run.name == "draft fc"]
     assert {run.shape for run in draft if run.name.endswith("project")} == {(4096, 8192)}
@@ -516,18 +523,18 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     target_path, draft_path = mtp_directories("deepseek_v3", 2)
     target = read_config(target_path)
     sizes = with_draft(model_sizes(target), read_draft(draft_path, target))
-    layer, size = sizes.mtp.layer, 2 * 3 * 100
+    layer, size = sizes.mtp.layer_shape, 2 * 3 * 100
     cost = round_attention_cost(sizes, RoundSize(3, TreeShape(3, 2, 6), 100))
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.cache_row_size * (target.num_layers + 2 + 2)
-    assert cost.flops == 3 * 100 * attention_flops(sizes.specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
+    assert cost.flops == 3 * 100 * attention_flops(sizes.layer_specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
-        [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
+        [(run.num_rows, run.num_weights, run.experts.mean_active) for run in runs if run.experts is not None]
         for runs in round_products(sizes, RoundSize(3, TreeShape(3, 2, 6), touched=5.0))
     )
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
     assert verify == [(18, target.num_layers - 1, 5.0)]
-    assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.layers == 1
+    assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.num_layers == 1
     assert not round_products(sizes, RoundSize(3, PLAIN_TREE, has_draft=False))[1]
 
 
@@ -540,13 +547,13 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
         seen.append((tuple(weight.shape), len(x), weight.data_ptr()))
         return multiply_by_library(x, weight)
 
-    weights.chain((*draft, *target), multiply)()
+    weights.make_pass((*draft, *target), multiply)()
     by_shape = {shape: {pointer for size, _, pointer in seen if size == shape} for shape, *_ in seen}
-    hidden = sizes.hidden
-    assert len(by_shape[sizes.vocab, hidden]) == 1
+    hidden = sizes.hidden_size
+    assert len(by_shape[sizes.vocab_size, hidden]) == 1
     # The projection and the down product of each module, and the down product of the target's dense layer.
     assert len(by_shape[hidden, 2 * hidden]) == 2 * 3 + 1
-    heads = [rows for shape, rows, _ in seen if shape == (sizes.vocab, hidden)]
+    heads = [rows for shape, rows, _ in seen if shape == (sizes.vocab_size, hidden)]
     assert heads == [4, 4, 4, 2, 12]  # levels 2 to 4, the root, the verify pass
 
 
@@ -557,8 +564,8 @@ def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
     target, draft = round_products(quantised, SIZE)
     assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096
     assert draft == round_products(LLAMA, SIZE)[1]
-    assert all(run.weights == "dense" for run in round_products(replace(quantised, draft=None), SIZE)[1])
-    assert {run.name for run in target if run.weights == weights} == {"qkv", "o", "gate_up", "down"}
+    assert all(run.weight_format == "dense" for run in round_products(replace(quantised, draft=None), SIZE)[1])
+    assert {run.name for run in target if run.weight_format == weights} == {"qkv", "o", "gate_up", "down"}
 
 
 @pytest.mark.parametrize(
@@ -572,7 +579,7 @@ def test_quantised_experts_count_as_they_are_stored(name, weights, share):
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])
 def test_drawn_weights_are_of_the_format(weights):
     drawn = Weights(torch.bfloat16, torch.device("cpu"))
-    matrix = drawn.of(ProductRun("o", (128, 256), 1, 1, weights=weights))[0]
+    matrix = drawn.weights_of(ProductGroup("o", (128, 256), 1, 1, weight_format=weights))[0]
     x = torch.randn(2, 256, dtype=torch.bfloat16)
     # The rounding of the result to bfloat16.
     torch.testing.assert_close(

@@ -58,7 +58,7 @@ def clock(monkeypatch):
 )
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, way):
     with engines.open(way) as bench:
-        found = generate.measure_prompts(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
+        found = generate.measure_prompts(bench.llm, bench.make_prompts([context] * batch), 54, repeats=1)
         assert bench.engine.prefix_tree is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
@@ -85,12 +85,12 @@ def test_only_rounds_of_the_whole_batch_count():
 
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
     with engines.open() as bench, pytest.raises(EspalierError, match="and 9 are needed; raise --tokens"):
-        generate.measure_prompts(bench.llm, bench.prompts([20]), 10, 1)
+        generate.measure_prompts(bench.llm, bench.make_prompts([20]), 10, 1)
     with engines.open() as bench, pytest.raises(EspalierError, match=r"too few rounds .*: 0 after .* raise --tokens"):
-        generate.measure_prompts(bench.llm, bench.prompts([20]), 1, 1)
+        generate.measure_prompts(bench.llm, bench.make_prompts([20]), 1, 1)
     few = ShapeEngines(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
     with few.open() as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
-        generate.measure_prompts(bench.llm, bench.prompts([150] * 2), 40, 1)
+        generate.measure_prompts(bench.llm, bench.make_prompts([150] * 2), 40, 1)
 
 
 def test_a_tree_that_the_models_were_not_made_for_is_refused(engines):
@@ -103,7 +103,7 @@ def test_a_tree_that_the_models_were_not_made_for_is_refused(engines):
 
 def test_an_llm_around_an_engine_serves_token_ids(engines):
     with engines.open() as bench:
-        prompts = bench.prompts([20, 30])
+        prompts = bench.make_prompts([20, 30])
         outputs = bench.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
         follows = [engines.models.follows(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
         assert follows == [True, True] and [len(o.token_ids) for o in outputs] == [24, 24]
@@ -193,6 +193,6 @@ def test_on_a_gpu_a_users_engine_is_measured():
     made = ShapeEngines(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
     for way in (AS_CONFIGURED, PLAIN_DECODING):
         with made.open(way) as bench:
-            found = generate.measure_prompts(bench.llm, bench.prompts([24] * 2), 160, 3)
+            found = generate.measure_prompts(bench.llm, bench.make_prompts([24] * 2), 160, 3)
             assert bench.config.layout.max_batch == 64 and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is (way is AS_CONFIGURED) and found.first_token_ms > 0

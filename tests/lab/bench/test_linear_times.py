@@ -12,14 +12,14 @@ from espalier.models.quantisers import QUANTISERS
 from lab.bench import linear_times
 from lab.bench.cases import time_cases, timing_table
 
-SHAPE = ModelShape(128, (LayerSpec(2, KVHeads(1, 64, 64)),) * 2, intermediate=256, vocab=64)
+SHAPE = ModelShape(128, (LayerSpec(2, KVHeads(1, 64, 64)),) * 2, intermediate_size=256, vocab_size=64)
 CPU = torch.device("cpu")
 
 
 class Timer:
     """Runs each body once, and says that it took 1 ms."""
 
-    def ms(self, bodies, turns, seconds):
+    def median_ms(self, bodies, turns, seconds):
         for body in bodies:
             body()
         return [1.0 for _ in bodies]

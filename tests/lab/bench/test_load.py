@@ -38,13 +38,13 @@ def engines() -> ShapeEngines:
 @pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
 def test_every_request_is_served_to_its_length(engines, way, arrivals):
     with engines.open(way) as bench:
-        prompts, launches = bench.prompts(LOAD.inputs), record_launches(bench.engine)
+        prompts, launches = bench.make_prompts(LOAD.input_lengths), record_launches(bench.engine)
         served = serve_random(bench.engine, prompts, LOAD, arrivals)
         most = max(launches.rounds)
-    assert [len(request.output) for request in served.requests] == list(LOAD.outputs)
+    assert [len(request.output) for request in served.requests] == list(LOAD.output_lengths)
     assert all(engines.models.follows(request.prompt, request.output) for request in served.requests)
-    assert [sum(count for _, count in each.chunks) for each in served.timelines] == list(LOAD.outputs)
-    assert all(each.first > 0 and min(each.gaps, default=1) > 0 for each in served.timelines)
+    assert [sum(count for _, count in each.chunks) for each in served.timelines] == list(LOAD.output_lengths)
+    assert all(each.ttft_s > 0 and min(each.chunk_gaps, default=1) > 0 for each in served.timelines)
     assert most <= (arrivals.concurrency or 4)
     figures = served.figures()
     assert (figures["tokens_in"], figures["tokens_out"]) == (90, 48)
@@ -58,22 +58,23 @@ def test_the_time_of_a_launch_and_its_rows_are_counted_by_kind(engines, overlap)
     plain = ShapeEngines(engines.models.recipe, {**SETTINGS, "overlap": overlap, "speculation": None}, CPU)
     with plain.open() as bench:
         launches = record_launches(bench.engine)
-        served = serve_random(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
+        served = serve_random(bench.engine, bench.make_prompts(load_of_two.input_lengths), load_of_two, Arrivals())
     assert (
-        set(served.launch_times.seconds) == {"prefill", "rounds", "idle"} and served.launch_times.seconds["idle"] == 0
+        set(served.launch_times.seconds_by_kind) == {"prefill", "rounds", "idle"}
+        and served.launch_times.seconds_by_kind["idle"] == 0
     )
-    assert sum(served.launch_times.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
-    assert min(served.launch_times.seconds["prefill"], served.launch_times.seconds["rounds"]) > 0
+    assert sum(served.launch_times.seconds_by_kind.values()) == pytest.approx(served.seconds, rel=0.1)
+    assert min(served.launch_times.seconds_by_kind["prefill"], served.launch_times.seconds_by_kind["rounds"]) > 0
     assert sum(served.figures()["time_shares"].values()) == pytest.approx(1)
     rows = sum(pieces * width for pieces, width in launches.prefills) + sum(launches.rounds)
-    assert served.launch_times.rows == rows >= 29 + 5
+    assert served.launch_times.num_target_rows == rows >= 29 + 5
     assert served.figures()["wasted_rows"] == pytest.approx(1 - (29 + 7) / rows) or rows <= 36
 
 
 def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
-    talk = Load((5, 3, 4, 6), (2, 3, 4, 1), turns=2, prefixes=1, prefix_tokens=32)
+    talk = Load((5, 3, 4, 6), (2, 3, 4, 1), num_turns=2, num_prefixes=1, prefix_tokens=32)
     with engines.open({"prefix_cache": True, "page_size": 16}) as bench:
-        prompts = bench.prompts(talk.lengths)
+        prompts = bench.make_prompts(talk.prompt_lengths)
         served = serve_random(bench.engine, prompts, talk, Arrivals(concurrency=1))
     assert talk.max_tokens == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
     first, second = ([each for each in served.requests if each.arrival_index // 2 == i] for i in range(2))
@@ -103,14 +104,14 @@ def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):
     monkeypatch.setattr(load, "perf_counter", clock)
     monkeypatch.setattr(load, "sleep", sleep)
     with engines.open() as bench:
-        served = serve_random(bench.engine, bench.prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
+        served = serve_random(bench.engine, bench.make_prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
     assert now[0] > 100 and served.seconds < 1
 
 
 def test_times_of_a_request_are_between_its_pieces():
     timeline = Timeline(1.0, [(1.5, 1), (1.75, 3), (2.25, 1)])
-    assert (timeline.first, timeline.gaps, timeline.per_token) == (0.5, [0.25, 0.5], 0.1875)
-    assert Timeline(0.0, [(1.0, 1)]).per_token is None
+    assert (timeline.ttft_s, timeline.chunk_gaps, timeline.tpot_s) == (0.5, [0.25, 0.5], 0.1875)
+    assert Timeline(0.0, [(1.0, 1)]).tpot_s is None
     assert percentiles([0.003, 0.001, 0.002]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
     assert percentiles([]) is None
     # The nearest rank: at most 1 of 100 values is above p99, so none of 64.
@@ -120,7 +121,7 @@ def test_times_of_a_request_are_between_its_pieces():
 
 def test_mixed_lengths_lie_between_their_bounds():
     drawn = random_load(500, (3, 5), (7, 7))
-    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.max_tokens == 12
+    assert set(drawn.input_lengths) == {3, 4, 5} and set(drawn.output_lengths) == {7} and drawn.max_tokens == 12
     assert drawn == random_load(500, (3, 5), (7, 7))
 
 

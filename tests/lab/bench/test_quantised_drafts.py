@@ -28,18 +28,18 @@ def test_a_quantised_draft_counts_as_it_is_stored(draft, dense):
     target, of_draft = round_products(shape, size)
     before_target, before = round_products(shape_named("llama-3.1-8b", weights="fp8", **draft), size)
     assert target == before_target
-    assert [replace(run, weights="dense") for run in of_draft] == list(before)
-    assert {run.name for run in of_draft if run.weights == "dense"} == dense
+    assert [replace(run, weight_format="dense") for run in of_draft] == list(before)
+    assert {run.name for run in of_draft if run.weight_format == "dense"} == dense
     bytes_of = [sum(run.weight_bytes for run in runs if run.name not in dense) for runs in (of_draft, before)]
     assert bytes_of[0] == pytest.approx(bytes_of[1] * (0.5 + 2 / 128) / 2)
-    assert set(shape.shapes("int4")) == {run.shape for run in of_draft if run.weights == "int4"}
+    assert set(shape.matrix_shapes("int4")) == {run.shape for run in of_draft if run.weight_format == "int4"}
 
 
 def test_a_head_is_quantised_if_it_is_a_drafts_own():
     shape = shape_named("llama-3.1-8b", weights="fp8", draft_weights="int4", mtp_layers=1)
-    [shared] = [run.weights for run in shape.draft_pass(1) if run.name.endswith("lm_head")]
-    apart = replace(shape, mtp=replace(shape.mtp, own_heads=True))
-    [own] = [run.weights for run in apart.draft_pass(1) if run.name.endswith("lm_head")]
+    [shared] = [run.weight_format for run in shape.draft_pass(1) if run.name.endswith("lm_head")]
+    apart = replace(shape, mtp=replace(shape.mtp, has_own_heads=True))
+    [own] = [run.weight_format for run in apart.draft_pass(1) if run.name.endswith("lm_head")]
     assert (shared, own) == ("dense", "int4")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espalier import SamplingParams
-from espalier.bench.clients import HttpResponse, post_request
+from espalier.bench.clients import HttpResponse, post_request_bytes
 from espalier.cli.serve import plain_settings
 from espalier.errors import EspalierError
 from espalier.request import Output
@@ -86,7 +86,7 @@ def echoing():
 
 def test_clients_read_whole_responses(echoing):
     sent = [{"stream": i % 2 == 0, "bad": i == 3, "text": "é" * 100_000 * i} for i in range(5)]
-    answers = exchange_all(echoing.port, [post_request("/x", body) for body in sent])
+    answers = exchange_all(echoing.port, [post_request_bytes("/x", body) for body in sent])
     assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
     for body, answer in zip(sent, answers, strict=True):
         data = json.dumps(body).encode()

@@ -249,7 +249,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     # And what was written can be drawn elsewhere.
     drawn = []
     monkeypatch.setattr("lab.bench.shaped.plot_bars", lambda bars, title, path: drawn.extend(bars))
-    monkeypatch.setattr("lab.bench.round.require_plot", lambda path: None)
+    monkeypatch.setattr("lab.bench.round.check_plot_path", lambda path: None)
     assert lab(["round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
     assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None

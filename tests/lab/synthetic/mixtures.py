@@ -122,10 +122,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 def mixture(name: str, hot: int = 256) -> Shape:
     """Tiny, with the sizes of FIELDS."""
     plain = tiny(hot=hot)
-    fields = {**plain.fields, "attention_bias": False, **(FIELDS | HYBRIDS)[name]}
+    fields = {**plain.config_fields, "attention_bias": False, **(FIELDS | HYBRIDS)[name]}
     if name.startswith("gemma4"):  # its RoPE differs by layer
         fields = {field: value for field, value in fields.items() if not field.startswith("rope_")}
-    return Shape(name, plain.source, plain.num_plain, hot, fields)
+    return Shape(name, plain.hugging_face_id, plain.end_emitted_id, hot, fields)
 
 
 def is_supported(shape: Shape) -> bool:

@@ -192,7 +192,7 @@ def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
 
 def test_the_first_layers_are_those_of_the_whole() -> None:
     whole = Shape(
-        "tiny", "nobody", 318, 256, {**GPT_OSS_FIELDS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4}
+        "tiny", "nobody", 318, 256, {**GPT_OSS_FIELDS, **SHAPE.config_fields, "layer_types": ["sliding_attention"] * 4}
     )
     assert whole.with_layers(2).config_json["layer_types"] == ["sliding_attention"] * 2
     cut = SHAPE.with_layers(3)
@@ -369,7 +369,7 @@ def turned(x: torch.Tensor, tables: RopeTables, positions: torch.Tensor) -> torc
         ({"mode": "loop"}, "mode 'loop'"),
         ({"skill": 1.5}, "skill=1.5"),
         ({"reach": 0}, "reach=0"),
-        ({"shape": replace(SHAPE, draft_vocab=254)}, "multiple of 4"),
+        ({"shape": replace(SHAPE, draft_vocab_size=254)}, "multiple of 4"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -71,7 +71,7 @@ def test_log_probabilities_are_those_of_the_tables(tmp_path: Path) -> None:
     outputs = head.unroll(target.embed(tokens[None, 1:]), hidden[:, :-1], 2)
     for depth, output in enumerate(outputs, 1):
         last = tokens[depth:][40:]
-        given = (output[0, 40:] @ target.head.T).log_softmax(-1).gather(1, chain.successors(last))
+        given = (output[0, 40:] @ target.lm_head.T).log_softmax(-1).gather(1, chain.successors(last))
         table = chain.draft_logp[chain.place[last], : len(PROBABILITIES)]
         buried = table.isinf()
         assert 30 < buried.any(1).sum() < 100 and given[buried].max() < -15
