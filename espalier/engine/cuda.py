@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed launch of this form.  For a
-    prefill pass, the vector leaves out the updates of the slot table."""
+    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed inputs of a launch that has
+    the graph's LaunchForm.  For a prefill pass, the vector leaves out the updates of the slot table."""
 
     vector: Tensor
     graph: torch.cuda.CUDAGraph

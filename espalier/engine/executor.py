@@ -195,9 +195,9 @@ class StagedRound:
         self.results.write(self.device_launch.ring_entry, settle(self.verified, masks))
 
 
-def make_draft_guide(rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
+def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
     """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
-    forced, masks, levels = map(torch.from_numpy, rows.for_full_batch(batch))
+    forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         only, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)

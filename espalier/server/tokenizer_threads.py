@@ -24,20 +24,20 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_open: the number of calls that wait or run, even if they are cancelled."""
+    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, even if they are cancelled."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
-    num_open: int = 0
+    num_unfinished_calls: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
         running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
-        self.num_open += 1
+        self.num_unfinished_calls += 1
         running.add_done_callback(self._end)
         return await asyncio.shield(running)
 
     def _end(self, running: asyncio.Future[Any]) -> None:
-        self.num_open -= 1
+        self.num_unfinished_calls -= 1
 
 
 class TokenizerThreads:
@@ -54,12 +54,12 @@ class TokenizerThreads:
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_open:
+            if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_unfinished_calls:
                 # The lane is idle, so no thread uses its tokenizer.
                 return work(self._short_text_thread.inputs, *values)
             if size <= MAX_SHORT_SIZE:
                 return await self._short_text_thread.run(work, *values)
-            if self._long_text_thread.num_open > MAX_WAITING_PROMPTS:
+            if self._long_text_thread.num_unfinished_calls > MAX_WAITING_PROMPTS:
                 raise queue_full_error(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
             return await self._long_text_thread.run(work, *values)
         except EspalierError as error:

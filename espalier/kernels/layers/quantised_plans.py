@@ -27,7 +27,7 @@ from espalier.kernels.runtime.launch import Chip, chip
 
 # The most columns of one FP8 sum.  Kernels cannot read this constant, so _fp8_dot repeats the number.
 MAX_FP8_SUM_COLUMNS = 128
-# Rows per tile if there are more rows than this.
+# The most rows of one tile; more rows are divided among several tiles.
 MAX_BLOCK_ROWS = 128
 # The largest exponent of MXFP4 that the numbers in the kernels can hold: a scale of 2^65.
 MAX_EXPONENT = E8M0_BIAS + 65

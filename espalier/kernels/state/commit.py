@@ -73,17 +73,19 @@ def commit_rows(
         _launch(staged[some], committed[some], source_rows.contiguous(), destination_rows.contiguous())
 
 
-def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+def _launch(
+    staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
+) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
     blocks = tuple(min(next_power_of_2(size), MAX_BLOCK_SIZE) for size in sizes)
-    count, layers = source.shape[0], committed[0].shape[0]
-    layers_per_program = LAYERS_PER_PROGRAM if is_oversubscribed(count * layers, chip(source)) else 1
+    count, layers = source_rows.shape[0], committed[0].shape[0]
+    layers_per_program = LAYERS_PER_PROGRAM if is_oversubscribed(count * layers, chip(source_rows)) else 1
     _commit_kernel[(count, -(-layers // layers_per_program))](
-        *(tuple(staged), tuple(committed), source, rows),
+        *(tuple(staged), tuple(committed), source_rows, destination_rows),
         *(tuple(buffer.stride(0) for buffer in tensors) for tensors in (staged, committed)),
         layers, NUM_TENSORS=len(staged), NUM_LAYERS=layers_per_program, SIZES=sizes, BLOCKS=blocks,
         num_warps=min(max(min(blocks) * committed[0].element_size() // BYTES_PER_WARP, 1), 4),
-        **pdl_arguments(chip(source)),
+        **pdl_arguments(chip(source_rows)),
     )  # fmt: skip
 
 
