@@ -279,7 +279,7 @@ class BatchState:
     index: [B], the slots.  prefix_len, root, commit_from: [B], as they were before the launch.  num_tokens: [B],
     prefix_len + 1 for the root.  max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the
     request's depth_limit and by the tokens it has left.  num_logprobs: [B], likeliest tokens to report beside each
-    emitted token, -1 for no log-probabilities.  real: [B] bool, False for padding.  page_table: [B, table_width] int32.
+    emitted token, -1 for none.  is_real: [B] bool, False for padding.  page_table: [B, table_width] int32.
     """
 
     table: SlotTable

@@ -40,7 +40,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopStringFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the found stop string, or None.
+    stop: the stop strings.  keep_stop: the text includes the stop string.  found_stop: that string, or None.
     """
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):

@@ -232,7 +232,7 @@ class ProposeGraphs:
 class BeamMaskQueryRunner:
     """The function DraftGuide.ask_allowed_tokens on a GPU.
 
-    host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
+    ask_beam_masks: gives the answers in an eager run; graphs: those that are being captured, None in an eager run.
     """
 
     def __init__(self, num_mask_words: int, memory: StageMemory):

@@ -109,8 +109,8 @@ class ClientOptions:
     """Settings of an EngineClient.
 
     heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
-    this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker: the module
-    that the engine process runs.  learn: see protocol.StartEngine.
+    this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker_module: the
+    module that the engine process runs.  learn: see protocol.StartEngine.
     """
 
     restart: bool = False

@@ -177,8 +177,8 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
 
 
 class ErrorLocation(NamedTuple):
-    """The place of an error in a body.  owner: the innermost model around the error.  name: the model's field.  path:
-    the names on the way to the field, as the client wrote them."""
+    """The place of an error in a body.  owner_model: the innermost model around the error.  name: the model's field.
+    path: the names on the way to the field, as the client wrote them."""
 
     owner_model: type[BaseModel]
     name: str

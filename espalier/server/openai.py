@@ -351,7 +351,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
     web_search_options: Annotated[None, RefusedField("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
-    _removed_names: list[str] = PrivateAttr(default=[])
+    _removed_fields: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
     def _remove_cache_fields(self) -> "ChatRequest":

@@ -184,7 +184,7 @@ def refusal_error(refused: PromptRefused) -> EspalierError:
 class EngineStats:
     """The metrics of one engine process, for /metrics.
 
-    labels: distinguish the engine from others; {} for a single engine.  up: whether the engine is ready.  num_restarts:
+    labels: distinguish the engine from others; {} for a single engine.  is_ready: whether the engine is up.  num_restarts:
     processes started after the first.  abort_steps: for each number of engine steps, how many aborts took so many.
     """
 

@@ -21,8 +21,8 @@ K_QUANT_SCALE_BYTES = 12
 class BlockType:
     """One block format.
 
-    gguf_type: the number of GGUF's tensor type.  block_values: values of a block, which takes nbytes bytes; group:
-    values that share a scale.  decode: decodes blocks uint8 [blocks, nbytes].
+    gguf_type: the number of GGUF's tensor type.  block_values: values of a block, which takes block_bytes bytes;
+    group_values: values that share a scale.  decode: decodes blocks uint8 [blocks, block_bytes].
     """
 
     name: str
@@ -33,7 +33,7 @@ class BlockType:
     decode: Callable[[Tensor], DecodedBlocks]
 
     def row_bytes(self, num_columns: int) -> int:
-        """Returns bytes of a row of `num_columns` values, a multiple of `values`."""
+        """Returns bytes of a row of `num_columns` values, a multiple of `block_values`."""
         return num_columns // self.block_values * self.block_bytes
 
 
