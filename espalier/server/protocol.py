@@ -184,8 +184,9 @@ def refusal_error(refused: PromptRefused) -> EspalierError:
 class EngineStats:
     """The metrics of one engine process, for /metrics.
 
-    labels: distinguish the engine from others; {} for a single engine.  is_ready: whether the engine is up.  num_restarts:
-    processes started after the first.  abort_steps: for each number of engine steps, how many aborts took so many.
+    labels: distinguish the engine from others; {} for a single engine.  is_ready: whether the engine is up.
+    num_restarts: processes started after the first.  abort_steps: for each number of engine steps, how many aborts took
+    so many.
     """
 
     labels: Mapping[str, str]
