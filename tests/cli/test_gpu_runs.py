@@ -92,6 +92,7 @@ def test_an_unknown_run_is_refused(capsys):
     assert "there is no run 'no-such-run'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
     program = (
         # Also where this process was started to ignore Ctrl-C, as a job in the background is.

@@ -71,7 +71,7 @@ def test_pages_that_were_measured_hold_a_full_batch_of_long_contexts(graph_batch
 
 
 def test_a_context_that_does_not_fit_is_refused_by_name_and_a_shorter_one_runs():
-    settings = {"device": "cuda", "dtype": "float64", "max_batch": 2}
+    settings = {"device": "cuda", "dtype": "float64", "max_batch": 2, "chunk_size": 1024}
     with all_taken_but(margin() + 256 * MIB), pytest.raises(EspalierError, match=r"max_context=2048 needs \d+ pages"):
         LLM("bundled", max_context=2048, **settings)
     torch.cuda.empty_cache()

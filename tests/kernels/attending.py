@@ -167,7 +167,7 @@ def run(
     if contiguous:
         rows = kv_block_rows(inputs.q.shape[3])
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, rows
-        arguments["contiguous"] = count_contiguous_blocks.triton(inputs.splits, *pages)
+        arguments["num_contiguous_blocks"] = count_contiguous_blocks.triton(inputs.splits, *pages)
     return tree_attention.triton(inputs, **arguments)
 
 

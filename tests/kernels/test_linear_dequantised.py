@@ -176,4 +176,5 @@ def test_memory_beside_the_results_is_the_scratch(monkeypatch, product, results)
     torch.cuda.reset_peak_memory_stats()
     product(x, matrix, None)
     least = results * MANY * len(matrix) * x.itemsize
-    assert least < torch.cuda.max_memory_allocated() - before <= least + 8 * 2**20 + 2**20
+    # A gated product's scratch is free again before its activation.
+    assert least <= torch.cuda.max_memory_allocated() - before <= least + 8 * 2**20 + 2**20

@@ -273,6 +273,7 @@ with LLM("bundled", tensor_parallel=2, max_batch=2, max_context=512) as llm:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all(tmp_path):
     """It reaches the whole process group; only rank 0 acts."""
     process = subprocess.Popen(

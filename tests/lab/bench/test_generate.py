@@ -13,6 +13,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.request import SamplingParams
+from espalier.startup.resolve import DEVICE_DEFAULTS
 from lab.__main__ import main as lab
 from lab.bench import generate
 from lab.bench.engines import ShapeEngines, variant_with_tree
@@ -194,5 +195,5 @@ def test_on_a_gpu_a_users_engine_is_measured():
     for way in (AS_CONFIGURED, PLAIN_DECODING):
         with made.open(way) as bench:
             found = generate.measure_prompts(bench.llm, bench.make_prompts([24] * 2), 160, 3)
-            assert bench.config.layout.max_batch == 64 and bench.engine.executor.graphs
+            assert bench.config.layout.max_batch == DEVICE_DEFAULTS["cuda"].max_batch and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is (way is AS_CONFIGURED) and found.first_token_ms > 0

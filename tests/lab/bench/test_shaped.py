@@ -10,6 +10,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
+from espalier.startup.resolve import DEVICE_DEFAULTS
 from lab.__main__ import main as lab
 from lab.bench import shaped
 from lab.bench.cells import RoundCell, parse_cells, with_plain_cells
@@ -423,7 +424,11 @@ def test_on_a_gpu_cells_of_a_tree_share_an_engine_with_a_users_pages_and_graphs(
     models = SyntheticModels(recipe, torch.bfloat16, device, rows)
     small, large, plain, _ = measure_cells(models, cells, sizes, 6, None)
     require_graphs(small, plain)
-    assert small.engine is large.engine and small.engine.max_batch == 64 and small.engine.prefix_cache
+    assert (
+        small.engine is large.engine
+        and small.engine.max_batch == DEVICE_DEFAULTS["cuda"].max_batch
+        and small.engine.prefix_cache
+    )
     assert small.engine.num_pages > 1
 
 
