@@ -57,7 +57,7 @@ def write_card(
         out=out,
         data=", ".join(parts),
         licenses=", ".join(data.licenses) or "the data do not say",
-        command=shlex.join(["espalier", "train", *sys.argv[1:]]),
+        command=shlex.join(["espalier", *sys.argv[1:]]),
         settings=" ".join(f"{flag_of(name)} {value}" for name, value in asdict(config).items() if value is not None),
         figures="\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items()),
     )

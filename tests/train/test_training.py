@@ -109,7 +109,9 @@ class Stopped(Exception):
 def test_an_interrupted_run_resumes_to_the_same_draft(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/espalier", "train", "eagle3", "--out", "my draft"])
     whole = train("eagle3", target_dir, UserText(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
+    assert "`espalier train eagle3 --out 'my draft'`" in (tmp_path / "whole" / "README.md").read_text()
 
     save = SavedState.save
 
