@@ -14,7 +14,7 @@ from espalier.bench import tune
 from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
-from espalier.models.declared_weights import possible_rank_counts
+from espalier.models.declared_weights import can_divide, possible_rank_counts
 from espalier.models.layer_loading import layer_specs_of
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
-    drafts = specs_of_rank(checkpoint.spec.layer_specs, draft_shards(resolved.algorithm, shards))
+    drafts = specs_of_rank(checkpoint.spec.layer_specs, draft_shards(checkpoint.draft, shards))
     specs = cache_specs(
         specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
     )
@@ -86,8 +86,9 @@ def run(args: Namespace) -> int:
 def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     """Returns a line with the possible numbers of ranks, and the bytes of weights that each rank then has."""
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
-    if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
-        counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MAX_RANKS)]
+    if checkpoint.draft is not None:
+        parts = {count: draft_shards(checkpoint.draft, Shards(0, count)).count for count in counts}
+        counts = [count for count in counts if can_divide(checkpoint.draft.layer, parts[count])]
     held = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
     return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from espalier.attention import Pass
+from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
@@ -29,6 +30,7 @@ from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights
+from espalier.shards import whole_part
 
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
@@ -242,14 +244,15 @@ class MarkovHead:
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-    fc, context_norm: compute the vector of a context row.  context_kv: the K and V projections of each layer, as views
-    of the layer's stacked q, k and v weights.
+    layer_specs: of this rank.  fc, context_norm: compute the vector of a context row.  context_kv: the K and V
+    projections of each layer, as views of the layer's stacked q, k and v weights.
     d2t: see DraftModel.  edge_scorer: None if the draft has no Markov head."""
 
     modules = ()
     has_experts = False
 
     config: BlockConfig
+    layer_specs: tuple[LayerSpec, ...]
     rope: RopeTables
     embed: Embedding
     fc: Linear
@@ -262,8 +265,7 @@ class BlockDraft:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layer_specs
-        q_rows = self.config.layer.heads * self.config.layer.head_size
+        q_rows = self.layer_specs[0].heads * self.config.layer.head_size
         self.context_kv = [_attention_of(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
     def __call__(self, p: Pass) -> Tensor:
@@ -279,9 +281,9 @@ class BlockDraft:
         return self.context_norm(self.fc(features))
 
     def write_context(self, features: Tensor, p: Pass) -> None:
-        context, sizes = self.fuse(features).flatten(0, 1), self.config.layer
+        context = self.fuse(features).flatten(0, 1)
         for layer, project in zip(self.layers, self.context_kv, strict=True):
-            heads = project(context).view(-1, 2 * sizes.kv_heads, sizes.head_size)
+            heads = project(context).unflatten(1, (-1, self.config.layer.head_size))
             p.write(layer.index, heads, p.rotation(self.rope), _attention_of(layer).norms)
 
 
@@ -314,9 +316,10 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
     return {
         "config": config,
+        "layer_specs": specs_of_rank(spec.layer_specs, weights.shards),
         "rope": rope,
         "embed": embed,
-        "fc": weights.linear("", ("fc",), (hidden,), len(spec.captured_layers) * hidden, bias=False),
+        "fc": weights.linear("", ("fc",), (whole_part(hidden),), len(spec.captured_layers) * hidden, bias=False),
         "context_norm": weights.norm("hidden_norm", hidden, eps),
         "layers": [load_layer(weights, layer, f"layers.{i}.", i, rope) for i in range(layer.num_layers)],
         "norm": weights.norm("norm", hidden, eps),
@@ -330,13 +333,13 @@ def _load_markov_head(weights: Weights, config: BlockConfig) -> MarkovHead | Non
     if not rank:
         return None
     before = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    after = weights.load_dense_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
+    after = weights.load_dense_matrix("markov_head.markov_w2", whole_part(config.spec.vocab_size), rank)
     if kind == "vanilla":
         return MarkovHead(before, after)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
     parts, read = MARKOV_PROJECTION_SIZES[kind]
-    whole = weights.load_dense_matrix(name, parts * rank, hidden + read * rank)
+    whole = weights.load_dense_matrix(name, whole_part(parts * rank), hidden + read * rank)
     bias = weights.load(f"{name}.bias", parts * rank)
     hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovHead(

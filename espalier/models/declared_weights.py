@@ -64,10 +64,11 @@ def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
 
 def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
     """Returns the numbers of ranks from 1 to `max_ranks` that can divide this model."""
-    return [count for count in range(1, max_ranks + 1) if _can_divide(config, count)]
+    return [count for count in range(1, max_ranks + 1) if can_divide(config, count)]
 
 
-def _can_divide(config: ModelConfig, count: int) -> bool:
+def can_divide(config: ModelConfig, count: int) -> bool:
+    """Whether `count` ranks can divide this model."""
     try:
         _require_divisible_sizes(config, count)
     except EspalierError:

@@ -37,6 +37,7 @@ from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import sum_over_ranks
 from espalier.models.weights import Weights
+from espalier.shards import whole_part
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
@@ -229,12 +230,12 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
 
     def load_conv(prefix: str) -> BlockConv:
         base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
-        return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", rows, hidden))
+        return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", whole_part(rows), hidden))
 
     before, after = (
         weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
-    project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
+    project = weights.linear("", ("candidate_selector.hidden_projection",), (whole_part(rank),), hidden, bias=False)
     selector = CandidateSelector(before, after, project, config.selector_topk)
     parts = load_block_fields(weights, config, target, position_rows)
     parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_NUMBER, MAX_SIZE
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig
-from espalier.models.layer_loading import tied_head
+from espalier.models.layer_loading import load_head, tied_head
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import PLAIN_DTYPES, Weights
@@ -49,7 +49,7 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
     Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
-        return weights.linear("", (name,), shape[:1], shape[1], bias=False)
+        return load_head(weights, name, *shape)
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
+from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
@@ -34,6 +35,7 @@ from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
+from espalier.shards import whole_part
 
 # Architectures of heads whose layer has latent attention.
 LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
@@ -214,12 +216,14 @@ class Eagle3Draft:
     """A loaded EAGLE-3 head.  The class is a DraftModel and also this model's only DraftModule
     (espalier/models/draft.py).
 
+    layer_specs: of this rank.
     layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.
     """
 
     has_experts = False
 
     config: Eagle3Config
+    layer_specs: tuple[LayerSpec, ...]
     rope: RopeTables
     embed: Embedding
     fuse: "FeatureFuser"
@@ -232,7 +236,6 @@ class Eagle3Draft:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layer_specs
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
@@ -298,6 +301,7 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
     rest = [load_layer(weights, layer, f"layers.{i}.", i, rope) for i in range(1, layer.num_layers)]
     return {
         "config": config,
+        "layer_specs": specs_of_rank(spec.layer_specs, weights.shards),
         "rope": rope,
         "embed": embed,
         "fuse": _load_fuser(weights, config, target.config.num_layers),
@@ -326,7 +330,7 @@ def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> F
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.captured_layers)
     wide = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
-    fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
+    fc = weights.linear("", ("fc",), (whole_part(hidden),), wide, config.fc_bias)
     whole = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
     names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]

@@ -198,6 +198,13 @@ def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embed
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
+def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
+    """Loads a head.  Each rank holds a part of its rows, and all ranks get all logits."""
+    own = weights.shards.vocab_part(vocab_size)
+    head = weights.linear("", (name,), (own,), hidden_size, bias=False)
+    return head if own.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
+
+
 def tied_head(embed: Embedding, shards: Shards) -> Linear:
     """Returns an lm_head whose weight is the embedding's tensor (in the same memory)."""
     vocab_size, _ = embed.shape

@@ -25,14 +25,13 @@ from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.probe import causal_class_name, read_by_transformers
 from espalier.models.from_transformers.target import load_by_transformers
 from espalier.models.gguf_config import gguf_config
-from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_head, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import read_hf_quant_config
-from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
 from espalier.shards import SINGLE_RANK, Shards, as_rank_part
 
@@ -264,14 +263,12 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
 def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
     """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores a tied head, its values
     must equal the embedding."""
-    own, shards = weights.shards.vocab_part(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
-        head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
-        return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
-    name = "lm_head.weight"
+        return load_head(weights, "lm_head", config.vocab_size, config.hidden_size)
+    own, name = weights.shards.vocab_part(config.vocab_size), "lm_head.weight"
     if name in weights and not torch.equal(weights.load_parts(name, embed.shape, 0, [own]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'
         )
-    return tied_head(embed, shards)
+    return tied_head(embed, weights.shards)

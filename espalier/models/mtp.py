@@ -26,7 +26,7 @@ from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, HiddenSou
 from espalier.models.draft_parts import DraftFields, draft_embedding, uses_target_matrix
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ_FIELD, FULL_INDEXER, PATTERN_FIELD, TYPES_FIELD, indexer_types
-from espalier.models.layer_loading import layer_specs_of, load_layer
+from espalier.models.layer_loading import layer_specs_of, load_head, load_layer
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.residual import Residual
@@ -201,9 +201,10 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Embeddings and heads are cached by name, because modules may share them.
     load_embed = cache(partial(draft_embedding, weights, target.embed.shape, target))
-    load_head = cache(partial(_load_head, weights, target))
+    load_named_head = cache(partial(_load_head, weights, target))
     modules = tuple(
-        _load_module(weights, config, rope, load_embed, load_head, module) for module in range(config.spec.num_modules)
+        _load_module(weights, config, rope, load_embed, load_named_head, module)
+        for module in range(config.spec.num_modules)
     )
     if config.family is not SPECULATORS:
         weights.allow_unused_except_prefixes(
@@ -218,10 +219,10 @@ def _load_module(
     config: MTPConfig,
     rope: RopeTables,
     load_embed: Callable[[str], Embedding],
-    load_head: Callable[[str], Linear],
+    load_named_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  load_embed, load_head: return an embedding or a head by name.  module: counted from 0."""
+    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: from 0 on."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.stored_index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
@@ -234,7 +235,7 @@ def _load_module(
         project=_load_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
-        head=load_head(family.head.format(own)),
+        head=load_named_head(family.head.format(own)),
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
 
@@ -252,5 +253,4 @@ def _load_head(weights: Weights, target: CausalLM, name: str) -> Linear:
     """Returns the draft's own head `name` in its stored format, or the target's head if the draft has none."""
     if uses_target_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
-    rows, columns = target.head.shape
-    return weights.linear("", (name,), (whole_part(rows),), columns, bias=False)
+    return load_head(weights, name, *target.head.shape)

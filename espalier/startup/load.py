@@ -4,7 +4,7 @@ On a CPU, it logs a warning for quantised weights, which take more time, and for
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from espalier.models import (
     load_target,
     read_config,
 )
-from espalier.models.declared_weights import require_shards
+from espalier.models.declared_weights import num_dense_values, require_shards
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
 from espalier.models.weight_files import WeightSize, count_weights_in
@@ -107,7 +107,7 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolves each "auto" of `config` for this machine and these model files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
-    of_draft = draft_shards(checkpoint.spec.algorithm, shards)
+    of_draft = draft_shards(checkpoint.draft, shards)
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
@@ -127,7 +127,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         threads=cpu_thread_info(),
         pass_weights=pass_weights(
             checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
-        ).of_rank(shards.count),
+        ).of_rank(shards.count, of_draft.count),
         model_impl="native" if checkpoint.target.probe_result is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_unresolved(config.kv_dtype) else None,
     )
@@ -222,8 +222,8 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
 
 
 def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
-    """Returns the size of the weights on each rank: the draft, a part of the target, and the whole embedding if there
-    is a draft."""
+    """Returns the size of the weights on each rank: a part of the target, the whole embedding if there is a draft, and
+    the draft or a part of it."""
     # If the draft consists of the target's own MTP layers, these are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
@@ -233,7 +233,11 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
-    return target + count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
+    draft = count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
+    if draft_shards(checkpoint.draft, Shards(0, ranks)).count > 1:
+        divided = num_dense_values(replace(checkpoint.draft.layer, vocab_size=checkpoint.spec.vocab_size))
+        draft = draft.of_rank(ranks, max(draft.num_cast_values - divided, 0))
+    return target + draft
 
 
 # Every quantised model quantises at least one of these matrices.

@@ -74,9 +74,16 @@ class PassWeights:
     extends: bool = True
     value_bytes: float = 2.0
 
-    def of_rank(self, count: int) -> "PassWeights":
-        """The weights that each of `count` ranks holds.  The time in which ranks join their results is left out."""
-        return replace(self, dense=self.dense // count, expert=self.expert // count, kv_values=self.kv_values // count)
+    def of_rank(self, count: int, draft_count: int) -> "PassWeights":
+        """Returns the weights that each of `count` ranks holds.  The time in which ranks join their results is left
+        out.  draft_count: the number of parts of the draft."""
+        return replace(
+            self,
+            dense=self.dense // count,
+            expert=self.expert // count,
+            draft=self.draft // draft_count,
+            kv_values=self.kv_values // count,
+        )
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a target pass, without reading the cache."""

@@ -109,10 +109,10 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     config = EngineConfig(**{**settings, "device": str(device), "dtype": dtype})
     shape, shards = recipe.shape, Shards(0, config.tensor_parallel)
     require_shards(shape.target, shards.count)
-    spec = recipe.draft_config.spec
-    algorithm = choose_algorithm(config, spec.algorithm)
-    if drafter_without_files(algorithm):
-        spec = DraftSpec(algorithm)
+    algorithm = choose_algorithm(config, recipe.draft_config.spec.algorithm)
+    draft_config = None if drafter_without_files(algorithm) else recipe.draft_config
+    spec = DraftSpec(algorithm) if draft_config is None else draft_config.spec
+    of_draft = draft_shards(draft_config, shards)
     facts = StartupInfo(
         free_bytes=free_memory(device) - unmade_model_bytes(recipe, dtype_on(device), config.tensor_parallel),
         weights=WeightSize(),  # the models are on the device already, or small compared with its free memory
@@ -120,16 +120,14 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         max_position=shape.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(shape.target), shards),
-            *specs_of_rank(spec.layer_specs, draft_shards(spec.algorithm, shards)),
+            *specs_of_rank(spec.layer_specs, of_draft),
         ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=cpu_thread_info(),
         model_impl=recipe.model_impl,
-        pass_weights=pass_weights(
-            shape.target, None if drafter_without_files(algorithm) else recipe.draft_config
-        ).of_rank(shards.count),
+        pass_weights=pass_weights(shape.target, draft_config).of_rank(shards.count, of_draft.count),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 

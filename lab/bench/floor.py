@@ -188,9 +188,11 @@ class FloorMeter:
         dtype: torch.dtype = torch.bfloat16,
         value_bytes: tuple[int, int] = (2, 2),
         ranks: int = 1,
+        draft_ranks: int = 1,
     ) -> None:
-        """value_bytes: of K and V, see kv_value_bytes; ranks: GPUs that share the target's work, without a draft's."""
-        self.shape, self.value_bytes, self.ranks = shape, value_bytes, ranks
+        """value_bytes: of K and V, see kv_value_bytes.  ranks, draft_ranks: GPUs that share the work of the target, and
+        of the draft."""
+        self.shape, self.value_bytes, self.ranks, self.draft_ranks = shape, value_bytes, ranks, draft_ranks
         self.device = require_gpu("floor")
         self.weights = ExpertWeights(dtype, self.device)
         self.timer = GraphTimer()
@@ -241,16 +243,15 @@ class FloorMeter:
 
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
         when none runs.
-        ceilings: measured in the same run.  Ranks share the time of the target alone, at one GPU's efficiency; the time
-        of their sums is left out.
+        ceilings: measured in the same run.  Ranks share the work at one GPU's efficiency, without the time of their
+        sums.
         """
         whole = self._one_gpu_floor(size, ceilings)
         if self.ranks == 1:
             return whole
         target = self._one_gpu_floor(replace(size, has_draft=False), ceilings)
-        share = 1 - 1 / self.ranks
         pairs = zip(astuple(whole), astuple(target), strict=True)
-        return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
+        return RoundFloor(*(part / self.ranks + (both - part) / self.draft_ranks for both, part in pairs))
 
     def _one_gpu_floor(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor on one GPU."""

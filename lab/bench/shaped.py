@@ -18,6 +18,8 @@ from rich.text import Text
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
+from espalier.shards import Shards
+from espalier.speculate.drafters.registry import draft_shards
 from espalier.terminal.console import DIM_STYLE, print_table, progress, require_gpu, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
 from lab.bench.ceilings import GpuCeilings
@@ -98,7 +100,9 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     floors = None
     if device.type == "cuda":
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
-        floors = FloorMeter(recipe_sizes(recipe), value_bytes=value_bytes, ranks=settings.get("tensor_parallel", 1))
+        ranks = settings.get("tensor_parallel", 1)
+        draft_ranks = draft_shards(recipe.draft_config, Shards(0, ranks)).count
+        floors = FloorMeter(recipe_sizes(recipe), value_bytes=value_bytes, ranks=ranks, draft_ranks=draft_ranks)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
     figures = _measure_and_print(
         models, measure_cells(models, cells, sizes, rounds, floors), len(cells), about, args.json

@@ -292,7 +292,7 @@ def build_models(
         target = _target_by_transformers(recipe, tensors, capture)
     else:
         target = make_target(SyntheticWeights(tensors, shards), tensors.config, capture, position_rows)
-    own = draft_shards(draft_config.spec.algorithm, shards)
+    own = draft_shards(draft_config, shards)
     draft = recipe.draft_format.make(SyntheticWeights(draft_tensors, own), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # temporary memory becomes room for pages

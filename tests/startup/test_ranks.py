@@ -121,13 +121,13 @@ def pick_otherwise(follower: FollowerRank) -> None:
 def draft_otherwise(follower: FollowerRank) -> None:
     assert follower.executor is not None
     drafter: Any = follower.executor.runner.drafter
-    drafter.draft.fuse.fc.weight.tensor.neg_()
+    drafter.draft.d2t.copy_(drafter.draft.d2t.flip(0))
 
 
 def test_a_rank_whose_draft_differs(group):
     """Its target verifies other trees, so all ranks have the same wrong logits."""
     setup = replace(SETUP, algorithm="eagle3", steps=2, topk=2, num_draft_tokens=4)
-    # With a head of its own: the target's joins the ranks' logits.
+    # The ranks join the draft's logits, and each of them looks up the target's ids of the draft's tokens.
     engine = group.engine(setup, directories(draft_vocab=13))
     group.ranks.call(draft_otherwise)
     engine.add(request(0, prompts(3, [5])[0], SamplingParams(max_tokens=50)))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from torch import Tensor
 
@@ -110,6 +110,11 @@ class NoDrafter(DrafterWithoutFiles):
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
+# The part of a draft's layers that each rank holds.  "whole": all.  "as target": a part, as of the target's layers; a
+# number of ranks that cannot divide the draft is refused.  "if divisible": a part if the ranks can divide it, else all.
+DraftSharding = Literal["whole", "as target", "if divisible"]
+
+
 @dataclass(frozen=True)
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
@@ -123,8 +128,7 @@ class DraftFormat:
     (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.  drafter: makes the
     drafter that runs the model.  is_in_target: (directory of a target, its config) -> whether the directory also holds
     a draft of this format; None if no target's directory does.  checks: the fields of the draft's config.json to check
-    if almost none of its tokens is accepted.  is_sharded: whether the ranks split the draft's layers as they split the
-    target's; else each rank holds all layers.
+    if almost none of its tokens is accepted.  sharding: which part of the draft's layers a rank holds.
     """
 
     algorithm: str
@@ -139,7 +143,7 @@ class DraftFormat:
     marked_architectures: tuple[str, ...] = ()
     marker_fields: tuple[str, ...] = ()
     excluding_fields: tuple[str, ...] = ()
-    is_sharded: bool = False
+    sharding: DraftSharding = "whole"
 
     def format_names(self, by_speculators: bool) -> str:
         """Returns the names in a config.json that mean this format.  by_speculators: whether speculators wrote it."""

@@ -12,6 +12,7 @@ from espalier.model_files import add_path_to_errors, is_gguf, read_json
 from espalier.models import block, dflash2, eagle3, gemma4_assistant, mtp
 from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of
+from espalier.models.declared_weights import can_divide
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
 from espalier.models.loading import is_multimodal, read_raw_config
@@ -46,6 +47,7 @@ BUILT_IN_FORMATS = (
         read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
         drafter=AutoregressiveDrafter,
+        sharding="if divisible",
         checks=EAGLE_CHECKS,
     ),
     DraftFormat(
@@ -58,6 +60,7 @@ BUILT_IN_FORMATS = (
         read=eagle3.read_peagle,
         make=eagle3.make_peagle,
         drafter=PEagleDrafter,
+        sharding="if divisible",
         checks=f"{EAGLE_CHECKS} and the mask token ({', '.join(eagle3.MASK_TOKEN_FIELDS)})",
     ),
     DraftFormat(
@@ -69,7 +72,7 @@ BUILT_IN_FORMATS = (
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
         is_in_target=mtp.holds_mtp_layers,
-        is_sharded=True,
+        sharding="as target",
         checks="mtp_form and num_nextn_predict_layers",
     ),
     DraftFormat(
@@ -80,6 +83,7 @@ BUILT_IN_FORMATS = (
         read=block.read_block,
         make=block.make_block,
         drafter=OnePassDrafter,
+        sharding="if divisible",
         checks=BLOCK_CHECKS,
     ),
     DraftFormat(
@@ -90,6 +94,7 @@ BUILT_IN_FORMATS = (
         read=dflash2.read_dflash2,
         make=dflash2.make_dflash2,
         drafter=OnePassDrafter,
+        sharding="if divisible",
         checks=BLOCK_CHECKS,
     ),
     DraftFormat(
@@ -100,7 +105,7 @@ BUILT_IN_FORMATS = (
         read=gemma4_assistant.read_assistant,
         make=gemma4_assistant.make_assistant,
         drafter=AssistantDrafter,
-        is_sharded=True,
+        sharding="as target",
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
@@ -232,10 +237,15 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
         return format_of(raw, path).read(path, raw, target)
 
 
-def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; SINGLE_RANK for all
-    parts."""
-    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_sharded else SINGLE_RANK
+def draft_shards(config: DraftConfig | None, shards: Shards) -> Shards:
+    """Returns the part of a draft for a rank that holds `shards` of the target; SINGLE_RANK for all parts.
+    config: None for a drafter without a model."""
+    if config is None or shards.count == 1:
+        return SINGLE_RANK
+    sharding = DRAFT_FORMATS[config.spec.algorithm].sharding
+    if sharding == "as target" or (sharding == "if divisible" and can_divide(config.layer, shards.count)):
+        return shards
+    return SINGLE_RANK
 
 
 def load_draft(
@@ -261,7 +271,7 @@ def load_draft(
             f"loaded to capture {target.captured_layers}; load the target with captured_layers="
             f"{config.spec.captured_layers}"
         )
-    own = draft_shards(config.spec.algorithm, shards)
+    own = draft_shards(config, shards)
     weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own)
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
 

@@ -289,7 +289,7 @@ def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
 
 
-def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
+def test_ranks_share_the_time_of_the_target_and_of_a_draft_in_parts(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
     monkeypatch.setattr(floor_module, "GraphTimer", object)
 
@@ -302,6 +302,7 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
     one, two = (FloorMeter(sizes, ranks=ranks).round(size, CEILINGS).ms for ranks in (1, 2))
     target = FloorMeter(sizes).round(replace(size, has_draft=False), CEILINGS).ms
     assert one > target > 0 and two == pytest.approx(one - target / 2)
+    assert FloorMeter(sizes, ranks=2, draft_ranks=2).round(size, CEILINGS).ms == pytest.approx(one / 2)
 
 
 @pytest.mark.parametrize("rows", [1, 256, 257])
