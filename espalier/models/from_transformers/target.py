@@ -130,7 +130,6 @@ class TransformersTarget:
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
-    _output_class: Any
 
     def __init__(
         self, model: Any, replacements: Mapping[type, MakeForward], captured_layers: tuple[int, ...] = ()
@@ -156,9 +155,10 @@ class TransformersTarget:
         for layer in {min(index, len(self.layers) - 1) for index in captured_layers}:
             self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
-        self._decoder_forward = decoder.forward
-        # So the whole model computes logits from the hidden states that it is given.
-        decoder.forward = lambda *args, inputs_embeds, **options: self._output_class(last_hidden_state=inputs_embeds)
+        self._decoder, self._decoder_forward = decoder, decoder.forward
+        # So the whole model computes logits from the hidden states that it is given.  A copy of this object has the same
+        # decoder, which therefore holds the class of its outputs.
+        decoder.forward = lambda *args, inputs_embeds, **options: decoder.output_class(last_hidden_state=inputs_embeds)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
@@ -172,7 +172,7 @@ class TransformersTarget:
             out = self._decoder_forward(input_ids=filled, position_ids=positions, use_cache=False)
         finally:
             FORWARD_CONTEXT.reset(token)
-        self._output_class = type(out)
+        self._decoder.output_class = type(out)
         return out.last_hidden_state, context.inputs
 
     def logits(self, hidden: Tensor) -> Tensor:

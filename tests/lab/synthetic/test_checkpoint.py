@@ -1,5 +1,6 @@
 """Foundry casts do what is planted: text by the rule, probabilities, acceptance as foretold, rows that count."""
 
+import copy
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -184,7 +185,11 @@ def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
     assert isinstance(hosted, TransformersTarget)
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    plain = copy.copy(hosted)  # as SyntheticModels has it, for engines without a draft
+    plain.captured_layers = ()
+    of_plain = plain.logits(plain(DensePass(tokens, plain.layer_specs, positions)).hidden)
     one, other = (m(DensePass(tokens, m.layer_specs, positions)) for m in (native, hosted))
+    assert torch.equal(of_plain, hosted.logits(other.hidden))
     assert native.captured_layers == hosted.captured_layers and native.layer_specs != ()
     torch.testing.assert_close(hosted.logits(other.hidden), native.logits(one.hidden), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(other.captured, one.captured, atol=1e-4, rtol=1e-4)
