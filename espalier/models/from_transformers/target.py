@@ -156,8 +156,8 @@ class TransformersTarget:
             self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
         self._decoder, self._decoder_forward = decoder, decoder.forward
-        # So the whole model computes logits from the hidden states that it is given.  A copy of this object has the same
-        # decoder, which therefore holds the class of its outputs.
+        # So the whole model computes logits from the hidden states that it is given.  Copies of this object share the
+        # decoder, so the decoder holds the class of its outputs.
         decoder.forward = lambda *args, inputs_embeds, **options: decoder.output_class(last_hidden_state=inputs_embeds)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
