@@ -252,6 +252,8 @@ def compare(case: Case, requests: list[Request], engine: Engine, group: Group) -
     wanted, planes = alone(case)
     assert [each.output for each in requests] == [each.output for each in wanted]
     assert [each.error for each in requests] == [None] * len(requests)
+    # The draft proposes the same trees.
+    assert [each.stats for each in requests] == [each.stats for each in wanted]
     for one, other in zip(requests, wanted, strict=True):
         for own, its in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
             assert [entry and entry.logprob for entry in own] == pytest.approx(
