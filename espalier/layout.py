@@ -339,10 +339,10 @@ class RoundLayout:
     @property
     def captured_full_passes(self) -> tuple[LaunchForm, ...]:
         """The forms of full prefill passes that can be CUDA graphs.  They continue captured_passes."""
-        if self.chunk_size <= MAX_CAPTURED_ROWS:
-            return ()
-        sizes = [(width, self.max_pieces(width)) for width in CAPTURED_WIDTHS[:0:-1]]
-        return tuple(LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
+        widths = CAPTURED_WIDTHS[:0:-1] if self.chunk_size > MAX_CAPTURED_ROWS else ()
+        sizes = ((width, self.max_pieces(width)) for width in widths)
+        forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
+        return tuple(form for form in forms if form not in self.captured_passes)
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Returns the most rows of a prefill pass.  decoding: whether running requests wait for the pass."""

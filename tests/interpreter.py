@@ -381,3 +381,15 @@ def _repeat_programs() -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     interpreter.GridExecutor.__call__ = launch
+
+
+def run_programs_in_reverse(monkeypatch: Any) -> None:
+    """The last program of a launch runs first: a GPU gives no order."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    set_index = InterpreterBuilder.set_grid_idx
+
+    def set_opposite(self, *index):
+        set_index(self, *(size - 1 - at for size, at in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_opposite)

@@ -70,7 +70,7 @@ def tree_sets(
     sets: dict[int, tuple[TreeShape, ...]] = {}
     least = 1
     for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
-        while halved.num_draft_tokens * min(bucket, max_batch) > MAX_VERIFY_ROWS:
+        while halved.num_draft_tokens > 1 and halved.num_draft_tokens * min(bucket, max_batch) > MAX_VERIFY_ROWS:
             halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
         shapes = best_trees([tree for tree in fitting if tree != PLAIN_TREE], costs, bucket)
@@ -198,13 +198,17 @@ def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batc
 
 
 def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:
-    """Adds trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
-    halves: TreesByBatch = {}
-    shape, end = configured_tree, min([*trees, max_batch + 1])
-    while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
-        shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
-        halves[least] = shape
-    return halves | trees
+    """Halves the nodes of trees from the batch on whose rows would exceed MAX_VERIFY_ROWS."""
+    limited: TreesByBatch = {}
+    every = {1: configured_tree} | trees
+    ends = [*(least - 1 for least in [*every][1:]), max_batch]
+    for end, (least, shape) in zip(ends, every.items(), strict=True):
+        while shape.num_draft_tokens > 1 and (over := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) <= end:
+            if over > least:
+                limited[least], least = shape, over
+            shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
+        limited[least] = shape
+    return {least: shape for least, shape in limited.items() if (least, shape) != (1, configured_tree)}
 
 
 def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:

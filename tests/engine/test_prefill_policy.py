@@ -69,6 +69,10 @@ def test_full_passes_can_be_captured():
         assert made.width == width and made.rows == 4096 and len(pieces_of(made)) == pieces
         assert captured_form(captured, width, pieces) == LaunchForm(min(pieces, 64), width, pieces)
     assert not LAYOUT.captured_full_passes, "up to 2,048 rows, captured_passes has them"
+    for chunk_size in range(2048, 4200, 4):
+        forms = replace(LAYOUT, chunk_size=chunk_size)
+        every = forms.captured_passes + forms.captured_full_passes
+        assert len(every) == len({*every})
 
 
 def test_a_large_pass_is_eager_where_captured_forms_have_more_padding():

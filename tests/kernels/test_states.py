@@ -31,6 +31,7 @@ from espalier.kernels.ops.states import (
     prepare_rows,
     tree_outputs,
 )
+from tests.interpreter import run_programs_in_reverse
 
 CLOSE = 1e-5
 # Sizes that fill no block, and heads of keys that serve several heads.
@@ -342,6 +343,21 @@ def test_tails_end_in_the_last_inputs_taken(keeps, columns, bias, kind, kernel_d
     expected = tail.clone()
     commit_tails.reference(expected, inputs, path, columns)
     commit_tails.triton(tail, inputs, path, columns)
+    assert torch.equal(tail[:, :ROWS], expected[:, :ROWS])
+
+
+def test_a_snapshot_in_the_first_piece_has_old_inputs_of_the_slot(kernel_device, monkeypatch):
+    """Also if the last piece's program runs first: a GPU gives no order."""
+    drawn, width = Drawn(6, kernel_device), 6
+    inputs, tail = drawn(1, 2 * width, 390), drawn(1, ROWS + 1, DELTA.taps - 1, DELTA.channels)
+    given = [1, 1], [width, 2], [1, 0], [ROWS - 1, 0], [False, True], [False, True]
+    slots, count, marked, mark_row, follows, ends = (torch.tensor(each, device=kernel_device) for each in given)
+    path = PathRows(slots, None, count, marked, mark_row, follows, ends, width, ROWS)
+    expected = tail.clone()
+    commit_tails.reference(expected, inputs, path, DELTA.columns)
+    if kernel_device.type == "cpu":
+        run_programs_in_reverse(monkeypatch)
+    commit_tails.triton(tail, inputs, path, DELTA.columns)
     assert torch.equal(tail[:, :ROWS], expected[:, :ROWS])
 
 

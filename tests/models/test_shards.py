@@ -32,9 +32,10 @@ from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, sum_over_ranks
 from espalier.models.weights import Weights
-from espalier.shards import RankPart, Shards
+from espalier.shards import SINGLE_RANK, RankPart, Shards
 from espalier.shards.base import Collectives
-from tests.builders import make_target
+from espalier.speculate.drafters.registry import draft_shards, read_draft
+from tests.builders import make_eagle3, make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS, ORDERED
 
@@ -316,6 +317,16 @@ def test_a_matrix_of_which_nobody_says_a_part_is_refused_by_name(tmp_path):
     require_shards(config, 1)
     with pytest.raises(EspalierError, match=r"layers.0.self_attn.o_proj' has no part, so ranks cannot .*parallel=1"):
         require_shards(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [({}, 2), ({"intermediate_size": 65}, 1), ({"num_attention_heads": 6, "num_key_value_heads": 3}, 1)],
+)
+def test_a_draft_that_the_ranks_cannot_divide_is_whole_on_each(sizes, count, tmp_path):
+    target = read_config(make_target(tmp_path / "target"))
+    draft = read_draft(make_eagle3(tmp_path / "draft", tmp_path / "target", **sizes), target)
+    assert draft_shards(draft, Shards(1, 2)) == (Shards(1, 2) if count == 2 else SINGLE_RANK)
 
 
 class Card:

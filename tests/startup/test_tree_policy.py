@@ -53,6 +53,26 @@ def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_node
         assert least * shape.num_draft_tokens <= trees.MAX_VERIFY_ROWS
 
 
+@pytest.mark.parametrize("nodes", [2, 16, 64])
+@pytest.mark.parametrize("max_batch", [1, 100, 384, 512, 5000])
+@pytest.mark.parametrize("predicted", [{}, {1: NARROW, 24: WIDE}, {1: PLAIN_TREE, 24: NARROW}, {7: WIDE}], ids=str)
+def test_no_tree_of_any_batch_has_too_many_rows(nodes, max_batch, predicted):
+    """Predicted trees too: those of mixtures grow with the batch.  Trees that fit stay as they are."""
+    configured = TreeShape(5, 8, nodes)
+    limited = trees._limit_trees(predicted, configured, max_batch)
+    for batch in range(1, max_batch + 1):
+        shape, whole = ({1: configured, **table} for table in (limited, predicted))
+        shape, whole = (table[max(least for least in table if least <= batch)] for table in (shape, whole))
+        assert shape == whole or shape == replace(whole, num_draft_tokens=shape.num_draft_tokens)
+        assert shape.num_draft_tokens == 1 or batch * shape.num_draft_tokens <= MAX_VERIFY_ROWS
+        assert shape == whole or batch * 2 * shape.num_draft_tokens > MAX_VERIFY_ROWS
+
+
+def test_a_batch_of_more_rows_than_trees_may_have_still_has_trees():
+    for batch, shapes in tree_sets(WIDE, BIG, 5000):
+        assert all(shape.num_draft_tokens == 1 or batch * shape.num_draft_tokens <= MAX_VERIFY_ROWS for shape in shapes)
+
+
 def test_a_table_comes_back_as_it_was_written(tmp_path):
     table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN_TREE}
     write_trees(tmp_path / "table.json", table)

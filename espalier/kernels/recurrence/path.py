@@ -103,10 +103,12 @@ def _commit_tails_kernel(
     is_last_row_ptr, rows_per_request, x_stride, tail_layer_stride, x_layer_stride,
     CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
     V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
-    Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, FIRST_TURN: tl.constexpr,
+    END_TURN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
-    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: may be None."""
+    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: may be None.
+    FIRST_TURN, END_TURN: turn 0 writes the tails of snapshots, turn 1 the tails of slots."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -119,7 +121,7 @@ def _commit_tails_kernel(
     slot = tl.load(slots_ptr + request)
     before = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
     # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
-    for turn in tl.static_range(2):
+    for turn in tl.static_range(FIRST_TURN, END_TURN):
         if turn == 0:
             count = tl.load(snapshot_counts_ptr + request) if snapshot_counts_ptr is not None else 0
             after = (
@@ -156,10 +158,13 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
     if not kept or not batch:
         return
     _require_rows_contiguous(tail)
-    _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](
-        *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
-        *(path.continues_previous, path.is_last_row),
-        *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
-        CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
-        **pdl_arguments(chip(tail)),
-    )  # fmt: skip
+    # The first piece of a request may read the slot's old tail for a snapshot.  The last piece overwrites this tail.
+    is_in_pieces = path.snapshot_counts is not None and path.continues_previous is not None
+    for first, end in ((0, 1), (1, 2)) if is_in_pieces else ((0, 2),):
+        _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](
+            *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
+            *(path.continues_previous, path.is_last_row),
+            *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
+            CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, FIRST_TURN=first,
+            END_TURN=end, num_warps=2, **pdl_arguments(chip(tail)),
+        )  # fmt: skip
