@@ -39,13 +39,12 @@ def _extend_short(original):
 
 
 def _wrong_ancestor(original):
-    def select_beams(tokens, scores, ancestor_bits, path, first, num_words):
-        beams = original(tokens, scores, ancestor_bits, path, first, num_words)
+    def select_beams(tokens, scores, ancestor_bits, path, first, num_ancestor_words):
+        beams = original(tokens, scores, ancestor_bits, path, first, num_ancestor_words)
         if ancestor_bits is None:
             return beams
-        return beams._replace(
-            ancestor_bits=ancestor_bits | self_only_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
-        )
+        own_bits = self_only_bits(first, ancestor_bits.shape[1], num_ancestor_words, ancestor_bits.device)
+        return beams._replace(ancestor_bits=ancestor_bits | own_bits)
 
     return select_beams
 

@@ -131,7 +131,7 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, width, counted):
 def test_sizes_that_disagree_are_refused(kernel_device):
     table, index, length, picked, rows = drawn(2, 3, 0, kernel_device)
     slots = gather_slots.triton(table, index)
-    with pytest.raises(EspalierError, match="advance: rows"):
+    with pytest.raises(EspalierError, match="advance: nodes"):
         advance.triton(slots, length, picked, True, AcceptedNodes(rows[:, 1:], NODES))
     with pytest.raises(EspalierError, match="advance: length"):
         advance.triton(slots, length[1:], picked, True)

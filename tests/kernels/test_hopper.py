@@ -29,7 +29,7 @@ def test_choices_fit_the_chip():
     queries, work_items = (17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000)
     for packed_queries, num_work_items, size in product(queries, work_items, HEAD_SIZES):
         config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64)
-        assert config is not None and config.stages >= MIN_STAGES
+        assert config is not None and config.num_stages >= MIN_STAGES
         assert config.shared_bytes(size) * config.programs_per_processor <= HOPPER.shared_memory
         start, attend_registers = config.registers(size)
         load_warps, load_registers = config.load_warps(size)
@@ -41,7 +41,7 @@ def test_choices_fit_the_chip():
 def test_choices_for_fp8_rows_fit_the_chip():
     for packed_queries, num_work_items, size in product((17, 64, 65, 8192), (1, 132, 5000), (64, 128)):
         config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, is_fp8=True)
-        assert config is not None and config.raw_stages and config.stages >= MIN_STAGES
+        assert config is not None and config.raw_stages and config.num_stages >= MIN_STAGES
         assert config.shared_bytes(size) <= HOPPER.shared_memory
         start, attend_registers = config.registers(size)
         others = (config.load_warps(size), config.convert_warps)
@@ -194,7 +194,7 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
     for staged, config in product((True, False), configs):
         if case.k_size == 256:
             # A block that a query does not see changes its bits a little, so both kernels need the same tiles.
-            plain = replace(plain, block_m=config.block_m, warps=4 * config.warpgroups)
+            plain = replace(plain, block_m=config.block_m, num_warps=4 * config.warpgroups)
         out, lse = run(inputs, case.max_splits, staged, config=plain)
         # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
         counted = config.warpgroups == 2 and case.page_size % kv_block_rows(case.k_size) > 0

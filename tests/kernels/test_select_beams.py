@@ -11,11 +11,11 @@ from espalier.kernels.ops.tree import select_beams
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 
 
-def random_inputs(batch, rows, topk, num_words, seed, level_one=False):
+def random_inputs(batch, rows, topk, num_ancestor_words, seed, level_one=False):
     generator = random(seed)
     tokens = torch.randint(0, 2**40, (batch, rows, topk), generator=generator)
     scores = drawn_scores((batch, rows, topk), generator)
-    ancestor_bits = torch.randint(-(2**63), 2**63 - 1, (batch, rows, num_words), generator=generator)
+    ancestor_bits = torch.randint(-(2**63), 2**63 - 1, (batch, rows, num_ancestor_words), generator=generator)
     return tokens, scores, None if level_one else ancestor_bits
 
 
@@ -31,12 +31,12 @@ def to(values, device):
     return [value if value is None else value.to(device) for value in values]
 
 
-def beams_by_lists(tokens, scores, ancestor_bits, first, num_words):
+def beams_by_lists(tokens, scores, ancestor_bits, first, num_ancestor_words):
     rows, topk = tokens.shape
     flat = [-math.inf if math.isnan(score) else score for score in scores.flatten().tolist()]
     order = sorted(range(rows * topk), key=lambda i: (-flat[i], i))[:topk]
     ancestors = [
-        set() if ancestor_bits is None else set(unpack_bits(row, num_words * 64).nonzero().flatten().tolist())
+        set() if ancestor_bits is None else set(unpack_bits(row, num_ancestor_words * 64).nonzero().flatten().tolist())
         for row in (range(rows) if ancestor_bits is None else ancestor_bits)
     ]
     return [
@@ -45,17 +45,19 @@ def beams_by_lists(tokens, scores, ancestor_bits, first, num_words):
     ]
 
 
-@pytest.mark.parametrize("rows,topk,first,num_words", [(1, 1, 0, 1), (1, 3, 0, 2), (3, 3, 62, 2), (4, 4, 64, 3)])
-def test_reference_equals_sorting(rows, topk, first, num_words):
+@pytest.mark.parametrize(
+    "rows,topk,first,num_ancestor_words", [(1, 1, 0, 1), (1, 3, 0, 2), (3, 3, 62, 2), (4, 4, 64, 3)]
+)
+def test_reference_equals_sorting(rows, topk, first, num_ancestor_words):
     for seed in range(5):
-        inputs = random_inputs(2, rows, topk, num_words, seed, level_one=rows == 1)
+        inputs = random_inputs(2, rows, topk, num_ancestor_words, seed, level_one=rows == 1)
         path = blank_path(2, first + topk)
-        beams = select_beams.reference(*inputs, path, first, num_words)
+        beams = select_beams.reference(*inputs, path, first, num_ancestor_words)
         assert (path[:, :first] == BLANK).all()
         for b in range(2):
             request = [None if value is None else value[b] for value in inputs]
-            expected = beams_by_lists(*request, first, num_words)
-            mask = unpack_bits(beams.ancestor_bits[b], num_words * 64)
+            expected = beams_by_lists(*request, first, num_ancestor_words)
+            mask = unpack_bits(beams.ancestor_bits[b], num_ancestor_words * 64)
             got = [
                 (
                     path[b, first + k].item(),
@@ -72,25 +74,25 @@ LARGE = [(64, 8, 8, 32, 1), (64, 10, 10, 60, 2), (3, 32, 32, 224, 4), (2, 45, 45
 LARGE += [(8, topk, topk, topk, 1) for topk in (3, 5, 6, 7, 9, 11, 12, 17, 23)]
 
 
-def check(device, batch, rows, topk, first, num_words):
+def check(device, batch, rows, topk, first, num_ancestor_words):
     for seed in range(3):
-        inputs = random_inputs(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
+        inputs = random_inputs(batch, rows, topk, num_ancestor_words, seed, level_one=rows == 1 and batch != 1)
         path, expected = blank_path(batch, first + topk + 1, device), blank_path(batch, first + topk + 1)
         with poisoned():
-            beams = select_beams.triton(*to(inputs, device), path, first, num_words)
-        same(beams, select_beams.reference(*inputs, expected, first, num_words))
+            beams = select_beams.triton(*to(inputs, device), path, first, num_ancestor_words)
+        same(beams, select_beams.reference(*inputs, expected, first, num_ancestor_words))
         assert torch.equal(path.cpu(), expected)
 
 
-@pytest.mark.parametrize("batch,rows,topk,first,num_words", SMALL)
-def test_kernel_is_the_reference(kernel_device, batch, rows, topk, first, num_words):
-    check(kernel_device, batch, rows, topk, first, num_words)
+@pytest.mark.parametrize("batch,rows,topk,first,num_ancestor_words", SMALL)
+def test_kernel_is_the_reference(kernel_device, batch, rows, topk, first, num_ancestor_words):
+    check(kernel_device, batch, rows, topk, first, num_ancestor_words)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch,rows,topk,first,num_words", LARGE)
-def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first, num_words):
-    check(kernel_device, batch, rows, topk, first, num_words)
+@pytest.mark.parametrize("batch,rows,topk,first,num_ancestor_words", LARGE)
+def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first, num_ancestor_words):
+    check(kernel_device, batch, rows, topk, first, num_ancestor_words)
 
 
 def test_extreme_scores_are_in_order(kernel_device):

@@ -131,8 +131,9 @@ def test_what_a_program_holds_fits_the_chip():
 
     for room, queries, heads, size in product((99, 163, 227), (1, 5, 2048), (4, 64), (12, 128, 256)):
         on = Chip(1024 * room, 132, (9, 0))
-        held = _plan_shared_memory(on, queries, heads, size, 2)
-        assert (held.queries * held.block_heads + held.stages * BLOCK_N) * 2 * next_power_of_2(size) < on.shared_memory
+        plan = _plan_shared_memory(on, queries, heads, size, 2)
+        num_rows = plan.num_queries * plan.block_heads + plan.num_stages * BLOCK_N
+        assert num_rows * 2 * next_power_of_2(size) < on.shared_memory
     # DeepSeek-V3.2 on Hopper: two programs fit.
     assert _plan_shared_memory(on, 16, 64, 128, 2) == (4, 64, 3)
 

@@ -155,7 +155,7 @@ def test_fp8_rows_take_a_stage_more_and_as_many_programs():
     """Two stages have no copy in flight while a step computes; three of FP8 rows fit four times."""
     on = Chip(227 * 1024, 132, (9, 0))
     found = [choose_triton_config(on, 4, 1, 128, 128, torch.bfloat16, one_wave=True, fp8=fp8) for fp8 in (False, True)]
-    assert [(config.stages, config.programs_per_processor) for config in found] == [(2, 4), (3, 4)]
+    assert [(config.num_stages, config.programs_per_processor) for config in found] == [(2, 4), (3, 4)]
     # Of a block of 64 rows: queries in bfloat16, weights, and two steps of K and V.
     assert found[1].shared_bytes(on, 128, 128, 256) == 16 * (256 + 2 * 64) + 2 * 64 * 256
 

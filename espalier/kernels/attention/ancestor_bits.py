@@ -46,11 +46,11 @@ def true_for_all_ancestors(ancestor_bits: Tensor, is_true: Tensor) -> Tensor:
     return ((ancestor_bits & pack_bits(~is_true)[:, None]) == 0).all(-1)
 
 
-def self_only_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
-    """Returns [count, num_words] int64: for each row from first_row on, ancestor bits with only its own bit set."""
+def self_only_bits(first_row: int, count: int, num_ancestor_words: int, device: torch.device) -> Tensor:
+    """Returns [count, num_ancestor_words] int64: ancestor bits of rows from first_row on that see only themselves."""
     rows = torch.arange(first_row, first_row + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
-    return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
+    return bits[:, None] * (torch.arange(num_ancestor_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
 def causal_ancestor_bits(row: Tensor, rows: int) -> Tensor:

@@ -352,9 +352,7 @@ def write_work_item_result(
 
 def check_attention_inputs(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
     """Check the shapes, dtypes and strides that every attention kernel needs.
-
-    name: the kernel's name in the error text.  Raises EspalierError.
-    """
+    name: the kernel's name in the error text.  Raises EspalierError."""
     q, (k, v), scales, prefix, nodes = inputs.q, inputs.pages, inputs.kv_scales, inputs.prefix, inputs.nodes
     (batch, queries, _, k_size), v_size = q.shape, inputs.v_size
     require_kv_rows(f"{name}'s k pages", k, (-1, kv_heads, k_size), scales, q)

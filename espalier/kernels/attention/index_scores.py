@@ -43,12 +43,12 @@ SCORE_EXCHANGE_BYTES = 4096
 class SharedMemoryPlan(NamedTuple):
     """The numbers of queries, heads and key blocks that one program keeps in shared memory.
 
-    queries: a power of two.  block_heads: heads of a query, padded.  stages: blocks of keys.
+    num_queries: a power of two.  block_heads: heads of a query, padded.  num_stages: blocks of keys.
     """
 
-    queries: int
+    num_queries: int
     block_heads: int
-    stages: int
+    num_stages: int
 
 
 @kernel
@@ -185,8 +185,8 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
     scores = IndexerScores.empty(batch, num_queries, capacity, rows, q.device)
     if not scores.row_scores.numel():
         return scores
-    held = _plan_shared_memory(chip(q), num_queries, heads, size, q.itemsize)
-    blocks = -(-num_queries // held.queries)
+    plan = _plan_shared_memory(chip(q), num_queries, heads, size, q.itemsize)
+    blocks = -(-num_queries // plan.num_queries)
     most = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
     programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), most)
     # With fusion, the compiler could round the queries of a program differently.
@@ -197,8 +197,8 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
         *(*scores.row_scores.stride()[:2], *scores.group_scores.stride()[:2]),
         HEADS=heads, HEAD_SIZE=size, PAGE_SIZE=keys.page_size, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        GROUP_SIZE=SCORE_GROUP_SIZE, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_HEADS=held.block_heads,
-        BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=held.stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        GROUP_SIZE=SCORE_GROUP_SIZE, QUERIES=plan.num_queries, BLOCK_N=BLOCK_N, BLOCK_HEADS=plan.block_heads,
+        BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=plan.num_stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
     )  # fmt: skip
     return scores

@@ -31,7 +31,8 @@ COMPARED_PER_STEP = 16
 def _split_rows_and_count(
     num_rows, request_exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
-    """Returns (rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
+    """Returns (rows of a split, number of splits) of requests with num_rows rows, see
+    KVSplitPolicy.rows_per_split."""
     num_rows = tl.maximum(num_rows, 0)
     wanted = tl.maximum(
         tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS

@@ -177,7 +177,7 @@ def merge_splits(
     if partial_results.out.numel() >= 2**31:
         raise EspalierError(
             f"merge_splits: partial results of {list(partial_results.out.shape)} need 64-bit offsets; use fewer splits "
-            "(the policies of kv_splits.py do)"
+            "(KVSplitPolicy.choose does)"
         )
     if not out.numel():
         return

@@ -290,10 +290,10 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
             f"the kernels select {MAX_TOPK} rows at most, and {topk} are asked for, of {rows} staged rows, which must "
             "be 1 or more: use attention='reference'"
         )
-    width, num_words = min(topk, capacity), -(-rows // ANCESTOR_BITS)
+    width, num_ancestor_words = min(topk, capacity), -(-rows // ANCESTOR_BITS)
     chosen = torch.empty(batch, queries, width, dtype=torch.int32, device=device)
     count = torch.empty(batch, queries, dtype=torch.int64, device=device)
-    bits = torch.empty(batch, queries, num_words, dtype=torch.int64, device=device)
+    bits = torch.empty(batch, queries, num_ancestor_words, dtype=torch.int64, device=device)
     if not batch * queries:
         return SelectedRows(chosen, count, bits)
     spare = topk // EXTRA_GROUPS_DIVISOR
@@ -305,7 +305,8 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
         *(of_rows, of_groups, length, page_table, chosen, count, bits, group_list, row_list),
         *(queries, capacity, rows, topk, spare, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
         *(length.stride(0), page_table.stride(0), group_list.stride(0), row_list.stride(0)),
-        GROUP_SIZE=SCORE_GROUP_SIZE, PAGE_SIZE=page_size, WORDS=next_power_of_2(num_words), WORD_BITS=ANCESTOR_BITS,
-        SCORES_PER_CHUNK=SCORES_PER_CHUNK, NUM_BINS=NUM_BINS, num_warps=NUM_WARPS, **pdl_arguments(chip(of_rows)),
+        GROUP_SIZE=SCORE_GROUP_SIZE, PAGE_SIZE=page_size, WORDS=next_power_of_2(num_ancestor_words),
+        WORD_BITS=ANCESTOR_BITS, SCORES_PER_CHUNK=SCORES_PER_CHUNK, NUM_BINS=NUM_BINS, num_warps=NUM_WARPS,
+        **pdl_arguments(chip(of_rows)),
     )  # fmt: skip
     return SelectedRows(chosen, count, bits)

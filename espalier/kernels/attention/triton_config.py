@@ -17,15 +17,15 @@ COMPILER_SCRATCH_BYTES = 8 * 1024
 class TritonConfig:
     """Launch configuration of an attention kernel.
 
-    block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step; programs_per_processor:
-    programs of the persistent grid per multiprocessor.
+    block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step; num_stages: pipeline steps;
+    programs_per_processor: programs of the persistent grid per multiprocessor.
     """
 
     block_m: int
     block_n: int
     block_r: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     programs_per_processor: int = 1
 
     def constexpr_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -35,8 +35,8 @@ class TritonConfig:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_R": self.block_r,
-            "STAGES": self.stages,
-            "num_warps": self.warps,
+            "STAGES": self.num_stages,
+            "num_warps": self.num_warps,
         }
 
     def shared_bytes(self, gpu: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
@@ -48,8 +48,8 @@ class TritonConfig:
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
         if self.block_m >= 64 and gpu.capability >= (9, 0):
-            return self.block_m * q_bytes + self.stages * step
-        return self.block_m * (q_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
+            return self.block_m * q_bytes + self.num_stages * step
+        return self.block_m * (q_bytes + 2 * self.block_n) + max(self.num_stages - 1, 1) * step
 
 
 def choose_triton_config(
@@ -94,8 +94,8 @@ def choose_triton_config(
         config = TritonConfig(128, 64, 64, 8, 4, 1)
     available = gpu.shared_memory - (COMPILER_SCRATCH_BYTES if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
-        while config.stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
-            config = replace(config, stages=config.stages - 1)
+        while config.num_stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
+            config = replace(config, num_stages=config.num_stages - 1)
         while config.block_n > min_rows and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, block_n=config.block_n // 2)
     fitting = gpu.shared_memory // config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes)
@@ -120,7 +120,7 @@ def choose_triton_latent_config(
     if config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, block_n=16)
     if config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
-        config = replace(config, stages=2)
+        config = replace(config, num_stages=2)
     while config.block_m > 16 and config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, block_m=config.block_m // 2)
     # Two tiles of 64 queries need more registers than a multiprocessor has.

@@ -24,8 +24,8 @@ TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
-    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts; num_splits, num_tiles: of the launch; queries,
-    num_staged_rows: per request; first_position: see Prefix.
+    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts; num_splits: splits of the batch; num_tiles: query
+    tiles of a request; queries, num_staged_rows: numbers per request; first_position: see Prefix.
     """
 
     splits_ptr: Any
@@ -38,7 +38,7 @@ class WorkPlan(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """One work item.  request_splits: number of splits of the request; is_last_split: whether the split is its last."""
+    """One work item.  request_splits: number of splits of the request; is_last_split: whether `split` is the last."""
 
     split: Any
     request: Any

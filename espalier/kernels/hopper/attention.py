@@ -121,7 +121,7 @@ def hopper_attention_arguments(config: HopperConfig, head_size: int, same_stride
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
         "BLOCK_N": kv_block_rows(head_size),
-        "STAGES": config.stages,
+        "STAGES": config.num_stages,
         "ATTEND_REGISTERS": attend_registers,
         "LOAD_REGISTERS": load_registers,
         "LOAD_WARPS": load_warps,

@@ -55,18 +55,18 @@ def kv_block_rows(head_size: int) -> int:
 class HopperConfig:
     """Launch configuration.
 
-    warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
+    warpgroups: attending warpgroups, each with 64 packed queries; num_stages: blocks of K and V in shared memory;
     programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows.
     """
 
     warpgroups: int
-    stages: int
+    num_stages: int
     programs_per_processor: int
     raw_stages: int = 0
 
     def shared_bytes(self, head_size: int) -> int:
         """Shared memory of a program, in bytes, for heads of `head_size`."""
-        two_byte_rows = self.block_m + 2 * self.stages * kv_block_rows(head_size)
+        two_byte_rows = self.block_m + 2 * self.num_stages * kv_block_rows(head_size)
         return head_size * (2 * two_byte_rows + 2 * self.raw_stages * kv_block_rows(head_size)) + RESERVED_SHARED_MEMORY
 
     @property
@@ -151,9 +151,9 @@ def uses_tma(config: HopperConfig) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages, raw_stages: blocks of rows, and of unconverted FP8 rows, in shared memory."""
+    """Launch configuration.  num_stages: blocks of rows in shared memory; raw_stages: number of blocks of FP8 rows."""
 
-    stages: int
+    num_stages: int
     raw_stages: int = 0
 
     programs_per_processor: ClassVar[int] = 1
@@ -162,7 +162,7 @@ class HopperLatentConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        two_byte_rows, fp8_rows = BLOCK_M + self.stages * LATENT_BLOCK_N, self.raw_stages * LATENT_BLOCK_N
+        two_byte_rows, fp8_rows = BLOCK_M + self.num_stages * LATENT_BLOCK_N, self.raw_stages * LATENT_BLOCK_N
         rows = (2 * two_byte_rows + fp8_rows) * (V_SIZE + ROPE_SIZE)
         return rows + 2 * WEIGHT_SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * WEIGHT_SLOTS * BLOCK_M + RESERVED_SHARED_MEMORY
 
@@ -187,9 +187,9 @@ def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentFewQueriesConfig:
-    """Launch configuration.  stages: blocks of rows in shared memory."""
+    """Launch configuration.  num_stages: blocks of rows in shared memory."""
 
-    stages: int
+    num_stages: int
 
     programs_per_processor: ClassVar[int] = 1
     block_m: ClassVar[int] = LATENT_FEW_MAX_QUERIES
@@ -197,7 +197,7 @@ class HopperLatentFewQueriesConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        rows = 2 * (LATENT_FEW_MAX_QUERIES + self.stages * LATENT_FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        rows = 2 * (LATENT_FEW_MAX_QUERIES + self.num_stages * LATENT_FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
         return rows + 2 * LATENT_FEW_MAX_QUERIES * LATENT_FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 

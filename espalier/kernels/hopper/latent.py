@@ -252,14 +252,12 @@ def hopper_latent_kernel(
 
 def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
     """Returns the constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
-
-    TMA copies the blocks if each page holds whole blocks.
-    """
-    whole = page_size % block_n == 0
+    TMA copies the blocks if each page holds whole blocks."""
+    pages_hold_blocks = page_size % block_n == 0
     return {
-        "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if whole else None,
-        "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if whole else None,
-        "TMA_BLOCKS": TMA_ALL if whole else TMA_NONE,
+        "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if pages_hold_blocks else None,
+        "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if pages_hold_blocks else None,
+        "TMA_BLOCKS": TMA_ALL if pages_hold_blocks else TMA_NONE,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": block_n,
@@ -269,7 +267,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
-        "STAGES": config.stages,
+        "STAGES": config.num_stages,
         "RAW_STAGES": config.raw_stages,
         "WEIGHT_SLOTS": WEIGHT_SLOTS,
         "VALUE_REGISTERS": VALUE_REGISTERS,

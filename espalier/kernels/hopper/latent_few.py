@@ -213,7 +213,7 @@ def hopper_latent_few_kernel(
 def hopper_latent_few_arguments(config: HopperLatentFewQueriesConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, LATENT_FEW_BLOCK_N) | {
-        "STAGES": config.stages,
+        "STAGES": config.num_stages,
         "COLUMNS": LATENT_FEW_MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": LOAD_WARPS,

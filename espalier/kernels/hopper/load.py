@@ -9,8 +9,8 @@ holds whole blocks, and most blocks if free pages were in order.  cp.async gathe
 size, 16 bytes per thread; its copies delay the attending warps.
 
 Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries only with two-byte rows, which they
-read from shared memory.  So the loading warps copy FP8 rows to separate stages ("raw").  The converting warps read
-these, and write two-byte rows to the stages of the attending warps.
+read from shared memory.  So the loading warps copy FP8 rows to separate stages (raw_stages).  The converting warps
+read these stages, and write two-byte rows to the stages of the attending warps.
 """
 
 from triton.experimental.gluon import language as gl
@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
+    """Load the pages of BLOCK_N positions from first_position (a multiple of BLOCK_N) on; a scalar for one page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:

@@ -17,7 +17,7 @@ from espalier.kernels.runtime.pdl import pdl_wait
 
 
 class NibblePointers(NamedTuple):
-    """Pointers to a matrix: words of 8 nibbles; scales (for E2M1 words of 4); zero points, rows' factors or None."""
+    """Pointers to a matrix.  words: 8 nibbles each.  scales: for E2M1, words of 4.  zeros: see weight_pointers."""
 
     words: Any
     scales: Any
@@ -33,8 +33,8 @@ class SharedBuffers(NamedTuple):
 
 
 @constexpr_function
-def _scale_words(code: str) -> int:
-    """Returns the words of E2M1's scales of a step of 256 columns."""
+def _num_scale_words(code: str) -> int:
+    """Returns the number of words that hold the E2M1 scales of a row in a step of 256 columns."""
     return 2 if code == "mxfp4" else 4
 
 
@@ -44,17 +44,17 @@ def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: g
     """Returns [64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if IS_GATED:
-        found = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
+        w_rows = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
         # Rows past the end become the last row; their results are not stored.
-        found = gl.minimum(block_index * 64 + row, num_out - 1)
-    return found
+        w_rows = gl.minimum(block_index * 64 + row, num_out - 1)
+    return w_rows
 
 
 @gluon_kernel
 def num_row_scales(num_in, CODE: gl.constexpr):
     """Returns the number of scales per weight row: words for E2M1, else groups."""
-    return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _scale_words(CODE)
+    return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _num_scale_words(CODE)
 
 
 @gluon_kernel
@@ -87,9 +87,7 @@ def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
 @gluon_kernel
 def _in_column_order(first, second, third, fourth, A_LAYOUT: gl.constexpr):
     """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_column_order.
-
-    No value moves between threads.
-    """
+    No value moves between threads."""
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
     return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A_LAYOUT, assert_trivial=True)
 
@@ -128,7 +126,7 @@ def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
 
 
 @gluon_kernel
-def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
+def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
     """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
     MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
@@ -172,7 +170,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
         )
     if CODE != "int4":
         hopper.async_copy.async_copy_global_to_shared(
-            buffers.scales.index(stage), matrix.scales + first_column // 256 * _scale_words(CODE) + scales,
+            buffers.scales.index(stage), matrix.scales + first_column // 256 * _num_scale_words(CODE) + scales,
         )
 
 
@@ -233,7 +231,7 @@ def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
     if CODE == "mxfp4":
         scales = _split_columns(buffers.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
-            factors = _scale_factors(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
+            factors = _factors_of_scale_words(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
             if p % 2 == 0:
                 part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A_LAYOUT), x, p, part)
             else:
@@ -242,7 +240,7 @@ def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
         left, right = _split_columns(buffers.scales.index(stage).load(OF_FOUR))
         scales = _split_columns(left) + _split_columns(right)
         for p in gl.static_range(4):
-            factors = _scale_factors(scales[p].reshape(64), CODE, PIECE_LAYOUT)
+            factors = _factors_of_scale_words(scales[p].reshape(64), CODE, PIECE_LAYOUT)
             part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A_LAYOUT), x, p, part)
     # The factors are too small by 2^64 (MXFP4) or 2^39 (NVFP4).
     UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
@@ -289,7 +287,7 @@ def nibble_product(
     ROWS: gl.constexpr = x_places.shape[0]
     # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    SCALE_WORDS: gl.constexpr = _scale_words(CODE)
+    SCALE_WORDS: gl.constexpr = _num_scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [4, 1], [1, 0])
     shared = SharedBuffers(

@@ -8,7 +8,7 @@ from espalier.kernels.runtime.launch import HOPPER, Chip
 
 # A program's tile of the weight, its warps, and the columns that share a scale of int4.
 BLOCK_OUT, BLOCK_IN, WARPS, INT4_GROUP_SIZE = 64, 256, 4, 128
-# Rows of inputs per tile.
+# Rows of inputs per tile: of the small and of the large tile.
 FEW_ROWS, MAX_ROWS = 8, 16
 # (block_out, block_in, warps) of the plans that the kernels take.
 TILE_SHAPE = (BLOCK_OUT, BLOCK_IN, WARPS)
@@ -27,9 +27,9 @@ def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, num_rows: int, 
 def supports_hopper_product(
     x: Tensor, weight: QuantisedMatrix, tile_rows: int, tile_shape: tuple[int, int, int], gpu: Chip
 ) -> bool:
-    """Returns whether these kernels, or those of hopper/nibbles.py, take a product.
+    """Returns whether the kernels of hopper/quantised_products.py take a product.
 
-    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps).  Kernels choose the stages.
+    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps).  The kernels choose their stages.
     """
     # Copies have 16 bytes, and offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31

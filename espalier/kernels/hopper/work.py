@@ -71,8 +71,9 @@ class Stages(NamedTuple):
 class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
-    The first num_committed blocks are committed rows begin .. end (work_items.py:count_committed_blocks).  The others
-    are the staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
+    The first num_committed blocks hold the committed rows begin_committed .. end_committed, see count_committed_blocks
+    (work_items.py).  The others hold the staged rows begin_staged .. end_staged, which belong to the request's last
+    split.  num_blocks is at least one.
     """
 
     begin_committed: Any

@@ -1,6 +1,6 @@
 """The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
 
-Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  It computes in float32 or float64.
+Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  Computed in float32 or float64.
 """
 
 import torch

@@ -96,16 +96,16 @@ def add_normed(
     size = residual.shape[1]
     block = next_power_of_2(size)
     outputs, own_norms = zip(*block_outputs, strict=True)
-    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *outputs))
-    first, second = _pad_with_none(given, MAX_OUTPUTS)
-    used = (*_pad_with_none(own_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
+    x, *dense_outputs = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *outputs))
+    first, second = _pad_with_none(dense_outputs, MAX_OUTPUTS)
+    norms = (*_pad_with_none(own_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
     # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
-        *(None if each is None else each.weight.contiguous() for each in used),
+        *(None if norm is None else norm.weight.contiguous() for norm in norms),
         *_pad_with_none(out, MAX_NORMS),
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
-        *(0.0 if each is None else each.eps for each in used),
+        *(0.0 if norm is None else norm.eps for norm in norms),
         *(num_partial_sums(first), num_partial_sums(second)),
         SCALE=residual_scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
         num_warps=warps_for(block, VALUES_PER_NORM_WARP), **pdl_arguments(chip(residual)),
@@ -128,13 +128,13 @@ def _check_arguments(
     for output, _ in block_outputs:
         shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
-    for each in (*(own for _, own in block_outputs), output_norm, *next_norms):
-        if each is not None:
-            require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
+    for norm in (*(own for _, own in block_outputs), output_norm, *next_norms):
+        if norm is not None:
+            require("add_normed: a weight", norm.weight, (residual.shape[1],), None, residual)
 
 
 def _pad_with_none(items: Sequence[Any], length: int) -> list[Any]:
-    """Returns the items of `items`, filled up with None to `length` items."""
+    """Returns `items`, filled up with None to a list of `length` items."""
     return [*items, *[None] * (length - len(items))]
 
 

@@ -2,7 +2,8 @@
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels, and
-is the product of row i of the sublayer's input with a matrix.  Its halves are for the input's and the output's.
+is the product of row i of the sublayer's input with a matrix.  The matrix has a half for the convolution of the input
+and a half for the convolution of the output.
 
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
@@ -64,7 +65,7 @@ def _block_conv_kernel(
     index = tl.arange(0, BLOCK_TAPS * GROUPS)
     of_group = tl.program_id(1) * GROUPS + index % GROUPS
     weight_row = (index // GROUPS) * num_groups + of_group
-    stored = (index // GROUPS < 2 * TAPS) & (of_group < num_groups)
+    is_weight_row = (index // GROUPS < 2 * TAPS) & (of_group < num_groups)
     column = tl.arange(0, COLUMNS)
     product = tl.zeros([ROWS, BLOCK_TAPS * GROUPS], tl.float32)
     for begin in range(0, ROW_SIZE, COLUMNS):
@@ -74,7 +75,7 @@ def _block_conv_kernel(
         )
         weight = tl.load(
             weight_ptr + weight_row.to(tl.int64)[None, :] * ROW_SIZE + begin + column[:, None],
-            mask=stored[None, :] & inside[:, None], other=0.0,
+            mask=is_weight_row[None, :] & inside[:, None], other=0.0,
         )  # fmt: skip
         product = tl.dot(x, weight, product, input_precision="ieee")
     delta = tl.reshape(product.to(x_ptr.dtype.element_ty).to(tl.float32), [ROWS, BLOCK_TAPS, GROUPS])
@@ -87,8 +88,8 @@ def _block_conv_kernel(
     for tap in tl.static_range(TAPS):
         of_tap = tl.sum(tl.where(which == tap, delta, 0.0), 1)
         base = tl.load(base_ptr + tap * ROW_SIZE + channel, mask=held, other=0.0).to(tl.float32)
-        behind = written & tl.reshape(row % block_width >= tap, [ROWS, 1, 1])
-        x = tl.load(x_ptr + at - tap * ROW_SIZE, mask=behind, other=0.0).to(tl.float32)
+        in_block = written & tl.reshape(row % block_width >= tap, [ROWS, 1, 1])
+        x = tl.load(x_ptr + at - tap * ROW_SIZE, mask=in_block, other=0.0).to(tl.float32)
         total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(of_tap, [ROWS, GROUPS, 1]))
         of_output = tl.sum(tl.where(which == TAPS + tap, delta, 0.0), 1)
         tl.store(
@@ -150,9 +151,9 @@ def _block_conv_norm_kernel(
     for tap in tl.static_range(TAPS):
         base = tl.load(base_ptr + tap * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
         own = tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(ACC_DTYPE)
-        behind = mask & (row % block_width >= tap)
+        in_block = mask & (row % block_width >= tap)
         delta = delta_ptr + (row - tap) * ROW_SIZE + column
-        added += load_sum(delta, split_stride, behind, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * (base + own)
+        added += load_sum(delta, split_stride, in_block, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * (base + own)
     # Each of the three results is rounded as a separate launch would round it.
     x += added.to(sum_ptr.dtype.element_ty).to(ACC_DTYPE)
     x = x.to(sum_ptr.dtype.element_ty)

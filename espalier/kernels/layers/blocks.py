@@ -39,7 +39,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix [out, in] of one block format.  blocks: uint8 [out, in / values · nbytes]."""
+    """A matrix [out, in] of one block format.  blocks: uint8 [out, in / block_values · block_bytes]."""
 
     block_type: BlockType
     blocks: Tensor

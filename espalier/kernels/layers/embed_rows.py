@@ -31,15 +31,15 @@ def embed_rows(
     if not count:
         return x, residual, rotation, live
     # Without a draft, the kernel gets placeholder tensors, which it does not read.
-    given = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
+    hidden_inputs = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
     block = next_power_of_2(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](
         *(tokens, positions, embed, cos, tables.sin, x, residual, *rotation, live),
-        *(given.hidden, given.parents, given.embed_norm, given.hidden_norm, queries),
-        *(*tokens.stride(), *positions.stride(), *given.hidden.stride()[:2]),
-        *((0, 0) if given.parents is None else given.parents.stride()),
-        EMBED_EPS=given.embed_eps, HIDDEN_EPS=given.hidden_eps, HIDDEN_SIZE=size, ROTARY=rotary,
-        HAS_DRAFT=draft is not None, NORMED_RESIDUAL=given.normed_residual, ACC_DTYPE=acc_dtype(embed.dtype),
+        *(hidden_inputs.hidden, hidden_inputs.parents, hidden_inputs.embed_norm, hidden_inputs.hidden_norm, queries),
+        *(*tokens.stride(), *positions.stride(), *hidden_inputs.hidden.stride()[:2]),
+        *((0, 0) if hidden_inputs.parents is None else hidden_inputs.parents.stride()),
+        EMBED_EPS=hidden_inputs.embed_eps, HIDDEN_EPS=hidden_inputs.hidden_eps, HIDDEN_SIZE=size, ROTARY=rotary,
+        HAS_DRAFT=draft is not None, NORMED_RESIDUAL=hidden_inputs.normed_residual, ACC_DTYPE=acc_dtype(embed.dtype),
         BLOCK=block, BLOCK_R=next_power_of_2(rotary), num_warps=warps_for(block, 512), **pdl_arguments(chip(tokens)),
     )  # fmt: skip
     return x, residual, rotation, live

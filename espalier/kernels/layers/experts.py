@@ -11,8 +11,8 @@ For few rows the tiles of shared experts run in the same two launches (experts_t
 4-bit experts run in the kernels of hopper/quantised_products.py, with the same bits.
 
 This file does not sum the K results of a row.  The next norm adds them in float32: first by choice, then the pieces of
-the shared experts by column.  The order is the same in every batch.  Below, a pair's place is its index in the sorted
-order; without a sort, place and pair are the same.
+the shared experts in order.  The order is the same in every batch.  Below, a pair's place is the pair's index in the
+sorted order; without a sort, place and pair are the same.
 """
 
 from typing import Any

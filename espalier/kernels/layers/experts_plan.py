@@ -92,7 +92,8 @@ def expected_active_experts(num_experts: int, top_k: int, num_rows: int) -> floa
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  num_matrices: see Activation.
+    gate_up: [num_experts, num_matrices · inner, hidden], with Activation.num_matrices.  down: [num_experts, hidden,
+    inner].
     """
 
     num_experts: int
@@ -142,7 +143,7 @@ class ProductPlan:
     stages: int
 
     def tile_shape(self, num_matrices: int) -> tuple[int, int, int]:
-        """(block_out, block_in, warps) of the one product of gate and up (matrices 2), or of down (matrices 1)."""
+        """Returns (block_out, block_in, warps) of the product with gate and up (num_matrices 2), or with down (1)."""
         return num_matrices * self.block_out, self.block_in, self.warps
 
     def stage_bytes(self, num_matrices: int, tile_rows: int, itemsize: int) -> int:
@@ -325,7 +326,7 @@ def _plans_of_nearest_size(plans: Mapping[MatrixSize, ExpertsPlans], size: Matri
     own = plans.get(size)
     if own is not None:
         return own
-    return plans[min(plans, key=lambda known: abs(math.log(known[0] * known[1] / (size[0] * size[1]))))]
+    return plans[min(plans, key=lambda other: abs(math.log(other[0] * other[1] / (size[0] * size[1]))))]
 
 
 def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources: Sequence[str]) -> None:

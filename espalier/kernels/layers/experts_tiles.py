@@ -36,7 +36,7 @@ EXPERTS_PER_WARP = 512
 def _experts_of_pairs(
     ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_LIVE: tl.constexpr
 ):
-    """Returns the experts of pairs [BLOCK].  NUM_EXPERTS: a row without experts; NUM_EXPERTS + 1: no such pair."""
+    """Returns the experts of pairs [BLOCK]: NUM_EXPERTS for a row without experts, NUM_EXPERTS + 1 past the pairs."""
     inside = pair < num_pairs
     expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
     if HAS_LIVE:
@@ -53,11 +53,11 @@ def _count_pairs_kernel(
     """Counts the pairs of each expert.  Grid: as for _sort_pairs_kernel."""
     pdl_trigger_and_wait(USE_PDL)
     own, offset = tl.program_id(0), tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), tl.int32)
+    count = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_pairs, BLOCK):
         expert = _experts_of_pairs(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
-        found += (expert == own).to(tl.int32)
-    tl.store(counts_ptr + own, tl.sum(found, 0))
+        count += (expert == own).to(tl.int32)
+    tl.store(counts_ptr + own, tl.sum(count, 0))
 
 
 @kernel(do_not_specialize=["num_tiles"])
@@ -125,7 +125,8 @@ class ExpertTiles:
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
     expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
     tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
-    live: as in grouped_experts.  If tile_rows is 1, `tile_experts` is ids [N·K], and the next three are not read.
+    live: live_rows of grouped_experts.  If tile_rows is 1, tile_experts is expert_ids [N·K], and nothing reads
+    tile_begins, pair_order and pair_ends.
     """
 
     tile_rows: int
@@ -285,19 +286,19 @@ def _route_kernel(
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         scores = logits
-    choosing = scores
+    selection_scores = scores
     if HAS_BIAS and not LOGIT_BIAS:
-        choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
+        selection_scores += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
     # NaN counts as the largest score, as in a sort.  Else no expert would be chosen: comparisons to NaN are false.
-    choosing = tl.where(choosing == choosing, choosing, float("inf"))
+    selection_scores = tl.where(selection_scores == selection_scores, selection_scores, float("inf"))
     left = inside
     if N_GROUP > 1:
         left = inside & is_in_best_group(
-            choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
+            selection_scores, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
     # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
-    order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
+    order = tl.where(left, float_to_key(selection_scores + 0.0), LEAST)
     chosen = expert < 0
     for _ in tl.static_range(TOP_K):
         best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
@@ -322,7 +323,7 @@ def is_in_best_group(
     selection_scores, expert, is_expert, GROUP_EXPERTS: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns [BLOCK] bool: whether the group of GROUP_EXPERTS experts around it is among the best TOPK_GROUP."""
+    """Returns [BLOCK] bool: whether an expert's group (GROUP_EXPERTS experts) is one of the best TOPK_GROUP groups."""
     group = expert // GROUP_EXPERTS
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):
@@ -333,13 +334,13 @@ def is_in_best_group(
             score += tl.max(tl.where(members & (expert != first), selection_scores, -float("inf")), 0)
         # A sum of infinities may be NaN.
         group_scores = tl.where(members, tl.where(score == score, score, float("inf")), group_scores)
-    found = expert < 0
+    is_best = expert < 0
     for _ in tl.static_range(TOPK_GROUP):
-        left = is_expert & ~found
+        left = is_expert & ~is_best
         best = tl.max(tl.where(left, group_scores, -float("inf")), 0)
         first = tl.min(tl.where(left & (group_scores == best), group, N_GROUP), 0)
-        found = found | (group == first)
-    return found
+        is_best = is_best | (group == first)
+    return is_best
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ def _store_latent(
 
 @kernel
 def _rotate_or_store(row_index, block_index, operands, CONSTANTS: tl.constexpr):
-    """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
+    """Store the latent of row `row_index` (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
     (
         rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
         rope_stride_n, rope_stride_h, q_stride_n, q_stride_h, latent_stride_n, cos_stride_n, sin_stride_n, row_stride_n,

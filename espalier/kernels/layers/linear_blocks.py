@@ -55,9 +55,7 @@ def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
 @kernel
 def _decode_blocks_of_32(block_ptrs, GGUF_TYPE: tl.constexpr):
     """Returns (integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0 to Q8_0.
-
-    block_ptrs: [BLOCK_OUT], pointers to the blocks' first bytes.
-    """
+    block_ptrs: [BLOCK_OUT], pointers to the blocks' first bytes."""
     i = tl.arange(0, 32)[None, :]
     scale, minimum = _load_float16(block_ptrs), 0.0 * _load_float16(block_ptrs)
     if GGUF_TYPE == 8:

@@ -1,7 +1,7 @@
 """A linear layer with a 4-bit weight, for many rows: a kernel writes the weight's values, and the library multiplies.
 
-The library's product is faster than that of linear_quantised.py by more than the values cost to write and read, from
-MAX_FUSED_ROWS on.  The values lie in scratch memory of at most MAX_SCRATCH_BYTES.  A larger weight is multiplied in
+Above MAX_FUSED_ROWS rows, the library's product is faster than that of linear_quantised.py by more than the values cost
+to write and read.  The values lie in scratch memory of at most MAX_SCRATCH_BYTES.  A larger weight is multiplied in
 blocks of its rows.  The blocks do not depend on the number of inputs, so a larger pass never needs less memory.  The
 launches that measure the memory for pages (startup/measure_memory.py) are the largest, so they count the scratch.
 
@@ -25,10 +25,10 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8
-# TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two are equal at
-# about 500 rows, for any shape.  On an H100 the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at
-# 768.  It is a power of two, because startup compiles for ranges of rows that end at powers of two.
+# The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising a weight moves 2.5 bytes: it takes
+# 0.9 ps at 2.8 TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two
+# are equal at about 500 rows, for any shape.  On an H100, with the library the layers of Llama-3.1-8B took 4% longer at
+# 512 rows and 22% less at 768.  A power of two, because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.
@@ -38,7 +38,7 @@ BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
 
 
 def uses_dequantised_product(x: InputRows, weight: QuantisedMatrix) -> bool:
-    """Returns whether a linear layer of x [rows, in] uses these products: it does above MAX_FUSED_ROWS rows."""
+    """Returns whether a layer of x [rows, in] uses these products: a 4-bit weight and above MAX_FUSED_ROWS rows."""
     return weight.code != "fp8" and x.dtype in DTYPES and len(x) > MAX_FUSED_ROWS and len(weight) > 0
 
 
@@ -95,9 +95,7 @@ def _write_dequantised_rows_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, num_in]: the values of a matrix.  Grid: (blocks of columns, blocks of rows).
-
-    Other arguments: see quantised_dot.
-    """
+    Other arguments: see quantised_dot."""
     pdl_trigger_and_wait(USE_PDL)
     # NVFP4: the columns that share a scale.  Other codes: the columns of interleaved words.
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
@@ -120,12 +118,12 @@ def _write_dequantised_rows_kernel(
         numbers -= tl.load(zeros_ptr + places).to(tl.float32)[:, :, None] if zeros_ptr is not None else 8.0
     else:
         # Rows of scales have whole steps of E2M1_SCALE_PADDING columns (quantised.py), so no load is masked.
-        stored = tl.load(scales_ptr + (w_rows * (tl.cdiv(num_in, 256) * 256 // UNIT))[:, None] + units[None, :])
+        scale_codes = tl.load(scales_ptr + (w_rows * (tl.cdiv(num_in, 256) * 256 // UNIT))[:, None] + units[None, :])
         if CODE == 2:
-            scales = (stored.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+            scales = (scale_codes.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         else:
             # As SCALE_UNIT says (quantised.py).  The factor is float64, and so is its product, as in the reference.
-            scales = (stored.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
+            scales = (scale_codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
             scales = (scales * tl.load(zeros_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)
     columns = first + tl.arange(0, BLOCK_IN)

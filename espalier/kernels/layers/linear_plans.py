@@ -39,6 +39,7 @@ MatrixSize = tuple[int, int]
 TuningKey = tuple[Chip, str, str]
 P = TypeVar("P")
 DTYPES = (torch.bfloat16, torch.float16)
+# The most rows that the Triton kernel of dense layers multiplies (linear.py).
 MAX_ROWS = 256
 # The smallest tile of rows for tensor cores.  1 to 16 rows are padded to it, so they are the same computation.
 MIN_BLOCK_ROWS = 16
@@ -91,10 +92,10 @@ class TuningTable(Generic[P]):
 class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
-    layer_kind: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the
-    plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit: what
-    a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for a
-    plan that cannot be used.  log_plans: called as log_plans(key, plans by size, file labels) at the first use.
+    layer_kind: the kind's name in errors.  tables_key: the JSON key of its list of tables.  plans_key: the JSON key of
+    the plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit:
+    what a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for
+    a plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files) when plans are first read.
     """
 
     layer_kind: str
@@ -125,14 +126,12 @@ class TuningSchema(Generic[P]):
 
     def write_table(self, path: Path, table: TuningTable[P]) -> None:
         """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
-
-        Raises EspalierError.
-        """
+        Raises EspalierError."""
         tables = self.read_tables(path) if path.exists() else []
-        known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
-        merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
+        old_plans = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
+        merged = [*(old for old in tables if old.key != table.key), replace(table, plans=old_plans | dict(table.plans))]
         content = _read_json(path) if path.exists() else {REQUIRED_JSON_KEY: []}
-        content[self.tables_key] = [self._table_to_json(each) for each in merged]
+        content[self.tables_key] = [self._table_to_json(entry) for entry in merged]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_dump_json(content), encoding="utf-8")
@@ -142,7 +141,7 @@ class TuningSchema(Generic[P]):
     def measured_plans(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[MatrixSize, tuple[P, ...]]:
         """Returns the plans by size that were measured on this chip.  The user's plans override shipped ones per size.
 
-        dtype: the activations' dtype.  The files are read, and their contents logged, once per process.
+        dtype: the activations' dtype.  The first call for a chip, dtype and format reads the files and logs the plans.
         """
         return merged_plans(self, (gpu, str(dtype).removeprefix("torch."), format), user_tuning_file())
 
@@ -172,7 +171,7 @@ class TuningSchema(Generic[P]):
 
 @cache
 def merged_plans(schema: TuningSchema[P], key: TuningKey, user_path: Path) -> Mapping[MatrixSize, tuple[P, ...]]:
-    """Returns the shipped plans and the user's plans by size.  The user's file need not exist."""
+    """Returns the shipped and the user's plans by size, cached for these arguments.  The user's file need not exist."""
     plans: dict[MatrixSize, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.

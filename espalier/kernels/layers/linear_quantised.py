@@ -82,7 +82,7 @@ def linear_quantised_gated(
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    # For many rows, the library's product rounds its inputs itself.
+    # For many rows, scaled_product rounds its inputs itself.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
     partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)

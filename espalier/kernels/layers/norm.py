@@ -1,6 +1,6 @@
 """RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
 
-Grid: one program per row, which holds the whole row in registers.  It rounds once, from float32 or float64.
+Grid: one program per row, which holds the whole row in registers.  A norm is rounded once, from float32 or float64.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
 experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads

@@ -16,7 +16,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # Values that a warp loads: with many programs, and with at most one program per multiprocessor (a small grid).  In a
 # small grid the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same group and find
 # its largest value, and each program divides a part of the group.  The numbers were measured with static scales.  In
-# any grid, a short group has up to FEW_WARPS warps that load the smaller number.
+# any grid, a short group has up to FEW_WARPS warps with VALUES_PER_WARP_SMALL_GRID values each.
 VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
@@ -29,9 +29,7 @@ LIBRARY_ROW_MULTIPLE = 16
 @kernel
 def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Returns the FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
-
-    static_scale_ptr: pointer to the scale of all rows, or None.
-    """
+    static_scale_ptr: pointer to the scale of all rows, or None."""
     if static_scale_ptr is None:
         scale = _divide_negated(-max_magnitude, tl.zeros_like(max_magnitude) + FP8_MAX)
         scale = tl.where(max_magnitude == 0, 1.0, tl.where(max_magnitude == float("inf"), max_magnitude, scale))

@@ -2,7 +2,7 @@
 
 On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
 one block at a time, so a model on a CPU needs memory for its stored weights only.
-Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so no other row matters.
+Inputs may be rounded to FP8 too.  A row has scales of its own or the checkpoint's, which do not depend on other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class QuantisedMatrix:
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  float64, because a file may hold
     a divisor: multiplying by its float64 inverse gives the format's float32 quotients to the bit.
     zeros: "int4": uint8 [..., out, in / group_size]; None: 8 everywhere.
-    column_order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
+    column_order: [in] int64; column c of codes multiplies input column_order[c]; None: the columns are in order.
     input_scales: how the inputs are rounded; None: they are not.
     """
 
@@ -136,7 +136,8 @@ class QuantisedMatrix:
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
         """Apply `transform` to each tensor whose rows are those of the matrix."""
-        zeros, factors = (None if each is None else transform(each) for each in (self.zeros, self.row_scales))
+        optional = (self.zeros, self.row_scales)
+        zeros, factors = (None if tensor is None else transform(tensor) for tensor in optional)
         return replace(
             self, codes=transform(self.codes), scales=transform(self.scales), zeros=zeros, row_scales=factors
         )
@@ -191,9 +192,9 @@ def _encode_nvfp4_scales(scales: Tensor) -> Tensor:
     return ((scales.half() * SCALE_UNIT).view(torch.int16) >> SCALE_SHIFT).to(torch.uint8)
 
 
-def _decode_nvfp4_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
+def _decode_nvfp4_scales(encoded: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the inverse of _encode_nvfp4_scales."""
-    return (stored.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
+    return (encoded.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, end_row: int | None = None) -> Tensor:
@@ -278,22 +279,23 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
     # The loop takes one block of rows at a time, because the temporary copies are as large as a block.
     for begin in range(0, len(rows), step):
-        whole = rows[begin : begin + step, : _num_interleaved_bytes(packed)]
-        pairs = whole.unflatten(1, (-1, 2, 2, 4))
+        interleaved = rows[begin : begin + step, : _num_interleaved_bytes(packed)]
+        pairs = interleaved.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
         reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
-        whole.copy_(_fold_bits(_move_bits(reordered, E2M1_BIT_MOVES), E2M1_BIT_FOLDS) if is_e2m1 else reordered)
+        interleaved.copy_(_fold_bits(_move_bits(reordered, E2M1_BIT_MOVES), E2M1_BIT_FOLDS) if is_e2m1 else reordered)
     return codes
 
 
 def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
     """Returns the inverse of interleave_nibbles."""
-    end, whole = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
+    end, interleaved = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
     if is_e2m1:
         back = [(_shift_mask(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
-        whole = _move_bits(_fold_bits(whole.clone(memory_format=torch.contiguous_format), E2M1_BIT_FOLDS[::-1]), back)
-    halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+        copy = interleaved.clone(memory_format=torch.contiguous_format)
+        interleaved = _move_bits(_fold_bits(copy, E2M1_BIT_FOLDS[::-1]), back)
+    halves = interleaved.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
     return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)

@@ -31,7 +31,7 @@ def nibble_dot(
     STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # Decoded numbers are too small by this factor (_decode_int4, _scale_factors), so sums are multiplied by it.
+    # Decoded numbers are too small by this factor (_decode_int4, _factors_per_word), so sums are multiplied by UNIT.
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
@@ -68,7 +68,8 @@ def nibble_dot(
             else:
                 # 32 columns have one MXFP4 exponent, or two NVFP4 scales.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                w = _decode_e2m1(w, _scale_factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
+                factors = _factors_per_word(scales, CODE, DTYPE, BLOCK_OUT, WORDS)
+                w = _decode_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
             if CODE == 1 and GROUP_SIZE > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
@@ -121,9 +122,7 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
 @kernel
 def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Returns the offsets that _decode_int4 adds: minus each row's zero points, in both halves of a uint32.
-
-    zeros_ptr: None: all zero points are 8.
-    """
+    zeros_ptr: None: all zero points are 8."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
     if zeros_ptr is None:
         # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
@@ -179,9 +178,9 @@ def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.const
 
 
 @kernel
-def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Returns the factors of _decode_e2m1 for words [BLOCK_OUT, WORDS].
-    scales: of 32 columns each, [.., WORDS / 4]."""
+def _factors_per_word(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """Returns [BLOCK_OUT, WORDS]: for each word of 8 numbers, the factor that _decode_e2m1 takes.  scales: [BLOCK_OUT,
+    WORDS / 4], one MXFP4 exponent or two NVFP4 scales for each 32 columns."""
     factors = _factors_of_mxfp4_scales(scales, DTYPE) if CODE == 2 else _factors_of_nvfp4_scales(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 

@@ -1,6 +1,6 @@
 """Plans of quantised linear layers (linear_quantised.py), and the check of weights that their kernels take.
 
-A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` are those worth measuring, the most
+A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` returns the plans worth measuring, the most
 promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a plan is rated by how many programs run
 at once, how many bytes they have in flight, and how full the last wave is.  Above, all plans count as equal.
 """
@@ -140,8 +140,8 @@ def fp8_plan_by_rule(
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
     most_splits = min(max_splits, num_in // block_in // MIN_STEPS_PER_SPLIT)
-    found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
-    splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
+    split_counts = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
+    splits = max(split_counts, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile_rows > MIN_BLOCK_ROWS else 4)

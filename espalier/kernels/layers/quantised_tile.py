@@ -55,7 +55,7 @@ def quantised_dot(
 
     codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROWS_PER_SCALE, groups], for NVFP4 pairs
     of scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
-    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], whether it exists.
+    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; row_exists: [ROWS].
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
     GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS);
     0: all.  k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.

@@ -44,9 +44,7 @@ def _store_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
-
-    output_pointers: pointers and strides.
-    """
+    output_pointers: pointers and strides."""
     out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = output_pointers
     tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
@@ -71,7 +69,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
     V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
-    HAS_GATES: qkv has a gate behind each Q head.  FP8_MAX: the largest value of FP8 rows, which need scales.
+    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest value of FP8 rows, which need scales.
     """
     pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)

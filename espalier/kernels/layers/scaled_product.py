@@ -1,7 +1,8 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
 The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
-and of the matrix.  The second, for Hopper only, has one per 128 columns of an input and 128 x 128 values (DeepSeek).
+and of the matrix.  The second, for Hopper only, has one scale per 128 columns of an input row, and one per 128 x 128
+values of the matrix (DeepSeek).
 """
 
 import torch
@@ -12,20 +13,21 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedM
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
-# The most rows that the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
+# Above this many rows the library multiplies, if it supports the product: with row scales, and with block scales.  With
+# row scales and a matrix that fills the chip, the library multiplies above TILE_ROWS (see library_supports_product).
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
-# Rows and outputs of the kernel's largest tile.  If one tile of rows already occupies all multiprocessors, a second
-# tile of rows doubles the kernel's time, but not the library's.
+# Rows and outputs of the largest tile of our kernel (linear_quantised.py).  If one tile of rows already occupies all
+# multiprocessors, a second tile of rows doubles our kernel's time, but not the library's.
 TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs the matrix's rows and columns in multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Edge of the scaled blocks in the second product, and the number of blocks whose scales are read at once.
+# Edge of the scaled blocks in the second product, and the number of blocks whose scales the library reads at once.
 SCALE_BLOCK = 128
 SCALE_BLOCKS_PER_READ = 4
 
 
 def max_kernel_rows(input_scales: InputScales, gpu: Chip) -> int:
-    """Returns the most rows that the previous norm may round.  For more rows the library rounds."""
+    """Returns the most rows that the previous norm may round.  For more rows scaled_product rounds its inputs."""
     in_blocks = input_scales.group_size == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
     return MAX_KERNEL_ROWS_IN_BLOCKS if in_blocks else MAX_KERNEL_ROWS
 

@@ -15,7 +15,7 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: gate is clamped to at most `limit`, and up to -limit .. limit (GPT-OSS, arXiv:2508.10925); None: not.
+    limit: `gate` is clamped to at most limit, `up` to the range -limit .. limit (GPT-OSS, arXiv:2508.10925); None: not.
     kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
     there is no gate, and the activation is relu(up)².
     """

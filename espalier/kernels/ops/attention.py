@@ -78,7 +78,7 @@ class Prefix:
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
     is 1 for an EAGLE draft, because a row needs the feature of the previous token.
-    plan_cache: the backend's plan, shared by all passes over this prefix.
+    plan_cache: results that an attention backend computes once for all passes over this prefix.
     Make a new Prefix whenever a length may have changed.
     """
 
@@ -91,8 +91,8 @@ class Prefix:
         """Returns the result of `make_value`, which is called once per key for all passes over this prefix."""
         if key not in self.plan_cache:
             self.plan_cache[key] = make_value()
-        made: T = self.plan_cache[key]
-        return made
+        value: T = self.plan_cache[key]
+        return value
 
     def contains(self, positions: Tensor) -> Tensor:
         """Returns [B, P] bool: whether a row exists at each position.
@@ -104,10 +104,12 @@ class Prefix:
 class Nodes:
     """The staged rows and the queries of a pass.
 
-    positions: [B, Q], of the queries.  row_positions: [B, R], the positions of the staged rows.
-    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself); None for a
-    chain, where each row follows the previous one.  The queries are some of the R rows; in a chain Q = R.
-    parents: [B, R], each row's parent row, for layers that keep a state; the root is its own parent.  None for a chain.
+    positions: [B, Q], of the queries.  row_positions: [B, R], of the staged rows.  Without staged rows (R = 0), queries
+    attend to committed rows alone.
+    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: a chain
+    in which every row is a query; query i attends to rows 0 to i.
+    parents: [B, R], each row's parent row; the root is its own parent.  Only layers that keep a state read it; for
+    these layers, None means a chain.
     """
 
     positions: Tensor
@@ -117,17 +119,17 @@ class Nodes:
 
     @classmethod
     def chain(cls, positions: Tensor) -> Nodes:
-        """Returns the Nodes of a chain at positions [B, Q]."""
+        """Returns the Nodes of a chain at positions [B, Q], with Q = R."""
         return cls(positions, positions, None)
 
     def single_query(self, row: Tensor) -> Nodes:
-        """Returns the Nodes of a chain with one query for each request: row `row` [B], over the same staged rows."""
+        """Returns the Nodes of a chain with one query per request: row `row` [B], which attends to rows 0 to `row`."""
         positions = self.positions.gather(1, row[:, None])
         return Nodes(positions, self.row_positions, causal_ancestor_bits(row, self.row_positions.shape[1]))
 
     def visible_rows(self, window: int | None) -> Tensor:
-        """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
-        Every row attends to itself, padding too, so no softmax is empty."""
+        """Returns [B, Q, R] bool: the staged rows that each query attends to: itself and its ancestors, in the window.
+        Padding attends to itself too, so no softmax is empty."""
         return visible_mask(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
@@ -168,7 +170,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    out and lse are float32; lse is base 2.  Requests with a single split have no entry here.
+    out and lse are float32; lse is base 2.  The entry of a request with a single split is not written.
     """
 
     out: Tensor
@@ -231,10 +233,10 @@ def count_contiguous_blocks(
 
 @op("espalier.kernels.attention.merge", tensor="first_result[0]")
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the first out's dtype.
+    """Returns the attention over the keys of two results: out [..., heads, v_size] in the dtype of the first result.
 
-    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is
-    zero.  sink: [heads], one extra logit per head, with weight but without a value.
+    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both lses are -inf, out
+    is zero.  sink: [heads], one extra logit per head, with weight but without a value.
     """
     (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)

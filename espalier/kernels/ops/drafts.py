@@ -20,8 +20,9 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
-# A 32-bit key holds a depth in 6 bits, a node in 10, a candidate's index in 8 and a row in 8.
+# The kernel packs a depth (6 bits), a parent node (10), a candidate's index in its row (8) and a row (8) into 32 bits.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
+# The most tokens that an n-gram match compares.
 MAX_NGRAM = 4
 
 
@@ -96,7 +97,7 @@ def check_path_sizes(root: Tensor, candidates: Candidates, num_nodes: int) -> tu
 
 
 class NgramMatches(NamedTuple):
-    """The matches of each request, [B, K] int64 each, best first.  For no match, length and ends are 0.
+    """The matches of each request, [B, K] int64 each, best first.  A missing match has zeros.
     lengths: the number of matching tokens.  end_positions: the position of the last matching token."""
 
     lengths: Tensor
@@ -133,10 +134,10 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = comparable_scores(candidates.scores).tolist()
     trees = [_search_best_paths(*of_request, num_nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
-    made = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), num_nodes, 3)
-    made[:, 0, 0] = root
+    nodes = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), num_nodes, 3)
+    nodes[:, 0, 0] = root
     path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), num_nodes)
-    drafted, parents, depths = made.unbind(-1)
+    drafted, parents, depths = nodes.unbind(-1)
     return Tree(drafted, parents, depths, path_scores, pack_bits(ancestor_mask(parents, drafted == VOID, steps)))
 
 
@@ -150,9 +151,9 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
     equal lengths, later positions.  Exact.
     """
     width = max_history_length(root_positions)
-    known = history[:, :width].index_select(0, history_rows)
-    length = match_lengths(known, root_positions)
-    next_tokens = torch.roll(known, -1, 1)
+    tokens = history[:, :width].index_select(0, history_rows)
+    length = match_lengths(tokens, root_positions)
+    next_tokens = torch.roll(tokens, -1, 1)
     # The key orders matches by length, then by position.  Key 0: no match.
     key = torch.where(length > 0, length * width + torch.arange(width, device=root_positions.device), 0)
     best = []
@@ -173,8 +174,8 @@ def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width
     blocks = x.to(exact).unflatten(0, (-1, block_width))
     total = torch.zeros_like(blocks)
     for tap in range(base_taps.shape[0]):
-        behind = F.pad(blocks, (0, 0, tap, 0))[:, :block_width]
-        total += behind * coefficients[:, tap].unflatten(0, (-1, block_width))
+        earlier_rows = F.pad(blocks, (0, 0, tap, 0))[:, :block_width]
+        total += earlier_rows * coefficients[:, tap].unflatten(0, (-1, block_width))
     return total.flatten(0, 1).to(x.dtype)
 
 
@@ -260,9 +261,9 @@ def embed_rows(
 ) -> tuple[Tensor, Tensor, Rotation, Tensor]:
     """Returns (x, residual, rotation, live) for the N = B · Q rows of tokens and positions [B, Q] int64, any strides.
 
-    x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
+    x: [N, H], the embeddings; with `draft` [N, 2 · H], the normed embeddings and the normed hidden states.
+    residual: [N, H], the residual stream before the first layer.
     rotation: of the positions.  live: [N] bool, whether the token is at least 0.
-
     A void node (token < 0) takes its request's first token, or 0 if that is void.  draft: None for a target.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """

@@ -28,12 +28,12 @@ class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by (their sum + norm_eps), because the sum of sigmoid scores may be 0.
+    norm_topk_prob: divide the weights by their sum plus norm_eps.  (The sum of sigmoid scores may be 0.)
     routed_scaling_factor: a factor of the weights, after this division.
     n_group, topk_group: the experts are n_group groups of neighbours, and are chosen from the best topk_group groups
     (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
-    logit_bias: a bias [E] is added to the logits, so it also changes the weights.  Only one of the two can be set.
+    logit_bias: a bias [E] is added to the logits, and so also changes the weights.  Only one of the biases can be set.
     Raises EspalierError for values that do not go together.
     """
 
@@ -198,7 +198,7 @@ def grouped_experts(
     parts after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.
     """
-    # The reference loops over the experts that have rows, so the host reads the ids.
+    # The reference loops over the experts that have rows, so the host reads the number of pairs of each expert.
     assert isinstance(x, Tensor)
     top_k, inner = expert_ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)

@@ -79,16 +79,14 @@ def write_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
-    """Returns the activation [rows, out / 2] of gate and up, with the same bits as gated(linear(...)).
-
-    The weight stacks gate over up.  Raises EspalierError for an odd `out`.
-    """
+    """Returns the activation [rows, out / 2] of gate and up, with the bits of `linear` and then `gated_activation`.
+    The weight stacks gate over up.  Raises EspalierError for an odd `out`."""
     return gated_activation.reference(linear.reference(x, weight, bias, plan), activation)
 
 
 @op("espalier.kernels.layers.linear")
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
-    """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
+    """Write the partial sums of `linear` to out [plan.splits, rows, out] float32, contiguous.
 
     Raises EspalierError in the same cases as linear_partial_sums.
     """
@@ -99,7 +97,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
 @op("espalier.kernels.layers.linear")
 def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`, or a given [rows, out] as it is."""
+    """Returns the sum of partial sums [splits, rows, out] in `dtype`.  A tensor [rows, out] is returned unchanged."""
     if partial_sums.ndim == 2:
         return partial_sums
     total = partial_sums[0].clone()
@@ -113,7 +111,7 @@ MAX_ROUNDED_COLUMNS = 8192
 
 
 def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round `num_columns` columns: groups must be powers of two, or rows short."""
+    """Whether `activate_partial_sums` can round: rows must be short, with one scale, or a scale per 2^n columns."""
     group, block = input_scales.columns(num_columns), next_power_of_2(num_columns)
     return block <= MAX_ROUNDED_COLUMNS and (group == num_columns or next_power_of_2(group) == group)
 
@@ -188,7 +186,8 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
-    rounding: how the next product rounds its inputs.  An activation's own launch also rounds if `can_round_activation`.
+    rounding: how the next product rounds its inputs.  The result is rounded only for few rows, if the activation has a
+    launch of its own and `can_round_activation` holds.
     """
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 

@@ -12,6 +12,7 @@ from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
+# The most rows of norm_router's kernel.
 MAX_ROUTER_ROWS = 4
 
 
@@ -69,6 +70,7 @@ class NormWeight(NamedTuple):
     eps: float
 
 
+# The most block outputs, and the most next norms, of add_normed.
 MAX_OUTPUTS, MAX_NORMS = 2, 3
 
 
@@ -88,11 +90,11 @@ def add_normed(
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
     dtype = residual.dtype
-    normed = [rms_norm.reference(add_partial_sums.reference(output, dtype), *own) for output, own in block_outputs]
+    normed = [rms_norm.reference(add_partial_sums.reference(output, dtype), *norm) for output, norm in block_outputs]
     added = sum(normed[1:], normed[0])
     added = added if output_norm is None else rms_norm.reference(added, *output_norm)
     total = (residual if residual_scale == 1 else residual * residual_scale) + added
-    return total, tuple(rms_norm.reference(total, *each) for each in next_norms)
+    return total, tuple(rms_norm.reference(total, *norm) for norm in next_norms)
 
 
 @op("espalier.kernels.layers.norm", tensor="residual")

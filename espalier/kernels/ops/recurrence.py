@@ -118,18 +118,18 @@ def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_count
     """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain."""
     taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
-    # Rows past `count` are dropped, not multiplied by zero, because their values may be NaN.
-    whole = log_decay.where(taken[:, None], 0).sum(-1)
-    share = (whole[..., None] - updates.log_decay).exp()[..., None]
+    # Rows past `row_counts` are dropped, not multiplied by zero, because their values may be NaN.
+    total_decay = log_decay.where(taken[:, None], 0).sum(-1)
+    share = (total_decay[..., None] - updates.log_decay).exp()[..., None]
     new = (share * updates.values).where(taken[:, None, :, None], 0)
     kept = updates.k.where(taken[:, None, :, None], 0)
-    return whole.exp()[..., None, None] * state + kept.transpose(2, 3) @ new
+    return total_decay.exp()[..., None, None] * state + kept.transpose(2, 3) @ new
 
 
 class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: after snapshot_counts rows.
+    out: [B, R, heads, v_size].  state: after row_counts rows.  snapshot: the state after snapshot_counts rows.
     """
 
     out: Tensor
@@ -142,9 +142,9 @@ def scan(
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    row_counts: [B], how many rows exist.  snapshot_counts: [B], the rows before a snapshot; None: no snapshots.
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], how many rows precede a snapshot; None: no snapshots.
     """
-    outs, at_mark = [], state
+    outs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])
         part = StateRows(*(values[:, first:end] for values in rows))
@@ -153,12 +153,12 @@ def scan(
         outs.append(row_outputs(q[:, first:end], solved, state, seen))
         if snapshot_counts is not None:
             is_here = (snapshot_counts > first) & (snapshot_counts <= end)
-            at_mark = state_after(part, solved, state, snapshot_counts - first).where(
-                is_here[:, None, None, None], at_mark
+            snapshot = state_after(part, solved, state, snapshot_counts - first).where(
+                is_here[:, None, None, None], snapshot
             )
         state = state_after(part, solved, state, row_counts - first)
     out = torch.cat(outs, 1) if outs else q.new_empty(*rows.v.shape, dtype=state.dtype)
-    return ScanResult(out, state, at_mark)
+    return ScanResult(out, state, snapshot)
 
 
 def causal_mask(num_rows: int, device: torch.device) -> Tensor:
@@ -172,6 +172,6 @@ def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~ancestor_mask[:, None], -torch.inf).exp()
 
 
-def _to_head_major(values: Tensor, heads: int) -> Tensor:
-    """Rearranges [B, R, k_heads, size] to [B, heads, R, size]."""
-    return values.transpose(1, 2).repeat_interleave(heads // values.shape[2], 1)
+def _to_head_major(values: Tensor, num_heads: int) -> Tensor:
+    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  Heads that share a head of k get copies."""
+    return values.transpose(1, 2).repeat_interleave(num_heads // values.shape[2], 1)

@@ -49,15 +49,13 @@ class HeadNorms(NamedTuple):
 
 def num_q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
     """Returns the number of Q heads among the num_heads heads of rotate_and_store's qkv."""
-    stored = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
-    return stored // 2 if norms is not None and norms.has_gates else stored
+    q_and_gates = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
+    return q_and_gates // 2 if norms is not None and norms.has_gates else q_and_gates
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
-
-    cos, sin: [N, rotary], see Rotation.
-    """
+    cos, sin: [N, rotary], see Rotation."""
     rotary, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
     values = x if rotary == x.shape[-1] else x[..., :rotary]
     rotated = torch.addcmul(values * cos, values.roll(rotary // 2, -1), sin).to(x.dtype)
@@ -76,7 +74,7 @@ def write_rows(planes: Sequence[Tensor], cache_rows: Tensor, values: Sequence[Te
 
 
 def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """Returns the Q and K heads, normed if the model has head norms."""
+    """Returns the Q and K heads qk, normed if the model has head norms.  heads: the number of Q heads."""
     if norms is None:
         return qk
     parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
@@ -146,7 +144,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate behind each Q head.  If the
+    With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate after each Q head.  If the
     buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
     (kernels/layers/linear.py).  Partial sums are first added in order and rounded to the model's dtype.
     cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.

@@ -31,7 +31,8 @@ SCORE_GROUP_SIZE = 8
 SPLIT_ALIGNMENT = 64
 # The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
 # SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles,
-# which have many.  A single tile of latent rows also gets short splits, because it reads slowly.
+# which have many.  Requests with a single tile of queries over wide latent rows also get short splits, because one
+# program reads wide rows slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
 # The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
@@ -40,8 +41,8 @@ MAX_SPLIT_ROWS = 2048
 # multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
 TARGET_PROGRAMS = 256
 LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
-# The most rows of a split if one request has tiles for half of these programs (a prefill chunk).  Shorter splits would
-# have large partial results: merging them took 2.5% of a prompt of 8k (docs/log.md).
+# The most rows of a split if one request fills half of LARGE_TILE_PROGRAMS (a prefill chunk).  With shorter splits,
+# merging the large partial results took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
 # Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a
 # multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
@@ -108,8 +109,8 @@ class IndexerScores(NamedTuple):
     """Scores of C positions and R staged rows.
 
     row_scores: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
-    group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest of each
-    SCORE_GROUP_SIZE positions, then of each SCORE_GROUP_SIZE staged rows.
+    group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest score of each
+    group of SCORE_GROUP_SIZE positions, then of each group of SCORE_GROUP_SIZE staged rows.
     Scores of positions past a request's length, and of groups that begin there, are undefined.
     """
 
@@ -133,8 +134,8 @@ class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
     rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, the number of
-    chosen rows; the entries after them are the dummy row.  The count is 0 for a request of at most topk rows, whose
-    queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
+    chosen rows; the entries after them are the dummy row.  A request with at most topk committed and staged rows has
+    count 0: its queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -211,7 +212,7 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
 
 
 def max_group_scores(row_scores: Tensor, capacity: int) -> Tensor:
-    """Returns IndexerScores.groups for row_scores [..., C + R], with C = capacity."""
+    """Returns IndexerScores.group_scores for row_scores [..., C + R], with C = capacity."""
     parts = [row_scores[..., :capacity], row_scores[..., capacity:]]
     padded = [F.pad(part, (0, -part.shape[-1] % SCORE_GROUP_SIZE), value=-torch.inf) for part in parts]
     return torch.cat(padded, -1).unflatten(-1, (-1, SCORE_GROUP_SIZE)).amax(-1)
@@ -244,8 +245,8 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    num_splits: the number of splits of a request if each gets min_split_rows to max_split_rows rows.  A short request
-    gets fewer splits.  A long request gets more, up to max_splits; at that limit its splits exceed max_split_rows.
+    num_splits: the number of splits of most requests.  A request whose splits would be shorter than min_split_rows gets
+    fewer.  A request whose splits would exceed max_split_rows gets more, but at most max_splits splits of any length.
     """
 
     num_splits: int
@@ -302,9 +303,7 @@ class KVSplitPolicy:
 
     def rows_per_split(self, num_rows: int) -> int:
         """Returns the rows per split: an equal share of `num_rows`, rounded up to a multiple of SPLIT_ALIGNMENT.
-
-        The last split may have fewer rows.
-        """
+        The last split may have fewer rows."""
         wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
         return max(-(-num_rows // (count * SPLIT_ALIGNMENT)), 1) * SPLIT_ALIGNMENT
@@ -315,7 +314,7 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
-    request are neighbours, in the order of their positions.  Requests with longer splits come first (no window).
+    request are neighbours, in the order of their positions.  Without a window, requests with longer splits come first.
     starts: [2 · B + 1] int32: the index of the first split of each request, the sum of splits, then splits per request.
     """
 

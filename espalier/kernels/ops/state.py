@@ -26,9 +26,9 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Te
 
 
 class AcceptedNodes(NamedTuple):
-    """A round's accepted nodes.  rows: [B, W], from the root down.  nodes_per_request: staged rows of each request."""
+    """A round's accepted nodes.  nodes: [B, W], from the root down.  nodes_per_request: staged rows of each request."""
 
-    rows: Tensor
+    nodes: Tensor
     nodes_per_request: int
 
 
@@ -44,7 +44,7 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, the number of decided tokens not yet in the history.  copies: None without a path."""
+    num_new_tokens: [B] int64, how many decided tokens the history did not have.  copies: None without a path."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
@@ -86,7 +86,7 @@ def advance(
     """Decide `num_tokens` [B] more tokens of each slot; the last of them becomes its root.
 
     picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
-    tokens are already in the history.  If the history knows a token at a position, the picked one is dropped.
+    tokens are already in the history.  If the history knows a token at a position, the picked token is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
     positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with no tokens is
     padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.
@@ -113,7 +113,7 @@ def advance(
     kept = decided & (positions >= slots.commit_from[:, None])
     destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
     first = torch.arange(slots.batch, device=picked_tokens.device) * path.nodes_per_request
-    return AdvanceResult(num_picked, RowCopies(path.rows + first[:, None], destination))
+    return AdvanceResult(num_picked, RowCopies(path.nodes + first[:, None], destination))
 
 
 @op("espalier.kernels.state.batch_state", tensor="slot_indices")
@@ -188,8 +188,8 @@ def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[i
     field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.  Exact.
     """
     batch = next(iter(fields_by_column.values())).shape[0]
-    made = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)
+    entry_rows = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)
     for start, field in fields_by_column.items():
         value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
-        made[:, start : start + field.shape[1]] = value
-    ring[entry_index, torch.arange(batch, device=ring.device)] = made
+        entry_rows[:, start : start + field.shape[1]] = value
+    ring[entry_index, torch.arange(batch, device=ring.device)] = entry_rows

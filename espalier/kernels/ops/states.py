@@ -92,7 +92,7 @@ class ConvColumns(NamedTuple):
 def ordered_conv_columns(
     heads: int, k_heads: int, k_size: int, v_size: int, channels: int, normalizes_qk: bool
 ) -> ConvColumns:
-    """Returns the Columns of inputs whose channels are in order, from column 0 on."""
+    """Returns the ConvColumns of inputs whose channels are in order, from column 0 on."""
     shared, of_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
     return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
 
@@ -106,7 +106,7 @@ def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) ->
 
 
 class GateInputs(NamedTuple):
-    """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
+    """The inputs of gates.  A row decays a state by exp(-exp(A_log) · t), with t = softplus(`decay` + dt_bias).
 
     decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
     `group_size` heads share a head of k; their columns are adjacent, and begin every `column_stride` columns.
@@ -140,7 +140,7 @@ class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  continues_previous: [B] bool, whether a batch row continues the request before it; None: no batch row does.
+    None.  continues_previous: [B] bool, whether a batch row continues the request of the row before; None: none does.
     """
 
     tail: Tensor
@@ -178,7 +178,7 @@ class PathRows(NamedTuple):
     slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: the request's own `width`
     rows.  row_counts: [B], how many rows update the state.
     snapshot_counts: [B], a snapshot is saved after this many rows; 0: no snapshot.  snapshot_rows: [B], the table row
-    that gets the snapshot.  Both are None without snapshots.
+    that gets the snapshot.  Without snapshots, snapshot_counts and snapshot_rows are None.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
     spare_row: the table row to which unneeded states are written.
     """
@@ -246,7 +246,7 @@ def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
-    # A batch row that another one continues has `width` existing rows, so its last rows are the tail.
+    # If a batch row continues the one before, that one has `width` existing rows, and its last rows are the tail.
     last = ordered_inputs.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
     return last.where(rows.continues_previous[:, None, None], tail)
 
@@ -329,7 +329,7 @@ class OutputGate(NamedTuple):
 
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
+    """Whether `gated_norm` can round its result: a scale must cover a short row, or a group of 2^n columns."""
     columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
     row_values *= next_power_of_2(group_size)
     is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
@@ -347,9 +347,9 @@ def gated_norm(
     rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
     """
     if rounding is not None:
-        whole = gated_norm.reference(x, gate, weight, eps)
-        assert isinstance(whole, Tensor)
-        return RoundedRows(*quantise_inputs(whole, rounding), x.dtype)
+        unrounded = gated_norm.reference(x, gate, weight, eps)
+        assert isinstance(unrounded, Tensor)
+        return RoundedRows(*quantise_inputs(unrounded, rounding), x.dtype)
     groups, size = x.shape[1:]
     exact = torch.promote_types(x.dtype, torch.float32)
     values = strided_columns(
@@ -374,7 +374,7 @@ def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tenso
 
 
 def _make_piecewise_scan(continues_previous: Tensor):
-    """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
+    """Returns a function like `scan` that runs batch rows in order.  A batch row may continue the previous state."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool

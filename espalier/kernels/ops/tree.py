@@ -21,7 +21,7 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
-# A pool's values [B, n]: one tensor, or one tensor for each level.
+# One value of each candidate of a draft (the pool), [B, n]: in one tensor, or in one tensor for each level.
 Pool = Sequence[Tensor]
 # The most scores that ordered_topk sorts; for more it uses torch.topk.
 MAX_SORTED = 64
@@ -46,13 +46,13 @@ class Tree(NamedTuple):
     @classmethod
     def empty(cls, root: Tensor, num_nodes: int) -> Tree:
         """Returns uninitialised trees for a kernel to write.  root: [B] int64."""
-        batch, num_words = root.shape[0], -(-num_nodes // ANCESTOR_BITS)
+        batch, num_ancestor_words = root.shape[0], -(-num_nodes // ANCESTOR_BITS)
         tokens, parents, depths = (root.new_empty(batch, num_nodes) for _ in range(3))
         scores = root.new_empty(batch, num_nodes, dtype=torch.float32)
-        return cls(tokens, parents, depths, scores, root.new_empty(batch, num_nodes, num_words))
+        return cls(tokens, parents, depths, scores, root.new_empty(batch, num_nodes, num_ancestor_words))
 
     @property
-    def num_words(self) -> int:
+    def num_ancestor_words(self) -> int:
         return self.ancestors.shape[2]
 
     def first_nodes(self, num_nodes: int) -> Tree:
@@ -80,7 +80,7 @@ class Tree(NamedTuple):
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
-        itself = self_only_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
+        itself = self_only_bits(0, self.tokens.shape[1], self.num_ancestor_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(is_void, VOID),
             self.parents.masked_fill(is_void, 0),
@@ -126,8 +126,8 @@ class SelectedBeams(NamedTuple):
     """The beams of a level, best first.
 
     scores: [B, K] float32.  candidate_indices: [B, K] int64, each beam's index among the level's candidates.
-    parents: [B, K] int64, the index of each beam's parent among the P rows.  ancestor_bits: [B, K, W] int64, the bits
-    of each beam's ancestors among the draft rows, and of the beam itself.
+    parents: [B, K] int64, the index of each beam's parent among the P parent rows.  ancestor_bits: [B, K, W] int64, the
+    bits of each beam's ancestors among the draft rows, and of the beam itself.
     """
 
     scores: Tensor
@@ -196,15 +196,15 @@ def deepest_node(is_kept: Tensor, depths: Tensor) -> Tensor:
     return torch.where(is_kept, depths * nodes + rank, -1).argmax(1)
 
 
-def path_rows(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) -> Tensor:
+def path_nodes(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) -> Tensor:
     """Returns the nodes [B, S+1] from the root to node `last_node` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
     path = ancestors.gather(1, last_node[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes off the path are written to an extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack_bits(path, nodes), depths, dropped)
-    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last_node.device)
-    return rows.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :dropped]
+    by_depth = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last_node.device)
+    return by_depth.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :dropped]
 
 
 @op("espalier.kernels.tree.select_tree")
@@ -213,7 +213,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
     for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each
-    beam (topk per level), its index among its level's candidates.  All three are one tensor, or one per level.
+    beam (topk per level), its index among its level's candidates.  Each is one tensor, or one tensor per level.
 
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
@@ -245,20 +245,20 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
 @op("espalier.kernels.tree.select_tree")
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_ancestor_words: int
 ) -> SelectedBeams:
     """Selects the K best of P · K candidates.  The new beams become the draft rows first_row .. first_row + K - 1.
 
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
     parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
-    rows; the new rows' tokens are written here.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
+    rows; the new rows' tokens are written here.  num_ancestor_words: W.  Raises EspalierError for wrong sizes.  Exact.
     """
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    bits = self_only_bits(first_row, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    bits = self_only_bits(first_row, topk, num_ancestor_words, tokens.device).expand(tokens.shape[0], -1, -1)
     if ancestor_bits is not None:
-        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
+        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_ancestor_words))
     path[:, first_row : first_row + topk] = tokens.flatten(1).gather(1, index)
     return SelectedBeams(best, index, parents, bits)
 
@@ -277,7 +277,7 @@ def accept(
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
     last = deepest_node(true_for_all_ancestors(ancestors, match), depths)
-    rows = path_rows(ancestors, depths, last, steps)
+    rows = path_nodes(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
     bonus = target_tokens.gather(1, last[:, None])
     level = torch.arange(steps + 1, device=rows.device)

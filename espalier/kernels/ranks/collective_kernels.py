@@ -10,8 +10,8 @@ program writes its rank's values into its slot, sets a flag on every other rank,
 Ranks are summed in order, in float32 (float64 for float64), and each sum is rounded once.  So one-shot and two-shot
 give all ranks the bits of espalier/shards/gloo.py.
 
-A program alternates between two slots.  Between two writes of a slot it passes a barrier for the other slot.  At that
-barrier the other ranks have finished reading the first slot.
+A program alternates between two slots.  Between two writes of a slot, the program passes a barrier for the other slot.
+At that barrier the other ranks have finished reading the first slot.
 """
 
 from __future__ import annotations

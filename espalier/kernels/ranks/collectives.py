@@ -77,15 +77,15 @@ class RestartedStepStore(Store):
 def map_peer_memory(
     name: str, store: Store, rank: int, num_ranks: int, device: torch.device, max_bytes: int
 ) -> PeerMemory:
-    """Map the peer memory of all ranks.  Every rank calls it with a store that all ranks share and with an unused name.
+    """Map the peer memory of all ranks.  Every rank calls this function, with one shared store and one unused name.
 
     After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must synchronise
     before kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
-    others = [each for each in range(num_ranks) if each != rank]
-    if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
+    others = [other for other in range(num_ranks) if other != rank]
+    if hidden := [other for other in others if not torch.cuda.can_device_access_peer(device, other)]:
         raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
     os.environ[NO_MULTICAST] = "1"
     slot_bytes = -(-max_bytes // MAX_PROGRAMS)
@@ -95,15 +95,15 @@ def map_peer_memory(
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     memory.zero_()
     handle = _SymmetricMemory.rendezvous(memory, name)
-    ranks = [handle.get_buffer(each, (size,), torch.uint8) for each in range(num_ranks)]
+    buffers = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(num_ranks)]
     return PeerMemory(
         rank,
         num_ranks,
         slot_bytes,
-        torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
+        torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device),
         torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        (memory, handle, ranks, own_store, group),
+        (memory, handle, buffers, own_store, group),
     )
 
 
@@ -124,7 +124,7 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 MAX_PEER_BYTES = 2**24
-# The same for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, 182 µs by NCCL.
+# The same for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, and 182 by NCCL.
 MAX_PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one barrier (3 µs on those H100s).
 BARRIER_COST_BYTES = 2**20

@@ -1,8 +1,9 @@
 """Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
 
-There are two kernels, because only the second must run chunk after chunk.  The first computes for each chunk what no
-state is needed for: the inverse of its system, and the scores of its rows among themselves.  In the second, a program
-holds a part of a head's state.  For each chunk, it computes the values that the rows add, the outputs and the state.
+There are two kernels, because only the second must run chunk after chunk.  The first computes, for each chunk, all that
+does not depend on a state: the inverse of the chunk's system, and the scores of its rows among themselves.  In the
+second, a program holds a part of a head's state.  For each chunk, the program computes what the rows add to the state,
+the outputs and the state.
 """
 
 from typing import NamedTuple
@@ -95,7 +96,7 @@ def _solve_kernel(
 
 @kernel
 def _prompt_pieces(batch_row, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
-    """Returns (whether batch row `batch_row` begins a prompt, the number of its pieces, the number of their rows)."""
+    """Returns (whether a batch row begins a prompt, the number of its prompt's pieces, the number of their rows)."""
     is_first, pieces, count = True, 1, tl.load(row_counts_ptr + batch_row)
     if continues_ptr is not None:
         others = batch_row + 1 + tl.arange(0, BLOCK_B)
@@ -154,10 +155,10 @@ def _complete_snapshot(
         request * rows_per_request + at, v_column, is_taken, HEADS, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION,
         CHUNK_ROWS, BLOCK_K,
     )  # fmt: skip
-    whole = tl.sum(tl.where(row == rows_before_snapshot - 1, decay, 0.0), 0)
-    share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
+    total_decay = tl.sum(tl.where(row == rows_before_snapshot - 1, decay, 0.0), 0)
+    share = tl.where(is_taken, tl.exp(tl.where(is_taken, total_decay - decay, 0.0)), 0.0)
     new_t = (share[None, :] * new_t).to(k.dtype)
-    state_t = tl.exp(whole) * state_t
+    state_t = tl.exp(total_decay) * state_t
     state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     tl.store(snapshot_ptrs, state_t, mask=mask)
 
@@ -204,7 +205,7 @@ def _scan_kernel(
                 k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists, HEADS,
                 K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
             )  # fmt: skip
-            whole = tl.load(decay_ptr + tile * CHUNK_ROWS + CHUNK_ROWS - 1)
+            total_decay = tl.load(decay_ptr + tile * CHUNK_ROWS + CHUNK_ROWS - 1)
             q = tl.load(q_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=is_key[None, :], other=0.0)
             scores = tl.load(scores_ptr + tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :])
             out_t = tl.dot(state_t.to(PRODUCT_DTYPE), tl.trans(q), input_precision=PRECISION, out_dtype=ACC_DTYPE)
@@ -215,8 +216,8 @@ def _scan_kernel(
             of_out = row * HEADS * V_SIZE + value[:, None] + order[None, :] * (HEADS * V_SIZE)
             is_out = is_value[:, None] & is_row[None, :]
             tl.store(out_ptr + of_out, out_t.to(out_ptr.dtype.element_ty), mask=is_out)
-            new_t = (tl.exp(whole - decay)[None, :] * new_t).to(PRODUCT_DTYPE)
-            state_t = tl.exp(whole) * state_t
+            new_t = (tl.exp(total_decay - decay)[None, :] * new_t).to(PRODUCT_DTYPE)
+            state_t = tl.exp(total_decay) * state_t
             state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
         if tl.load(row_counts_ptr + first) > 0:
             tl.store(own + place, state_t, mask=is_both)
@@ -277,18 +278,18 @@ def chain_outputs(
         *(tiles_q, tiles_k, v, gates, table, slots),
         *(path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
         *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
-        V_SIZE=v_size, BLOCK_V=plan.block_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.stages,
+        V_SIZE=v_size, BLOCK_V=plan.block_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.num_stages,
         num_warps=plan.num_warps, **constants,
     )  # fmt: skip
     return out
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters.  Of _scan_kernel: block_v, columns of a state per program; stages, chunks whose loads are in
-    flight; num_warps.  solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
+    """Launch parameters.  Of _scan_kernel: block_v, columns of a state per program; num_stages, chunks that are loaded
+    ahead; num_warps.  solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
 
     block_v: int
-    stages: int
+    num_stages: int
     num_warps: int
     solve_registers: int | None = None
 

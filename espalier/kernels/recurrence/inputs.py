@@ -87,8 +87,8 @@ def _compute_gates(
 ):  # fmt: skip
     """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
     column = head // GROUP_SIZE * COLUMN_STRIDE + head % GROUP_SIZE
-    raw = load_sum(decay_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
-    step = softplus(raw + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
+    decay = load_sum(decay_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
+    step = softplus(decay + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
     if MIN_DT is not None:
         step = tl.where(step < MIN_DT, MIN_DT, step)
     if MAX_DT is not None:

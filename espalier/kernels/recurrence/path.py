@@ -2,7 +2,8 @@
 
 A tail holds the last inputs of a convolution.  Rows are applied to a state one after another, in float32 (float64 for
 float64), with the same operations in the same order.  So a state does not depend on the division of a text into
-rounds.  Each program keeps a part of a state in registers, and accesses it once.  Grid: (parts, requests, layers).
+rounds.  Each program reads a part of a state once and keeps it in registers.  Grid: (parts of a state or tail,
+requests, layers).
 """
 
 import triton.language as tl

@@ -26,7 +26,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 # The smallest size of a block that tensor cores support.
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
-LINE_VALUES = 128
+LINE_BYTES = 128
 # Columns of a state per program for a single row.  The second number is for few heads: then more programs read.
 SINGLE_ROW_BLOCK_V = (64, 32)
 
@@ -66,7 +66,7 @@ def _solve_tree(
 
 @kernel
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, num_nodes, num_words,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, num_nodes, num_ancestor_words,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -86,7 +86,7 @@ def _tree_kernel(
     node = tl.arange(0, BLOCK_R)
     is_node = node < num_nodes
     row = request * num_nodes + node
-    word = tl.load(bits_ptr + row * num_words, mask=is_node, other=0)
+    word = tl.load(bits_ptr + row * num_ancestor_words, mask=is_node, other=0)
     seen_t = (((word[None, :] >> node[:, None]) & 1) != 0) & is_node[:, None]
     gate = gates_ptr + row * 2 * HEADS + head
     log_decay = tl.load(gate, mask=is_node, other=0.0).to(ACC_DTYPE)
@@ -190,7 +190,7 @@ def tree_outputs(
     if not batch or not count:
         return out
     assert count <= MAX_TREE_ROWS
-    q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
+    q, k, v, gates = (tensor.contiguous() for tensor in (q, k, v, gates))
     sizes = {"HEADS": heads, "GROUP_SIZE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size}
     if count == 1:
         is_few = batch * heads < chip(v).processors
@@ -209,7 +209,7 @@ def tree_outputs(
         *(count, ancestor_bits.shape[2]),
         **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type,
         PRECISION=products.precision, BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v,
-        STEP_COLUMNS=min(plan.step_rows, block_k), STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize,
+        STEP_COLUMNS=min(plan.step_columns, block_k), STAGES=plan.num_stages, LINE_VALUES=LINE_BYTES // table.itemsize,
         num_warps=plan.num_warps, **pdl_arguments(chip(v)),
     )  # fmt: skip
     return out
@@ -238,11 +238,11 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: state columns per program.  step_rows: rows per step.  stages: pipeline stages."""
+    """Launch parameters.  block_v: columns of a state per program.  step_columns: columns of keys per step."""
 
     block_v: int
-    step_rows: int
-    stages: int
+    step_columns: int
+    num_stages: int
     num_warps: int
 
 

@@ -144,9 +144,7 @@ def is_aligned_for_copies(tensor: Tensor) -> bool:
 
 def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
     """Returns the TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
-
-    Elements past the end are read as zeros, and are not written.
-    """
+    Elements past the end are read as zeros, and are not written."""
     descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
     return descriptor_class.from_tensor(rows, [block_rows, size], layout)
 

@@ -65,13 +65,14 @@ def launcher_of(op: Op[P, R]) -> Callable[P, R]:
 def _make_dispatcher(reference: Callable[..., Any], gpu_condition: str, namespace: dict[str, Any]) -> Any:
     """Make a function with the reference's parameters.  The function is compiled from source, because a
     wrapper with *args would take twice as long, and a prefill pass calls the function for each layer."""
-    taken, given = [], []
+    parameters, arguments = [], []
     for name, parameter in signature(reference).parameters.items():
         star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""
         only_named = f"{name}={name}" if parameter.kind is Parameter.KEYWORD_ONLY else star + name
-        taken.append(star + name)
-        given.append(only_named)
-    source = f"def made({', '.join(taken)}): return (launch if {gpu_condition} else reference)({', '.join(given)})"
+        parameters.append(star + name)
+        arguments.append(only_named)
+    call = f"(launch if {gpu_condition} else reference)({', '.join(arguments)})"
+    source = f"def made({', '.join(parameters)}): return {call}"
     exec(source, namespace)
     made: Any = namespace["made"]
     made.__defaults__, made.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__

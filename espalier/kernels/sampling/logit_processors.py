@@ -24,7 +24,7 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of GatheredSlots, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
-# Launches pass ...Arguments as plain tuples, to save time on the host.  Kernels make named tuples of them again.
+# Launches pass the next three classes as plain tuples, to save time on the host.  Kernels make named tuples again.
 
 
 class LogitsArguments(NamedTuple):
@@ -248,7 +248,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
     b = launch_row // queries
     q = launch_row % queries
     position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
-    row_above = DraftedRow(
+    drafted_row = DraftedRow(
         tokens_ptr=drafted.tokens_ptr + b * drafted.tokens_stride,
         bits_ptr=drafted.bits_ptr + b * drafted.bits_batch_stride + q * drafted.bits_query_stride,
         first_output=drafted.first_output, num_tokens=drafted.num_tokens,
@@ -256,7 +256,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
         mask_words=drafted.mask_words,
     )  # fmt: skip
     logits_ptr = logits.logits_ptr + b * logits.batch_stride + q * logits.query_stride
-    return b, logits_ptr, position, load_row_params(b, position, slots, COLUMNS), row_above
+    return b, logits_ptr, position, load_row_params(b, position, slots, COLUMNS), drafted_row
 
 
 @kernel

@@ -62,7 +62,7 @@ def sample_triton(
     finite.
     """
     batch, queries = logits.shape[:2]
-    given = logits_arguments(logits, slots.vocab, slots, first_positions)
+    logits_args = logits_arguments(logits, slots.vocab, slots, first_positions)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
     drafted_args = drafted_arguments(drafted, first_output, queries, slots, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
@@ -75,7 +75,7 @@ def sample_triton(
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, slots.arguments, drafted_args, queries, splits)
+    shared = ((offsets, *offsets.stride()), logits_args, slots.arguments, drafted_args, queries, splits)
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
@@ -188,7 +188,9 @@ def _best_of_split_kernel(
     split = tl.program_id(1)
     offset = load_offset(out, queries, offsets)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    b, logits_ptr, position, row, row_above = load_row_arguments(out, queries, offset, logits, slots, drafted, COLUMNS)
+    b, logits_ptr, position, row, drafted_row = load_row_arguments(
+        out, queries, offset, logits, slots, drafted, COLUMNS
+    )
     ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
@@ -199,14 +201,14 @@ def _best_of_split_kernel(
     if leaves_logits_unchanged(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
         key, index = find_best_id(
-            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
+            logits_ptr, plain, begin, end, vocab, row, drafted_row, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
-        coming = tl.load(logits_ptr + first_id_of_block(begin, end, BLOCK) + tl.arange(0, BLOCK))
+        loaded_block = tl.load(logits_ptr + first_id_of_block(begin, end, BLOCK) + tl.arange(0, BLOCK))
         key, index = find_best_id(
-            logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
+            logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise, exact, False, BLOCK, IDS_PER_THREAD
         )
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
@@ -214,7 +216,8 @@ def _best_of_split_kernel(
 
 @kernel
 def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
-    """Find the best token of a row's splits.  The token's key is written to the row's first split."""
+    """Find the best token of a row's splits.
+    The best key is also stored at the row's first split, where _draw_filtered_kernel reads it as the top score."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -252,7 +255,7 @@ def _draw_filtered_kernel(
         floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
         if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
             offset = load_offset(out, queries, offsets)
-            _b, logits_ptr, position, row, row_above = load_row_arguments(
+            _b, logits_ptr, position, row, drafted_row = load_row_arguments(
                 out, queries, offset, logits, slots, drafted, COLUMNS
             )
             k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
@@ -262,5 +265,5 @@ def _draw_filtered_kernel(
                 tl.load(floats + COLUMNS.min_p),
             )
             top = key_to_float(tl.load(keys_ptr + out * splits))
-            token = draw_filtered(logits_ptr, slots.vocab, row, row_above, top, filters, k0, k1, BLOCK)
+            token = draw_filtered(logits_ptr, slots.vocab, row, drafted_row, top, filters, k0, k1, BLOCK)
             tl.store(tokens_ptr + out, token.to(tl.int64))

@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
 
 The reference is `filtered` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
-finds it.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
-integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct values takes about
-ten passes, and no row takes more than a hundred.  Among equal logits at the cutoff, the lower ids stay.
+finds the cutoff.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their
+mass as integers.  Then one end of the searched interval moves to a value of the row.  A row of a thousand distinct
+values takes about ten passes, and no row takes more than a hundred.  Of equal logits at the cutoff, the lower ids stay.
 
 A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
 mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the
@@ -115,9 +115,9 @@ def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOC
         # exp(-28) is less than one unit of 2**-40.
         lowest = tl.maximum(cut, max_logit - 28.0)
         tail, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
-        each = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
+        mass_of_tie = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
         # `ties` is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
-        ties = (enough - over + each - 1) // each
+        ties = (enough - over + mass_of_tie - 1) // mass_of_tie
         cut = tail
     return cut, ties
 
@@ -125,9 +125,7 @@ def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOC
 @kernel
 def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, BLOCK: tl.constexpr):
     """Returns the id with the largest logit plus noise among the tokens that filters (top_k, top_p, min_p) leave.
-
-    Ties go to the lower id.
-    """
+    Ties go to the lower id."""
     exact: tl.constexpr = max_logit.dtype
     top_k, top_p, min_p = filters
     cut, ties = filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)

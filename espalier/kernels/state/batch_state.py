@@ -57,17 +57,17 @@ def read_chain(
 ) -> TokenChain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
-    made = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
+    chain = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
     if batch:
         block = min(next_power_of_2(row_width), MAX_BLOCK_SIZE)
         _chain_kernel[(batch, -(-row_width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
-            *(num_tokens, *made, slots.index.stride(0), num_tokens.stride(0)),
+            *(num_tokens, *chain, slots.index.stride(0), num_tokens.stride(0)),
             *(table.history.stride(0), slots.page_table.shape[1], first_offset, row_width, page_size),
             -1 if padding is None else padding, BLOCK=block, num_warps=1 if block <= 128 else 4,
             **pdl_arguments(chip(num_tokens)),
         )  # fmt: skip
-    return made
+    return chain
 
 
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
@@ -92,7 +92,7 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read a batch's slots.  Before, each program writes its slot's new page-table entries; the first, those of all."""
+    """Write new page-table entries (each program its slot's, the first program all), then read a batch's slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -167,17 +167,17 @@ def advance(
     require("advance: length", num_tokens, (batch,), torch.int64, picked_tokens)
     num_picked, copies = torch.empty_like(num_tokens), None
     if path is not None:
-        require("advance: rows", path.rows, (batch, width), torch.int64, picked_tokens)
+        require("advance: nodes", path.nodes, (batch, width), torch.int64, picked_tokens)
         copies = RowCopies(*(picked_tokens.new_empty(batch, width) for _ in range(2)))
     if batch:
-        rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes_per_request)
+        nodes, nodes_per_request = (None, 0) if path is None else (path.nodes.contiguous(), path.nodes_per_request)
         source, destination = (None, None) if copies is None else copies
         _advance_kernel[(batch,)](
             *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, num_tokens),
-            *(picked_tokens.contiguous(), rows),
+            *(picked_tokens.contiguous(), nodes),
             *(table.ints, table.history, table.counts if count_tokens else None, num_picked, source, destination),
             *(slots.index.stride(0), num_tokens.stride(0), slots.page_table.shape[1]),
-            *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
+            *(table.history.stride(0), table.counts.stride(0), nodes_per_request, table.layout.page_size),
             COLUMNS=COLUMNS, WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=1,
             **pdl_arguments(chip(picked_tokens)),
         )  # fmt: skip
@@ -186,9 +186,9 @@ def advance(
 
 @kernel
 def _advance_kernel(
-    index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_tokens_ptr, row_ptr,
+    index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_tokens_ptr, node_ptr,
     ints_ptr, history_ptr, counts_ptr, num_new_tokens_ptr, source_ptr, destination_ptr,
-    index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
+    index_stride, length_stride, table_width, history_stride, counts_stride, nodes_per_request, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the sampled tokens into one slot per program, and move the slot's root to the last of them."""
@@ -218,10 +218,10 @@ def _advance_kernel(
         tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
     tl.store(num_new_tokens_ptr + request, tl.sum(new.to(tl.int64), 0))
 
-    if row_ptr is not None:
+    if node_ptr is not None:
         position = prefix_len + offset
         kept = decided & (position >= tl.load(commit_from_ptr + request))
         destination = pool_row(page_table_ptr + request * table_width, position, page_size, kept)
         tl.store(destination_ptr + at, destination, mask=offset < WIDTH)
-        row = tl.load(row_ptr + at, mask=offset < WIDTH, other=0)
-        tl.store(source_ptr + at, request * nodes + row, mask=offset < WIDTH)
+        node = tl.load(node_ptr + at, mask=offset < WIDTH, other=0)
+        tl.store(source_ptr + at, request * nodes_per_request + node, mask=offset < WIDTH)

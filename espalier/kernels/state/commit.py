@@ -41,7 +41,7 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy NUM_LAYERS layers of one row per program.  The layer strides have one entry per tensor."""
+    """Each program copies one row in NUM_LAYERS layers.  The layer strides have one entry per tensor."""
     pdl_trigger_and_wait(USE_PDL)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)

@@ -39,9 +39,7 @@ def require_kv_rows(
     name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, same_device: Tensor
 ) -> None:
     """Check rows [.., kv_heads, size] on the host: FP8 with scales, else the dtype of `same_device`.
-
-    name: the name of the rows in errors.  Raises EspalierError.
-    """
+    name: the name of the rows in errors.  Raises EspalierError."""
     require(name, rows, shape, same_device.dtype if scales is None else FP8, same_device)
     if scales is not None:
         require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, same_device)
@@ -65,9 +63,7 @@ def _per_query_head(scale: Tensor, values: Tensor) -> Tensor:
 
 def round_to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     """Returns values [N, heads, size] / scale [heads] in FP8, rounded to nearest, ties to even.
-
-    Quotients beyond ±448 become ±448; infinite quotients become NaN.
-    """
+    Quotients beyond ±448 become ±448; infinite quotients become NaN."""
     exact = torch.promote_types(values.dtype, torch.float32)
     quotient = values.to(exact) / scale.to(exact)[:, None]
     return torch.where(quotient.isfinite(), quotient.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)

@@ -25,10 +25,10 @@ def accept(
 ) -> AcceptedPath:
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
-    num_words = -(-nodes // ANCESTOR_BITS)
+    num_ancestor_words = -(-nodes // ANCESTOR_BITS)
     for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("target_tokens", target_tokens)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
-    require("accept: ancestors", ancestors, (batch, nodes, num_words), torch.int64, tokens)
+    require("accept: ancestors", ancestors, (batch, nodes, num_ancestor_words), torch.int64, tokens)
     require("accept: is_finite", is_finite, (batch, nodes), torch.bool, tokens)
     require("accept: max_accept_depth", max_accept_depth, (batch,), torch.int64, tokens)
     require("accept: is_real", is_real, (batch,), torch.bool, tokens)
@@ -39,7 +39,7 @@ def accept(
         _accept_kernel[(batch,)](
             *(value.contiguous() for value in inputs),
             *path,
-            NODES=nodes, WORDS=num_words, LEVELS=steps + 1, BLOCK_WORDS=next_power_of_2(num_words),
+            NODES=nodes, WORDS=num_ancestor_words, LEVELS=steps + 1, BLOCK_WORDS=next_power_of_2(num_ancestor_words),
             BLOCK_LEVELS=next_power_of_2(steps + 1), num_warps=4, **pdl_arguments(chip(tokens)),
         )  # fmt: skip
     return path

@@ -72,13 +72,13 @@ def draft_topk_triton(
     NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
-    given = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)
+    logits_args = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)
     require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
     # Without d2t, the kernel gets a placeholder pointer, which it does not read.
-    of_target = slots.ints if d2t is None else d2t.contiguous()
+    target_ids = slots.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
-        require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = drafted_arguments(drafted, 0, queries, slots, mask)
+        require("draft_topk: d2t", target_ids, (vocab,), torch.int64, logits)
+    drafted_args = drafted_arguments(drafted, 0, queries, slots, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
@@ -93,11 +93,11 @@ def draft_topk_triton(
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, position_offset, position_stride, given, slots.arguments, hanging, queries),
-        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
+        *(*of_splits, vocab, target_ids, position_offset, position_stride, logits_args, slots.arguments, drafted_args),
+        queries, splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
     )  # fmt: skip
     _merge_topk_kernel[(places,)](
-        *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
+        *(ids, best, *of_splits, target_ids, scores, *scores.stride(), queries, splits),
         SPLITS=next_power_of_2(splits), BLOCK_CHILDREN=next_power_of_2(topk),
         num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP), **options,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def _block_topk_kernel(
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    b, logits_ptr, position, row, row_above = load_row_arguments(
+    b, logits_ptr, position, row, drafted_row = load_row_arguments(
         out, queries, offset + out % queries * stride, logits, slots, drafted, COLUMNS
     )
     index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
@@ -127,7 +127,7 @@ def _block_topk_kernel(
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
         needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = process_and_add_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
+    x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)

@@ -46,9 +46,9 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
         require("edge_factors: parents", parents, (batch, num_rows), torch.int64, before)
         states = states.contiguous()
     factors = before.new_empty(batch, num_rows, rank)
-    made = before.new_empty(batch, num_rows, rank) if projection.is_recurrent else None
+    new_states = before.new_empty(batch, num_rows, rank) if projection.is_recurrent else None
     if not factors.numel():
-        return factors, made
+        return factors, new_states
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     block_rank = max(next_power_of_2(rank), MIN_RANK)
     # All weights and inputs of a step are in shared memory at the same time.
@@ -56,14 +56,14 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
     while block_rank > MIN_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
         block_rank //= 2
     _edge_factors_kernel[(batch, -(-num_rows // tile), -(-rank // BLOCK_OUT))](
-        *(factors, made, rows.tokens, *rows.tokens.stride(), before, before.stride(0)),
+        *(factors, new_states, rows.tokens, *rows.tokens.stride(), before, before.stride(0)),
         *(parents, *((0, 0) if parents is None else parents.stride())),
         *(states, 0 if states is None else states.shape[1], hidden_part, hidden_part.stride(0)),
         *(projection.weight, projection.weight.stride(0), num_rows),
         RANK=rank, ROWS=tile, BLOCK_OUT=BLOCK_OUT, BLOCK_RANK=block_rank, IS_RECURRENT=projection.is_recurrent,
         ACC_DTYPE=acc_dtype(before.dtype), num_warps=4 if rank <= MAX_4_WARP_RANK else 8, **pdl_arguments(chip(before)),
     )  # fmt: skip
-    return factors, made
+    return factors, new_states
 
 
 @kernel
@@ -126,8 +126,8 @@ def _edge_factors_kernel(
             candidate = _add_products(candidate, of_state, of_weight + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
             output = _add_products(output, of_state, of_weight + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
         kept = _sigmoid(gate)
-        made = kept * own_state + (1 - kept) * _tanh(candidate)
-        tl.store(new_states_ptr + written, made.to(new_states_ptr.dtype.element_ty), mask=mask)
+        new_state = kept * own_state + (1 - kept) * _tanh(candidate)
+        tl.store(new_states_ptr + written, new_state.to(new_states_ptr.dtype.element_ty), mask=mask)
         factor = _tanh(output)
     else:
         own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)

@@ -4,7 +4,8 @@ A row is a token, because all paths that end in the same token at the same depth
 recurrent edges a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
 of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits with
 each split's maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits
-with the best maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
+with the best maxima, so a program reads only these splits.  The third chooses the next depth's rows; it has one program
+per request.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
@@ -78,14 +79,14 @@ def edge_topk_triton(
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
     factors, states = factors_and_states or (None, None)
     rows_are_paths = edges.is_recurrent
-    made = DepthRows(
+    next_depth = DepthRows(
         first_positions.new_empty(batch, topk),
         rows.scores.new_empty(batch, topk),
         first_positions.new_empty(batch, topk) if rows_are_paths else None,
         states,
     )
     if not out.tokens.numel():
-        return made
+        return next_depth
     # Expanded tensors have stride 0, so that all requests share the columns.
     own = edges.ids is not None
     after = (edges.column_factors[:, depth] if own else edges.column_factors).expand(batch, -1, -1)
@@ -112,8 +113,8 @@ def edge_topk_triton(
         SPLIT_SIZE=split, COLUMNS_ARE_WEIGHTS=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype),
         num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False, **pdl_arguments(chip(x)),
     )  # fmt: skip
-    _launch_merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
-    return made
+    _launch_merge_and_rank(out, next_depth, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
+    return next_depth
 
 
 def _launch_merge_and_rank(
@@ -207,7 +208,7 @@ def _edge_topk_kernel(
             tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
             factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
         of_row = token_factors_ptr + factor * token_factors_stride
-        _, base_ptr, position, row, row_above = load_row_arguments(b, 1, depth, logits, slots, drafted, COLUMNS)
+        _, base_ptr, position, row, drafted_row = load_row_arguments(b, 1, depth, logits, slots, drafted, COLUMNS)
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
         if ids_ptr is not None:
@@ -222,7 +223,7 @@ def _edge_topk_kernel(
             before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
             x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=ACC_DTYPE)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
-        x = process_and_add_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
+        x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
         out = (b * num_rows + row_index) * splits + split
         tl.store(x_ptr + out[None, :] * SPLIT_SIZE + place[:, None], x, mask=exists[None, :])
         top, total = _max_and_sum_of_exp(x.to(tl.float32))

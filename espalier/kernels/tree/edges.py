@@ -117,7 +117,7 @@ class LowRankEdges:
 def rank_next_rows(
     tokens: Tensor, scores: Tensor, rows: DepthRows, out: Candidates, rows_are_paths: bool = False
 ) -> DepthRows:
-    """Write the candidates of a depth to `out`, and rank the rows of the next depth.
+    """Write the candidates of a depth to `out`.  Choose and return the rows of the next depth.
 
     tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row and their log-probabilities.
     out: [B, R, K] each.  The next rows are the K best distinct tokens; a token's score is the score of the best path to

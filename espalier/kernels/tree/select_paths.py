@@ -38,9 +38,10 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
             root.contiguous(),
             *(value.contiguous() for value in candidates),
             *tree,
-            NODES=num_nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_words, NUM_DOUBLINGS=steps.bit_length(),
-            BLOCK=block, NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
-            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4, **pdl_arguments(chip(root)),
+            NODES=num_nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_ancestor_words, BLOCK=block,
+            NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
+            NUM_DOUBLINGS=steps.bit_length(), num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4,
+            **pdl_arguments(chip(root)),
         )  # fmt: skip
     return tree
 

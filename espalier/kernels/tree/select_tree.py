@@ -25,33 +25,33 @@ COMPARISONS_PER_STEP = 16384
 
 
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_ancestor_words: int
 ) -> SelectedBeams:
     batch, rows, topk = tokens.shape
     require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
     require("select_beams: scores", scores, (batch, rows, topk), torch.float32, tokens)
     if ancestor_bits is not None:
-        require("select_beams: ancestor_bits", ancestor_bits, (batch, rows, num_words), torch.int64, tokens)
+        require("select_beams: ancestor_bits", ancestor_bits, (batch, rows, num_ancestor_words), torch.int64, tokens)
         ancestor_bits = ancestor_bits.contiguous()
     require("select_beams: path", path, (batch, -1), torch.int64, tokens)
-    if first_row + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
+    if first_row + topk > min(num_ancestor_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
         raise EspalierError(
             f"select_beams: row {first_row + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
-            f"{num_words} words of {ANCESTOR_BITS} ancestor bits: take both sizes from the layout"
+            f"{num_ancestor_words} words of {ANCESTOR_BITS} ancestor bits: take both sizes from the layout"
         )
     beams = SelectedBeams(
         scores.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
-        tokens.new_empty(batch, topk, num_words),
+        tokens.new_empty(batch, topk, num_ancestor_words),
     )
     if batch:
         block = next_power_of_2(rows * topk)
         _select_beams_kernel[(batch,)](
             *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first_row, topk),
-            ROWS=rows, TOPK=topk, WORDS=num_words, BLOCK=block,
-            COMPARED_CANDIDATES=max(min(block, COMPARISONS_PER_STEP // block), 1),
-            BLOCK_WORDS=next_power_of_2(num_words), num_warps=4 if block <= 256 else 8, **pdl_arguments(chip(tokens)),
+            ROWS=rows, TOPK=topk, WORDS=num_ancestor_words, BLOCK_WORDS=next_power_of_2(num_ancestor_words),
+            BLOCK=block, COMPARED_CANDIDATES=max(min(block, COMPARISONS_PER_STEP // block), 1),
+            num_warps=4 if block <= 256 else 8, **pdl_arguments(chip(tokens)),
         )  # fmt: skip
     return beams
 
@@ -104,26 +104,26 @@ def _select_beams_kernel(
     tl.store(out_words_ptr + beam[:, None] * WORDS + word, bits, mask=mask)
 
 
-# The most parts of a pool.  The kernel reads each part from its own tensor.
-MAX_POOL_PARTS = 16
+# The most tensors, one per level, from which the kernel reads the tokens or the scores of candidates.
+MAX_CANDIDATE_TENSORS = 16
 
 
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
-    if len(tokens) > MAX_POOL_PARTS:
+    if len(tokens) > MAX_CANDIDATE_TENSORS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     tree = Tree.empty(root, num_nodes)
     if batch:
-        block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
+        block, word_block = next_power_of_2(size), next_power_of_2(tree.num_ancestor_words)
         # Without beams, the kernel gets placeholder tensors, which it does not read.
         # At most 32 int64 words of ancestor bits per thread.
         _select_tree_kernel[(batch,)](
             root.contiguous(),
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
-            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=num_nodes, WORDS=tree.num_words,
-            BLOCK=block,
-            BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16), **pdl_arguments(chip(root)),
+            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=num_nodes, WORDS=tree.num_ancestor_words,
+            BLOCK=block, BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16),
+            **pdl_arguments(chip(root)),
         )  # fmt: skip
     return tree
 
