@@ -49,7 +49,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """The error of a line that gets no response.  code: OpenAI's error code.  custom_id: None if the line has none."""
+    """The error of a line that gets no response.  code: OpenAI's error code.  custom_id: None if not known."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -78,7 +78,7 @@ def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _not_json(error) from None
+        raise _not_json_error(error) from None
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(LINE_FIELDS))
     custom_id = value.get("custom_id")
@@ -91,15 +91,15 @@ def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -
     return BatchLine(number, value["custom_id"], value["url"], value["body"])
 
 
-def _not_json(error: Exception, custom_id: str | None = None) -> LineError:
+def _not_json_error(error: Exception, custom_id: str | None = None) -> LineError:
     return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
 
 
 def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
     """Refuse an object with a repeated name, of which msgspec would keep only the last value.
 
-    custom_id: the value that msgspec reads.  Raises LineError with this custom_id, or without it if the line has two,
-    because the user may mean either.
+    custom_id: the value that msgspec reads.  Raises LineError with this custom_id, or without one if the line has two
+    custom_ids, because the user may mean either.
     """
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
@@ -114,7 +114,7 @@ def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
     try:
         json.loads(data, object_pairs_hook=read)
     except (ValueError, RecursionError) as error:  # json also refuses some texts that msgspec reads
-        raise _not_json(error, custom_id) from None
+        raise _not_json_error(error, custom_id) from None
     if len(custom_ids) > 1:
         raise LineError(
             "invalid_json_line", f"the line has {' and '.join(map(shown, custom_ids))} as custom_id; leave one out"
@@ -160,7 +160,7 @@ def id_prefix(digest: str) -> str:
 
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """Returns the output line with the answer of line `number`.  digest: the input's."""
+    """Returns the output line with the answer of line `number`.  digest: of the input file (InputScan)."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -172,7 +172,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: of its lines, in hex; num_lines: not blank; last_line: the last line's number."""
+    """A checked input file.  digest: of its lines, in hex; num_lines: without blank ones; last_line: a line number."""
 
     path: Path
     digest: str
@@ -187,13 +187,13 @@ def scan_input(path: Path) -> InputScan:
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
-    whole, hashes = hashlib.sha256(), array("Q")
-    num_lines = last = 0
+    digest, hashes = hashlib.sha256(), array("Q")
+    num_lines = last_number = 0
     try:
         with path.open("rb") as file:
             for number, data in numbered_lines(file, path):
-                whole.update(b"%d:" % number + data)
-                num_lines, last = num_lines + 1, number
+                digest.update(b"%d:" % number + data)
+                num_lines, last_number = num_lines + 1, number
                 custom_id = custom_id_of(data)
                 if custom_id is not None:
                     hashes.append(_hash_of_id(custom_id))
@@ -202,7 +202,7 @@ def scan_input(path: Path) -> InputScan:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
     if not num_lines:
         raise EspalierError(f"{path} has no line; write one request on each line")
-    return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
+    return InputScan(path, digest.hexdigest()[:DIGEST_CHARS], num_lines, last_number)
 
 
 def _hash_of_id(custom_id: str) -> int:
@@ -250,7 +250,7 @@ class Journal:
         self._is_answered = bytearray(scan.last_line + 1)
         self._has_unsynced = False
         # `sync` may run in a thread while `close` is called.
-        self._syncing = threading.Lock()
+        self._sync_lock = threading.Lock()
         self._file = open_locked(path, "batch", "name another file")
         try:
             self._sync_folder_entry()
@@ -275,14 +275,14 @@ class Journal:
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if the file cannot be written."""
-        data = whole = answer_line(self.scan.digest, number, custom_id, answer)
+        data = line = answer_line(self.scan.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             # Remove a partly written line: more lines may follow, and only the last line may be incomplete.
             with suppress(OSError):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(line) - len(data)))
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
@@ -291,7 +291,7 @@ class Journal:
 
     def sync(self) -> None:
         """Sync the written lines to the disk.  May run in a thread.  Raises EspalierError if that fails."""
-        with self._syncing:
+        with self._sync_lock:
             if not self._has_unsynced:
                 return
             self._has_unsynced = False
@@ -323,19 +323,19 @@ class Journal:
         """Read the answers of an earlier run, and remove an incomplete last line."""
         with self.path.open("rb") as file:
             offset = 0
-            for count, data in enumerate(file, 1):
+            for line_number, data in enumerate(file, 1):
                 if not data.endswith(b"\n") and self._is_torn(data):
                     os.ftruncate(self._file, offset)
                     break
-                self._read_answer(count, data)
+                self._read_answer(line_number, data)
                 offset += len(data)
 
     def _is_torn(self, data: bytes) -> bool:
-        """Returns whether bytes without line end begin an output line.  A lost disk block consists of zeros."""
+        """Returns whether bytes without line end begin an output line.  In a lost disk block, all bytes are zero."""
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
-    def _read_answer(self, count: int, data: bytes) -> None:
+    def _read_answer(self, line_number: int, data: bytes) -> None:
         try:
             line: Any = msgspec.json.decode(data)
             name, response = line["id"], line["response"]
@@ -343,7 +343,7 @@ class Journal:
             failed = response is None or response["status_code"] != STATUS_OK
         except (msgspec.DecodeError, TypeError, KeyError, ValueError, AttributeError):
             raise EspalierError(
-                f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
+                f"{self.path}, line {line_number}: this is not a batch's output; name another file for the output"
             ) from None
         if not name.startswith(self._prefix) or not 0 < number <= self.scan.last_line:
             raise EspalierError(

@@ -42,7 +42,7 @@ class NotAnswered(Exception):
 class Sender:
     """Sends lines to servers.  clients: one client for each server, used in turn; all servers have the same models.
 
-    give_up_s: the longest time without any answer, None for no limit.  priority: for bodies without one.
+    give_up_s: the longest time without any answer, None for no limit.  priority: of bodies that have no priority.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Sender:
             try:
                 response = await self._send_once(next(self._next_clients), name, line, data)
             except NotAnswered as why:
-                self._give_up(why)
+                self._require_retry_useful(why)
                 num_lost += why.was_lost
                 if num_lost == MAX_TIMES_LOST:
                     message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
@@ -78,7 +78,7 @@ class Sender:
                 self._answered_at = asyncio.get_running_loop().time()
                 return response
 
-    def _give_up(self, failure: NotAnswered) -> None:
+    def _require_retry_useful(self, failure: NotAnswered) -> None:
         """Raises EspalierError if a retry is useless."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
         if failure.is_final:
@@ -136,10 +136,10 @@ def split_url(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         # Some hosts that urlsplit accepts are refused by httpx.
-        known = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
+        is_supported = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
     except (ValueError, httpx.InvalidURL):
-        known = False
-    if not known or parts.query or parts.fragment:
+        is_supported = False
+    if not is_supported or parts.query or parts.fragment:
         raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
     return parts
 

@@ -37,7 +37,7 @@ from espalier.terminal.console import (
 from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
 CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Node counts of a block draft's candidate trees.  They have the full depth: its one pass costs the same at any depth.
+# Node counts of a block draft's candidate trees.  All have full depth, because any depth costs the same one pass.
 BLOCK_NODE_COUNTS = (64, 32, 16, 8)
 DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
@@ -59,8 +59,8 @@ class TreeTime:
         return 1000 * self.batch_size * self.accept_length / self.round_ms
 
     def as_dict(self) -> dict[str, Any]:
-        measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        return {"batch": self.batch_size, **self.tree.sizes, **measured, "tokens_per_second": self.tokens_per_second}
+        figures = {"round_ms": self.round_ms, "accept_length": self.accept_length}
+        return {"batch": self.batch_size, **self.tree.sizes, **figures, "tokens_per_second": self.tokens_per_second}
 
 
 def run(args: Namespace) -> int:
@@ -88,40 +88,40 @@ def choose(
     open_engines: Callable[[Mapping[str, Any]], BenchEngines],
     predict_accept_lengths: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure the trees; print and write the table.  predict_accept_lengths: returns accept lengths, which are then not
-    measured. Raises EspalierError."""
+    """Measure the trees; print and write the table.  predict_accept_lengths: None to measure accept lengths.
+    Raises EspalierError."""
     _refuse_unused_settings(settings)
     context, longest = args.context, args.context + args.tokens
-    largest = {"max_batch": max(args.batch)} if args.batch else {}
+    largest_batch = {"max_batch": max(args.batch)} if args.batch else {}
     settings = without_by_batch(
-        with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
+        with_minimum(settings, {"max_context": longest + 1, **largest_batch}, max_context=longest, **largest_batch)
     )
-    made = open_engines(settings)
-    require_positions(made.max_positions, longest, f"--context {context}", f"--tokens {args.tokens}")
-    with made.open() as bench:
-        config, configured = bench.config, bench.engine.layout.tree
-        if not configured.steps:
+    engines = open_engines(settings)
+    require_positions(engines.max_positions, longest, f"--context {context}", f"--tokens {args.tokens}")
+    with engines.open() as bench:
+        config, configured_tree = bench.config, bench.engine.layout.tree
+        if not configured_tree.steps:
             raise EspalierError(
                 "bench choose measures trees up to the configured one, which is plain decoding; set a tree"
             )
         is_block = bench.engine.layout.block_rows > 0
-        shapes = trees_to_measure(configured, args.candidates, is_block)
-        lengths = None if predict_accept_lengths is None else predict_accept_lengths(configured, shapes, is_block)
-        source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
+        shapes = trees_to_measure(configured_tree, args.candidates, is_block)
+        lengths = None if predict_accept_lengths is None else predict_accept_lengths(configured_tree, shapes, is_block)
+        source = "measured" if lengths is None else f"predicted from {lengths[configured_tree]:g} of {configured_tree}"
         stdout().print(
             Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", DIM_STYLE)
         )
-        given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
-        timed_batches = TimedBatches.for_batches(bench, args.batch or (), context, args.tokens, args.repeats, given)
+        prompts = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
+        timed_batches = TimedBatches.for_batches(bench, args.batch or (), context, args.tokens, args.repeats, prompts)
         with progress("measuring", len(shapes) * len(timed_batches.prompts_by_batch)) as advance:
-            timed = measure_trees(bench.engine, config.graph_batch, timed_batches, shapes, lengths, advance)
-    by_batch = by_batch_table(timed)
+            tree_times = measure_trees(bench.engine, config.graph_batch, timed_batches, shapes, lengths, advance)
+    by_batch = by_batch_table(tree_times)
     # Write the files before printing, because printing fails if stdout is closed.
     if args.out is not None:
         tree_policy.write_trees(args.out, by_batch)
-    figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
+    figures = {"config": config.as_dict(), "cells": [tree_time.as_dict() for tree_time in tree_times]}
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
-    print_table(_table_rows(timed))
+    print_table(_table_rows(tree_times))
     if args.out is not None:
         stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", DIM_STYLE))
 
@@ -166,15 +166,15 @@ def trees_to_measure(
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
     """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
-    found = [
+    prompts = [
         token_ids(place, record, inputs.model_info.vocab_size, lambda: inputs)
         for place, record in read_records("--dataset", path)
     ]
-    fitting = [tokens for tokens in found if 0 < len(tokens) <= context]
+    fitting = [tokens for tokens in prompts if 0 < len(tokens) <= context]
     if not fitting:
         raise EspalierError(f"--dataset {path} has no prompt of up to {context} tokens; raise --context")
-    if len(fitting) < len(found):
-        stdout().print(f"{len(found) - len(fitting)} of {len(found)} prompts are left out: above {context} tokens")
+    if len(fitting) < len(prompts):
+        stdout().print(f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are left out: above {context} tokens")
     return fitting
 
 
@@ -253,19 +253,19 @@ def measure_trees(
 def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stats: SpeculationStats) -> float:
     """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=timed_batches.num_tokens)
-    driven = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
-    for each in driven:
-        stats.merge(each.stats)
-    return 1000 * median(full_step_times(driven))
+    runs = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
+    for run in runs:
+        stats.merge(run.stats)
+    return 1000 * median(full_step_times(runs))
 
 
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """Returns the fastest tree at each batch size; the first of equally fast trees."""
-    found: dict[int, TreeTime] = {}
+    """Returns the fastest tree at each batch size.  If trees are equally fast, it is the first."""
+    fastest: dict[int, TreeTime] = {}
     for one in tree_times:
-        if one.batch_size not in found or one.tokens_per_second > found[one.batch_size].tokens_per_second:
-            found[one.batch_size] = one
-    return dict(sorted(found.items()))
+        if one.batch_size not in fastest or one.tokens_per_second > fastest[one.batch_size].tokens_per_second:
+            fastest[one.batch_size] = one
+    return dict(sorted(fastest.items()))
 
 
 def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:

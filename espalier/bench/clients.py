@@ -120,21 +120,21 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request.  The returned future completes at the last byte of the response.  Raises EspalierError if the
-        connection ends before that byte."""
+        """Send a request.  The returned future completes at the last byte of the response.  The future
+        raises EspalierError if the connection ends before that byte."""
         self.response_future = asyncio.get_running_loop().create_future()
         self.response = HttpResponse(perf_counter())
         self.transport.write(request)
         return self.response_future
 
     def data_received(self, data: bytes) -> None:
-        now, exchange = perf_counter(), self.response
-        exchange.first_at = exchange.first_at or now
-        exchange.received += data
-        exchange.arrivals.append((now, len(exchange.received)))
-        exchange.ended_at = now
-        if exchange.is_complete and not self.response_future.done():
-            self.response_future.set_result(exchange)
+        now, response = perf_counter(), self.response
+        response.first_at = response.first_at or now
+        response.received += data
+        response.arrivals.append((now, len(response.received)))
+        response.ended_at = now
+        if response.is_complete and not self.response_future.done():
+            self.response_future.set_result(response)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "response_future") or self.response_future.done():
@@ -192,20 +192,20 @@ class LoadTarget:
 
     async def send_request(self, body: Mapping[str, Any], planned_at: float) -> SentRequest:
         """Send a request and await its answer.  planned_at: the planned time of sending, on perf_counter's clock."""
-        asked = SentRequest(Timeline(planned_at))
+        sent = SentRequest(Timeline(planned_at))
         request = post_request_bytes(self.address.path_prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = await connect(self.address)
                 try:
-                    parse_response(await connection.send(request), asked)
+                    parse_response(await connection.send(request), sent)
                 finally:
                     connection.transport.abort()
         except TimeoutError:
-            asked.error = f"no whole answer within {self.timeout_s:g} s"
+            sent.error = f"no whole answer within {self.timeout_s:g} s"
         except (OSError, ssl.SSLError, EspalierError) as error:
-            asked.error = one_line(error)
-        return asked
+            sent.error = one_line(error)
+        return sent
 
     async def run_conversation(self, conversation: Conversation, planned_at: float) -> list[SentRequest]:
         """Send the turns of a conversation, the first turn at `planned_at`.  Stops after a turn without an answer."""
@@ -263,8 +263,8 @@ def _text_of_event(event: Mapping[str, Any]) -> str:
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         calls = [call.get("function", {}).get("arguments") for call in delta.get("tool_calls") or ()]
-        shown = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
-        parts += [part for part in (*shown, *calls) if part]
+        texts = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
+        parts += [part for part in (*texts, *calls) if part]
     return "".join(parts)
 
 
@@ -316,11 +316,11 @@ async def fetch_rounds(address: Address, headers: Mapping[str, str]) -> Counter[
 
 async def fetch_model(address: Address, headers: Mapping[str, str]) -> str:
     """Returns the name of the server's first model.  Raises EspalierError."""
-    exchange = await _get_response(address, headers, "/v1/models")
-    if exchange.status != STATUS_OK:
-        remedy = REMEDY_BY_STATUS.get(exchange.status, "look at the server's log")
-        raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")
+    response = await _get_response(address, headers, "/v1/models")
+    if response.status != STATUS_OK:
+        remedy = REMEDY_BY_STATUS.get(response.status, "look at the server's log")
+        raise EspalierError(f"--url {address}/v1/models answers {response.status}; {remedy}")
     try:
-        return str(json.loads(exchange.body())["data"][0]["id"])
+        return str(json.loads(response.body())["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise EspalierError(f"--url {address}/v1/models names no model; name it with --model") from None

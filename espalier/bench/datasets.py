@@ -40,10 +40,10 @@ def dataset_from_flags(args: Namespace) -> list[Conversation] | None:
     for temperature in args.temperature:
         require_number("--temperature", temperature, lambda value: 0 <= value <= MAX_TEMPERATURE, "0 to 2")
     args.output, args.sample_seed = args.output or DATASET_OUTPUT_BOUNDS, args.sample_seed or 0
-    talks, num_silent = read_conversations(args.dataset, args.output, args.limit, args.sample_seed)
+    conversations, num_silent = read_conversations(args.dataset, args.output, args.limit, args.sample_seed)
     if num_silent:
         stdout().print(f"{num_silent} records of {args.dataset} are left out: no user speaks in them")
-    return talks
+    return conversations
 
 
 def read_conversations(
@@ -53,17 +53,17 @@ def read_conversations(
 
     limit: the number of conversations, taken equally from all categories, in the file's order; None for all.
     output_bounds: the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError."""
-    chance = random.Random(seed)
-    said = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
-    spoken = [each for each in said if each[2]]
-    if not spoken:
+    rng = random.Random(seed)
+    records = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
+    with_user = [each for each in records if each[2]]
+    if not with_user:
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {RECORD_FORMAT}")
-    chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
-    talks = [
-        Conversation(i, system, tuple(Turn(text, chance.randint(*output_bounds)) for text in texts), category)
-        for i, (category, system, texts) in enumerate(chosen)
+    sampled = with_user if limit is None else _sampled_records(path, with_user, limit, rng)
+    conversations = [
+        Conversation(i, system, tuple(Turn(text, rng.randint(*output_bounds)) for text in texts), category)
+        for i, (category, system, texts) in enumerate(sampled)
     ]
-    return talks, len(said) - len(spoken)
+    return conversations, len(records) - len(with_user)
 
 
 def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random.Random) -> list[Any]:
@@ -81,8 +81,8 @@ def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str
     """Returns (category, system message, messages of the user) of a record."""
     if record_format(place, record) == "token_ids":
         raise unexpected_record_error(place, "token ids, which are no text")
-    said = messages_of(place, record)
-    system, texts = ([each["content"] for each in said if each["role"] == who] for who in ("system", "user"))
+    messages = messages_of(place, record)
+    system, texts = ([each["content"] for each in messages if each["role"] == who] for who in ("system", "user"))
     category = record.get("category") or ""
     if not isinstance(category, str):
         raise unexpected_record_error(place, '"category" that is no text')

@@ -88,20 +88,20 @@ def drive(
     engine.scheduler.on_round = harvested.append
     for request in requests:
         engine.add(request)
-    begun = perf_counter()
+    started_at = perf_counter()
     while engine.has_work:
         harvested.clear()
-        forward, step = sum(t.seconds for t in timers), perf_counter()
+        forward_before, step = sum(t.seconds for t in timers), perf_counter()
         engine.step()
         elapsed = perf_counter() - step
         for trace in harvested:
             driven.traces[trace.request_id].append(trace)
         if len(harvested) == len(requests):
             driven.full_step_times.append(elapsed)
-            driven.forward_seconds += sum(t.seconds for t in timers) - forward
+            driven.forward_seconds += sum(t.seconds for t in timers) - forward_before
         if after_step is not None:
             after_step()
-    driven.seconds = perf_counter() - begun
+    driven.seconds = perf_counter() - started_at
     engine.scheduler.on_round = None
     return driven
 
@@ -132,7 +132,7 @@ def greedy_request(name: str, arrival_index: int, prompt: Sequence[int], num_tok
 
 def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]) -> list[Request]:
     resolved = params.resolve({}, ())
-    given = [[root] for root in first_tokens] or [[] for _ in prompts]
+    first_outputs = [[root] for root in first_tokens] or [[] for _ in prompts]
     return [
         Request(
             id=str(i),
@@ -143,7 +143,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, first_to
             output=list(output),
             from_draft=[False] * len(output),
         )
-        for i, (prompt, output) in enumerate(zip(prompts, given, strict=True))
+        for i, (prompt, output) in enumerate(zip(prompts, first_outputs, strict=True))
     ]
 
 
@@ -209,7 +209,7 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the most tokens of a request."""
+    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the longest request in tokens."""
 
     settings: Mapping[str, Any]
 
@@ -217,7 +217,7 @@ class BenchEngines(Protocol):
     def max_positions(self) -> int: ...
 
     def config(self, variant: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
-        """Returns the configuration of `open(way)` without loading the model.  num_pages is an estimate."""
+        """Returns the configuration of `open(variant)` without loading the model.  num_pages is an estimate."""
         ...
 
     def open(self, variant: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
@@ -275,6 +275,6 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], **minimums: int) ->
     defaults: for settings that are "auto".  minimums: the smallest allowed value by setting.  Raises EspalierError for
     a smaller value."""
     require_writable("--json", args.json)
-    made = ModelEngines(with_minimum(engine_settings(args), defaults, **minimums))
+    engines = ModelEngines(with_minimum(engine_settings(args), defaults, **minimums))
     print_header()
-    return made
+    return engines

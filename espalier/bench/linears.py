@@ -1,4 +1,4 @@
-"""Lists the matrix products of a model's passes: linear layers, and experts behind routers.  timing.py runs them."""
+"""Lists the matrix products of a model's passes: linear layers, and experts with routers.  timing.py runs them."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class ProductGroup:
 
     num_heads: if above 1, a weight is [heads, out, in], and a batched product multiplies each head with its own rows.
     weight_format: the weights' format, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.  experts: for a
-    router, the experts behind it; None for other layers.  first_weight: index of the run's first weight among all
+    router, the experts that it chooses; None for other layers.  first_weight: index of the run's first weight among all
     weights of this name and shape."""
 
     name: str
@@ -58,7 +58,7 @@ class ProductGroup:
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of a matrix's number, with its share of a group's scale, without row and block scales."""
+    """Returns the bytes of a value, with its share of a group's scale.  Scales of rows and blocks do not count."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 
@@ -82,7 +82,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts behind a router.
+    """The experts of a router.
 
     weight_format: the experts' format, see ProductGroup.  mean_active: the mean number of a layer's experts that get
     rows; None for the number with uniform routing."""
@@ -114,8 +114,8 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: of its one pass over a
-    block. markov_rank, markov_head_type: see BlockConfig."""
+    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of its one
+    pass.  markov_rank, markov_head_type: see BlockConfig."""
 
     layers_shape: "ModelShape"
     block_rows: int
@@ -124,12 +124,12 @@ class BlockSizes:
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductGroup, ...]":
         """Returns the products of a block draft's edges: first the block's hidden states, then one product for each
-        depth. The first depth has one row, the root; other depths have topk rows.  All depths read the same weights."""
-        rank, (parts, inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
-        runs = [ProductGroup("draft edge hidden", (parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
+        depth.  The first depth has one row, the root; other depths have topk rows.  All read the same weights."""
+        rank, (num_parts, num_inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
+        runs = [ProductGroup("draft edge hidden", (num_parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
         # The first depth reads no state.
-        for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
-            runs.append(ProductGroup("draft edge factors", (parts * rank, read * rank), 1, count))
+        for count, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
+            runs.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, count))
             runs.append(ProductGroup("draft edges", (draft_vocab, rank), 1, count))
         return tuple(run for run in runs if run.weight_bytes)
 
@@ -180,13 +180,13 @@ class ModelShape:
     def slice_layers(self, begin: int, end: int | None = None) -> "ModelShape":
         """Returns the sizes of a model with only the layers `begin` to `end`."""
         specs = self.layer_specs[begin:end]
-        dense = min(max(self.num_dense - begin, 0), len(specs))
-        experts = self.experts and replace(self.experts, num_layers=len(specs) - dense)
+        num_dense = min(max(self.num_dense - begin, 0), len(specs))
+        experts = self.experts and replace(self.experts, num_layers=len(specs) - num_dense)
         return replace(self, layer_specs=specs, experts=experts)
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductGroup, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
-        Routed experts have no run of their own.  The run of their router has them as `experts`."""
+        Routed experts have no ProductGroup.  The ProductGroup of their router has them as `experts`."""
         lm_head = self._lm_head("lm_head", self.vocab_size, rows, head_rows)
         return (*self._layer_products("", self.hidden_size, rows), lm_head)
 

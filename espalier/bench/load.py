@@ -27,11 +27,11 @@ LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms"
 
 @dataclass(frozen=True)
 class Load:
-    """A load: conversations of `num_turns` requests each, in order of arrival.
+    """A load: conversations of `num_turns` requests, in order of arrival.
 
-    input_lengths, output_lengths: the tokens that a user adds, and of the output, for each request of the first
-    conversation, then of the second, and so on.  num_prefixes: of different shared beginnings, of prefix_tokens tokens
-    each.  think_s: seconds from an answer to the next turn."""
+    input_lengths, output_lengths: for each request, the tokens that the user adds, and the tokens of the output.  All
+    requests of a conversation come before the next conversation's.  num_prefixes: the number of different shared
+    beginnings, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
 
     input_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]
@@ -42,7 +42,6 @@ class Load:
 
     @property
     def num_conversations(self) -> int:
-        """The number of conversations."""
         return len(self.input_lengths) // self.num_turns
 
     @property
@@ -53,7 +52,7 @@ class Load:
 
     @property
     def shared_prefix_tokens(self) -> int:
-        """The number of tokens of a shared beginning; 0 without."""
+        """The number of tokens of a shared beginning; 0 if no beginning is shared."""
         return self.prefix_tokens if self.num_prefixes else 0
 
     def only_conversation(self, index: int) -> "Load":
@@ -62,7 +61,7 @@ class Load:
         return Load(self.input_lengths[places], self.output_lengths[places], self.num_turns)
 
     def user_texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of `lengths` tokens."""
+        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: see prompt_lengths."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.num_prefixes]]
         rest = prompts[self.num_prefixes :]
         return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(rest)]
@@ -143,7 +142,7 @@ class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
     seconds_by_kind: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    num_target_rows: with the padding of passes, without the padding of rounds to a graph's batch size."""
+    num_target_rows: with the padding of prefill passes, without the padding of rounds to a graph's batch size."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
@@ -198,10 +197,10 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
-    later = [each for each in answers if len(each.timeline.chunks) > 1]
-    seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
-    tokens = sum(each.num_tokens - each.timeline.chunks[0][1] for each in later)
-    rounds = None if any(each.num_rounds is None for each in later) else sum(each.num_rounds or 0 for each in later)
+    timed = [each for each in answers if len(each.timeline.chunks) > 1]
+    seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in timed)
+    tokens = sum(each.num_tokens - each.timeline.chunks[0][1] for each in timed)
+    rounds = None if any(each.num_rounds is None for each in timed) else sum(each.num_rounds or 0 for each in timed)
     return {
         "requests": len(answers),
         "tokens_out": sum(each.num_tokens for each in answers),
@@ -269,7 +268,7 @@ class LoadResult:
 
 
 def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Returns percentiles in ms: to the first token, between chunks, a token of a request, to the last token."""
+    """Returns percentiles, in ms, of each of LATENCY_TIMES."""
     per_token = [each.tpot_s for each in timelines if each.tpot_s is not None]
     gaps = [gap for each in timelines for gap in each.chunk_gaps]
     values = ([each.ttft_s for each in timelines], gaps, per_token, [each.latency_s for each in timelines])
@@ -309,7 +308,7 @@ class LoadConversations(Protocol):
 
 @dataclass(frozen=True)
 class RandomConversations:
-    """The conversations of a Load.  Requests are greedy, with answers of full length.  texts: from Load.texts."""
+    """The conversations of a Load.  Requests are greedy, with answers of full length.  texts: from Load.user_texts."""
 
     load: Load
     texts: Sequence[Sequence[int]]
@@ -338,34 +337,34 @@ class RandomConversations:
 
 
 def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
-    """Run a load with greedy requests of full output length.  prompts: of load.lengths tokens."""
+    """Run a load with greedy requests of full output length.  prompts: of load.prompt_lengths tokens."""
     return serve_conversations(engine, RandomConversations(load, load.user_texts(prompts)), arrivals)
 
 
 def serve_conversations(engine: Engine, conversations: LoadConversations, arrivals: Arrivals) -> LoadResult:
     """Run conversations until all have ended."""
-    spent, begun = LaunchTimes(engine), perf_counter()
-    due = [begun + at for at in arrivals.arrival_times(conversations.num_conversations)]
+    launch_times, started_at = LaunchTimes(engine), perf_counter()
+    arrival_times = [started_at + at for at in arrivals.arrival_times(conversations.num_conversations)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
     categories: list[str] = []
-    said: list[list[Request]] = [[] for _ in range(conversations.num_conversations)]
+    earlier_requests: list[list[Request]] = [[] for _ in range(conversations.num_conversations)]
     # For each conversation: (the time of its next turn, its index).
-    waiting = [(due[i], i) for i in range(conversations.num_conversations)]
+    waiting = [(arrival_times[i], i) for i in range(conversations.num_conversations)]
     running: dict[str, tuple[int, int]] = {}
     max_running = arrivals.concurrency or conversations.num_conversations
-    engine.observer, last = spent, perf_counter()
+    engine.observer, last = launch_times, perf_counter()
 
     def spend() -> None:
         nonlocal last
         now = perf_counter()
-        spent.add_seconds(now - last)
+        launch_times.add_seconds(now - last)
         last = now
 
     while waiting or engine.has_work:
         while waiting and len(running) < max_running and perf_counter() >= waiting[0][0]:
             at, number = heapq.heappop(waiting)
-            request = conversations.next_request(number, said[number])
+            request = conversations.next_request(number, earlier_requests[number])
             timelines.append(Timeline(perf_counter() if arrivals.rate is None else at))
             requests.append(request)
             categories.append(conversations.category(number))
@@ -381,9 +380,9 @@ def serve_conversations(engine: Engine, conversations: LoadConversations, arriva
                 timelines[place].chunks.append((perf_counter(), len(chunk.token_ids)))
             if chunk.finish_reason is not None:
                 del running[chunk.request_id]
-                said[number].append(requests[place])
-                if len(said[number]) < conversations.num_turns(number):
+                earlier_requests[number].append(requests[place])
+                if len(earlier_requests[number]) < conversations.num_turns(number):
                     heapq.heappush(waiting, (perf_counter() + conversations.think_s, number))
         spend()
-    engine.observer = spent.former_observer
-    return LoadResult(perf_counter() - timelines[0].planned_at, requests, timelines, spent, categories)
+    engine.observer = launch_times.former_observer
+    return LoadResult(perf_counter() - timelines[0].planned_at, requests, timelines, launch_times, categories)

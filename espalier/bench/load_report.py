@@ -120,20 +120,20 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
     talks = datasets.dataset_from_flags(args)
     load = _load_of_flags(args) if talks is None else None
     require_writable("--markdown", args.markdown)
-    served, config = {}, None
+    results, config = {}, None
     for name, cells in _results_by_variant(args, load, talks, engines_of):
-        served[name], config = cells, config or cells[0][1]
+        results[name], config = cells, config or cells[0][1]
     assert config is not None
-    figures = {name: [each.figures() for each, _ in cells] for name, cells in served.items()}
-    chosen = _rates_and_temperatures(args)
-    cells = [{name: each[i] for name, each in figures.items()} for i in range(len(chosen))]
-    about = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
+    figures = {name: [each.figures() for each, _ in cells] for name, cells in results.items()}
+    pairs = _rates_and_temperatures(args)
+    cells = [{name: each[i] for name, each in figures.items()} for i in range(len(pairs))]
+    report = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
     if talks is not None:
-        about["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
-    named = [{"rate": rate, "temperature": temperature} for rate, temperature in chosen]
-    write_json(args.json, {**about, "cells": [{**name, **cell} for name, cell in zip(named, cells, strict=True)]})
+        report["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
+    names = [{"rate": rate, "temperature": temperature} for rate, temperature in pairs]
+    write_json(args.json, {**report, "cells": [{**name, **cell} for name, cell in zip(names, cells, strict=True)]})
     tables = []
-    for (rate, temperature), cell in zip(chosen, cells, strict=True):
+    for (rate, temperature), cell in zip(pairs, cells, strict=True):
         title = "" if rate is None else f"{rate:g} a second"
         if talks is not None:
             title = f"{title}, temperature {temperature:g}".removeprefix(", ")
@@ -173,37 +173,37 @@ def _results_by_variant(
     args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
     """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
-    made = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
+    engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
-        asked = (
+        length_flags = (
             "--input {},{}".format(*(args.input or INPUT_BOUNDS)),
             "--output {},{}".format(*(args.output or OUTPUT_BOUNDS)),
         )
-        require_positions(made.max_positions, load.max_tokens, *asked)
+        require_positions(engines.max_positions, load.max_tokens, *length_flags)
     think = open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think
-    for name, way in variants_to_compare(made).items():
-        with made.open(way) as bench:
+    for name, variant in variants_to_compare(engines).items():
+        with engines.open(variant) as bench:
 
             def conversations(temperature: float, bench: BenchEngine = bench) -> LoadConversations:
                 if load is not None:
                     return RandomConversations(load, load.user_texts(bench.make_prompts(load.prompt_lengths)))
                 return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)
 
-            asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
-            _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).num_conversations)
+            by_temperature = {temperature: conversations(temperature) for temperature in args.temperature}
+            _warm_up(bench, load, args.concurrency or next(iter(by_temperature.values())).num_conversations)
             cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _rates_and_temperatures(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)
-                cells.append((serve_conversations(bench.engine, asked_by[temperature], arrivals), bench.config))
+                cells.append((serve_conversations(bench.engine, by_temperature[temperature], arrivals), bench.config))
             yield name, cells
 
 
 def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
-    some = min(batch_size, bench.config.layout.max_batch)
-    some = some if load is None else min(some, load.num_conversations)
-    first = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(some)]
-    serve_random(bench.engine, bench.make_prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
+    count = min(batch_size, bench.config.layout.max_batch)
+    count = count if load is None else min(count, load.num_conversations)
+    first = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(count)]
+    serve_random(bench.engine, bench.make_prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * count), Arrivals())
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

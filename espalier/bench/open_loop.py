@@ -122,31 +122,31 @@ class OpenLoopResult:
 
 def run(args: Namespace) -> int:
     """Run `espalier bench load --url`.  Raises EspalierError if a server does not answer the first request."""
-    read = dataset_from_flags(args)
+    dataset = dataset_from_flags(args)
     _fill_and_check_flags(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = LatencyLimits(args.ttft_limit, args.itl_limit)
-    measured, models = [], {}
+    results, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
     # Each cell has other prompts, because the server's prefix cache has the prompts of earlier cells.
-    talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
-    with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
+    conversations_of_cells = [dataset or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
+    with progress("measuring", len(args.url) * sum(map(len, conversations_of_cells))) as advance:
         for url in args.url:
             target = asyncio.run(_connect_server(args, url))
             models[str(target.address)] = target.shared_fields["model"]
-            for (temperature, rate), sent in zip(cells, talks, strict=True):
-                at = replace(target, shared_fields={"temperature": temperature, **target.shared_fields})
-                before = asyncio.run(fetch_rounds(at.address, at.headers))
-                seconds, asked = asyncio.run(_measure_server(at, sent, arrivals_of(args, rate), advance))
-                after = asyncio.run(fetch_rounds(at.address, at.headers))
+            for (temperature, rate), conversations in zip(cells, conversations_of_cells, strict=True):
+                cell = replace(target, shared_fields={"temperature": temperature, **target.shared_fields})
+                before = asyncio.run(fetch_rounds(cell.address, cell.headers))
+                seconds, requests = asyncio.run(_measure_server(cell, conversations, arrivals_of(args, rate), advance))
+                after = asyncio.run(fetch_rounds(cell.address, cell.headers))
                 rounds = None if before is None or after is None else after - before
-                measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
-    figures = [each.figures() for each in measured]
+                results.append(OpenLoopResult(str(cell.address), rate, temperature, seconds, requests, limits, rounds))
+    figures = [each.figures() for each in results]
     named = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
-    about = {name: json_value(getattr(args, name)) for name in named} | asdict(limits)
-    write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
+    load_settings = {name: json_value(getattr(args, name)) for name in named} | asdict(limits)
+    write_json(args.json, {"command": command_line(), "models": models, "load": load_settings, "cells": figures})
     tables = [_table_rows(figures, limits)]
-    if read is not None:
+    if dataset is not None:
         tables += [
             category_table(
                 f"{each['server']}{_rate_text(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
@@ -198,7 +198,7 @@ def _check_token_ids(args: Namespace) -> None:
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
-    """Returns the arrivals at one rate; for rate None, those with --concurrency, or all at once."""
+    """Returns the arrivals at one rate.  For rate None: --concurrency conversations at once, or all."""
     if rate is None:
         return Arrivals(args.concurrency)
     burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULT_FLAGS["burst"]}[args.arrivals or POISSON]
@@ -213,31 +213,31 @@ async def _connect_server(args: Namespace, url: str) -> LoadTarget:
     await require_reachable(address)
     model = engine_settings(args).get("model") or await fetch_model(address, headers)
     switch = {} if args.thinking is None else {"chat_template_kwargs": {REASONING_SWITCHES[0]: args.thinking}}
-    same = {"model": model, **switch, **(args.extra_body or {})}
-    target = LoadTarget(address, headers, same, args.endpoint, args.timeout, args.think)
+    shared_fields = {"model": model, **switch, **(args.extra_body or {})}
+    target = LoadTarget(address, headers, shared_fields, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4), vocab_size=args.token_ids).conversations(1, seed=-1)
-    [asked] = await target.run_conversation(first, perf_counter())
-    if asked.error:
-        raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")
+    [sent] = await target.run_conversation(first, perf_counter())
+    if sent.error:
+        raise EspalierError(f"--url {url} does not answer a first request: {sent.error}")
     return target
 
 
 async def _measure_server(
     target: LoadTarget, conversations: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
-    begun, due = perf_counter(), arrivals.arrival_times(len(conversations))
+    """Run all conversations.  Returns (seconds, requests).  Without a rate, a conversation starts when another ends."""
+    started_at, arrival_times = perf_counter(), arrivals.arrival_times(len(conversations))
     free = asyncio.Semaphore(arrivals.concurrency or len(conversations))
 
-    async def one(conversation: Conversation) -> list[SentRequest]:
+    async def run_one(conversation: Conversation) -> list[SentRequest]:
         async with free:
-            start = begun + due[conversation.index] if arrivals.rate else perf_counter()
-            asked = await target.run_conversation(conversation, start)
+            start = started_at + arrival_times[conversation.index] if arrivals.rate else perf_counter()
+            requests = await target.run_conversation(conversation, start)
         advance()
-        return asked
+        return requests
 
-    results = await asyncio.gather(*(one(talk) for talk in conversations))
-    return perf_counter() - begun - due[0], [asked for each in results for asked in each]
+    results = await asyncio.gather(*(run_one(talk) for talk in conversations))
+    return perf_counter() - started_at - arrival_times[0], [requests for each in results for requests in each]
 
 
 def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> list[list[str]]:

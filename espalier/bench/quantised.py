@@ -23,8 +23,8 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 
 # The length of a text that the original model generates, in tokens.
-OWN_TEXT_TOKENS = 256
-# The most positions whose distributions are compared at once.
+GENERATED_LENGTH = 256
+# The distributions of at most this number of positions are compared at once.
 MAX_LOGIT_ROWS = 256
 
 # (prompt, continuation) pairs, as token ids.
@@ -52,7 +52,7 @@ class Accuracy:
 class ModelOutputs:
     """The results of running one model over the texts.
 
-    hidden: for each text, the final hidden states [positions, H], on the CPU.  following: the tokens that they predict.
+    hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: the tokens that follow.
     logits: the model's lm_head, kept without the model.
     """
 
@@ -65,8 +65,8 @@ class ModelOutputs:
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B <= MAX_LOGIT_ROWS."""
-        for hidden, following in zip(self.hidden, self.next_tokens, strict=True):
-            for rows, tokens in zip(hidden.split(MAX_LOGIT_ROWS), following.split(MAX_LOGIT_ROWS), strict=True):
+        for hidden, next_tokens in zip(self.hidden, self.next_tokens, strict=True):
+            for rows, tokens in zip(hidden.split(MAX_LOGIT_ROWS), next_tokens.split(MAX_LOGIT_ROWS), strict=True):
                 logits = self.logits(rows)
                 yield logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1), tokens
 
@@ -113,7 +113,7 @@ def compare_accuracy(
     """Compare a model with its quantised copy.
 
     settings: of both engines, with the draft.  num_tokens: the tokens to generate from each prompt, for the accept
-    length. advance: called after each text of each model.
+    length.  advance: called after each text of each model.
     """
     settings = without_by_batch(settings)
     first = _run_model(model, settings, num_texts, num_tokens, None, advance)
@@ -153,12 +153,12 @@ def accept_lengths(
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
     num_tokens: the tokens to generate from each prompt.
     """
-    found = []
+    lengths = []
     for draft in drafts:
         with LLM(target, draft=draft, **without_by_batch(settings)) as llm:
-            found.append(_accept_length(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], num_tokens))
+            lengths.append(_accept_length(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], num_tokens))
         advance()
-    return found[0], found[1]
+    return lengths[0], lengths[1]
 
 
 def _run_model(
@@ -172,23 +172,23 @@ def _run_model(
     """Run one model over the texts.  original: its run, whose texts the copy reads; None to make the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
-        pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
+        pairs = (_make_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
         accept_length = None
         if llm.config.layout.steps and llm.config.draft is not None:
             accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
         limit = llm.config.layout.max_context - 1
         recorder = HiddenRecorder(llm.engine.executor.runner.target)
         llm.engine = rebuilt_engine(llm.engine, 0, target=recorder)
-        hidden, following = [], []
+        hidden, next_tokens = [], []
         for prompt, reference in pairs:
             # The predictions of random tokens are not counted.
             begin = len(prompt) if is_own_text else 1
-            whole = (prompt + reference)[:limit]
-            hidden.append(_hidden_states(llm, recorder, whole)[begin - 1 :].cpu())
-            following.append(torch.tensor(whole[begin:]))
+            tokens = (prompt + reference)[:limit]
+            hidden.append(_hidden_states(llm, recorder, tokens)[begin - 1 :].cpu())
+            next_tokens.append(torch.tensor(tokens[begin:]))
             advance()
         head, device = recorder.model.head, torch.device(llm.config.device)
-    return ModelOutputs(pairs, is_own_text, hidden, following, lambda rows: head(rows.to(device)), accept_length)
+    return ModelOutputs(pairs, is_own_text, hidden, next_tokens, lambda rows: head(rows.to(device)), accept_length)
 
 
 def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Tensor:
@@ -205,14 +205,14 @@ def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> f
     return drive(llm.engine, prompts, greedy).stats.accept_length
 
 
-def _own_texts(llm: LLM, num_texts: int) -> TokenPairs:
-    prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], OWN_TEXT_TOKENS)
+def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
+    prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], GENERATED_LENGTH)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 
 
 def _cut_to_context(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
     """Returns prompts and greedy parameters for `num_tokens` tokens.  Both are cut to half of a short context."""
     context = llm.config.layout.max_context - 1
-    num = min(num_tokens, context // 2)
-    greedy = SamplingParams(temperature=0.0, max_tokens=num, top_k=0, top_p=1.0)
-    return [prompt[: context - num] for prompt in prompts], greedy
+    num_generated = min(num_tokens, context // 2)
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_generated, top_k=0, top_p=1.0)
+    return [prompt[: context - num_generated] for prompt in prompts], greedy

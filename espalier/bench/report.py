@@ -46,7 +46,7 @@ CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
 def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Few requests have p99 = maximum."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Of few requests, p99 is the maximum."""
     columns = list(figures)
     return [
         [
@@ -61,12 +61,12 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
     """Write the command line, the machine and the tables to `path`, if it is given.  Raises EspalierError."""
     if path is None:
         return
-    parts = [f"`{command_line()}`", machine_line()]
+    blocks = [f"`{command_line()}`", machine_line()]
     for first, *rows in tables:
         lines = [first, ["---"] * len(first), *rows]
-        parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
+        blocks.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
     try:
-        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        path.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
     except OSError as error:
         raise EspalierError(f"--markdown {path} cannot be written ({error.strerror}); use another file") from None
 
@@ -113,8 +113,8 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
             axis.axhline(limits[name], color="tab:gray", linestyle=":")
     requests.set_title("requests/s: within the limits, answered")
     for colour, server in zip(cycle(PLOT_COLOURS), dict.fromkeys(point.server for point in points), strict=False):
-        own = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
-        _plot_lines(own, colour, times, requests)
+        server_points = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
+        _plot_lines(server_points, colour, times, requests)
         legend.plot([], [], "o-", color=colour, label=f"{server}: p50, within the limits")
         legend.plot([], [], "^--", color=colour, label=f"{server}: p99, answered")
     legend.axis("off")
@@ -129,9 +129,9 @@ def _plot_lines(points: Sequence[LoadPoint], colour: str, latency_axes: Sequence
     """Plot one server's lines.  Rates without answered requests have no times."""
     for i, axis in enumerate(latency_axes):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
-            found = [(point.rate, list(point.latencies.values())[i]) for point in points]
-            known = [(rate, latency[percentile]) for rate, latency in found if latency]
-            axis.plot([rate for rate, _ in known], [ms for _, ms in known], style, color=colour)
+            latencies = [(point.rate, list(point.latencies.values())[i]) for point in points]
+            measured = [(rate, latency[percentile]) for rate, latency in latencies if latency]
+            axis.plot([rate for rate, _ in measured], [ms for _, ms in measured], style, color=colour)
     rates = [point.rate for point in points]
     request_axis.plot(rates, [point.goodput_per_second for point in points], "o-", color=colour)
     request_axis.plot(rates, [point.answered_per_second for point in points], "^--", color=colour)

@@ -39,7 +39,7 @@ MAX_REPLAYS = 50
 # either.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
-# The fewest copies of a weight of one name and shape, and the fewest bytes of all copies.
+# At least MIN_COPIES copies of a weight of one name and shape exist, with at least MIN_BYTES in total.
 MIN_COPIES, MIN_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
@@ -87,7 +87,7 @@ class GraphTimer:
 
 
 def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, seconds: float) -> list[float]:
-    """Returns the median ms of each graph.  See GraphTimer.ms."""
+    """Returns the median ms of each graph.  See GraphTimer.median_ms."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
     num_replays = [max(1, min(MAX_REPLAYS, int(MIN_TIMED_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
@@ -126,12 +126,12 @@ class Weights:
         self._weights_by_shape: dict[tuple[str, Shape], list[Matrix]] = {}
 
     def weights_of(self, group: ProductGroup) -> list[Matrix]:
-        made = self._weights_by_shape.setdefault((group.name, group.shape), [])
+        weights = self._weights_by_shape.setdefault((group.name, group.shape), [])
         copies = max(MIN_COPIES, math.ceil(MIN_BYTES * group.num_weights / group.weight_bytes))
-        while len(made) < min(group.first_weight + group.num_weights, copies):
+        while len(weights) < min(group.first_weight + group.num_weights, copies):
             shape = group.shape if group.num_heads == 1 else (group.num_heads, *group.shape)
-            made.append(self.random_weight(shape, group.weight_format))
-        return [made[at % copies] for at in range(group.first_weight, group.first_weight + group.num_weights)]
+            weights.append(self.random_weight(shape, group.weight_format))
+        return [weights[at % copies] for at in range(group.first_weight, group.first_weight + group.num_weights)]
 
     def random_weight(self, shape: tuple[int, ...], weight_format: str = DENSE) -> Matrix:
         """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
@@ -172,7 +172,7 @@ def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Mult
 
 
 def group_by_count(product_groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
-    """Returns the runs in groups of neighbours with equal counts."""
+    """Returns the groups in lists of neighbours with equal num_weights."""
     groups: list[list[ProductGroup]] = []
     for run in product_groups:
         if groups and groups[-1][0].num_weights == run.num_weights:

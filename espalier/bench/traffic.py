@@ -28,7 +28,7 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """One conversation of a load.  prefix: the beginning that it shares with other conversations, or "".  index: index
-    in the order of arrival. category: the dataset's category."""
+    in the order of arrival.  category: the dataset's category."""
 
     index: int
     prefix: str
@@ -41,7 +41,7 @@ class Traffic:
     """The parameters of random conversations.
 
     input_bounds: the fewest and most words of a turn.  output_bounds: the smallest and largest max_tokens.
-    num_prefixes: of different shared beginnings, of prefix_words words each.  vocab_size: prompts are token ids
+    num_prefixes: the number of different shared beginnings, of prefix_words words.  vocab_size: prompts are token ids
     below this number; None for prompts of words."""
 
     input_bounds: tuple[int, int]
@@ -53,10 +53,10 @@ class Traffic:
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
         """Draw `count` conversations.  Equal arguments give equal conversations."""
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         words = _heldout_words() if self.vocab_size is None else range(self.vocab_size)
-        beginnings = [chance.choices(words, k=self.prefix_words) for _ in range(self.num_prefixes)] or [[]]
-        return [self._conversation(i, chance, words, chance.choice(beginnings)) for i in range(count)]
+        beginnings = [rng.choices(words, k=self.prefix_words) for _ in range(self.num_prefixes)] or [[]]
+        return [self._conversation(i, rng, words, rng.choice(beginnings)) for i in range(count)]
 
     def _conversation(self, index: int, rng: random.Random, words: Sequence[Any], prefix: list[Any]) -> Conversation:
         drawn = [
@@ -88,11 +88,11 @@ def request_bodies(
 
 def messages_until_turn(conversation: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
     """Returns the messages of the conversation, up to the turn that follows `answers`."""
-    made = [{"role": "system", "content": conversation.prefix}] if conversation.prefix else []
+    messages = [{"role": "system", "content": conversation.prefix}] if conversation.prefix else []
     for turn, answer in zip(conversation.turns, [*answers, None], strict=False):
-        made.append({"role": "user", "content": turn.text})
-        made += [] if answer is None else [{"role": "assistant", "content": answer}]
-    return made
+        messages.append({"role": "user", "content": turn.text})
+        messages += [] if answer is None else [{"role": "assistant", "content": answer}]
+    return messages
 
 
 def plain_prompt(conversation: Conversation, answers: Sequence[str]) -> str:

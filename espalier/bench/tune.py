@@ -79,7 +79,7 @@ MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
 # The first bucket is measured at its fewest rows too, because it spans the most rows.
 MIN_ROWS = 1
 
-# Layers whose output may stay in parts that the next kernel adds up, and layers before a gate.
+# Layers whose output may stay partial sums that the next kernel adds up, and layers before a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
@@ -117,8 +117,8 @@ class MeasuredPlans:
 
 def run(args: Namespace, config: EngineConfig) -> int:
     """Measure the plans, write the table and print the results.  Raises EspalierError."""
-    used = SHAPE_FLAGS if args.shapes else (*SHAPE_FLAGS, *MODEL_FLAGS)
-    if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
+    used_flags = SHAPE_FLAGS if args.shapes else (*SHAPE_FLAGS, *MODEL_FLAGS)
+    if refused := [flag_of(name) for name in given_flags(args) if name not in used_flags]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
     path = args.choices or user_tuning_file()
     if path.parent.is_dir():  # else `write` makes it
@@ -158,31 +158,31 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes_to_measure(model, weights)))
     tuner = LinearTuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
     print_header()
-    alone: dict[PlanKey, MeasuredPlans] = {}
+    measured_alone: dict[PlanKey, MeasuredPlans] = {}
     table: PlanTable = {}
 
     def keep(found_plans: PlanTable) -> None:
-        plans = plans_by_shape(found_plans, kept)
+        plans = plans_by_shape(found_plans, stored_plans)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
     # The table keeps the plans of buckets that are not measured now.
-    kept = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.tuning_format))
-    for known in LINEAR_TUNING.read_tables(path) if path.exists() else ():
-        kept |= known.plans if known.key == (tuner.chip, dtype, tuner.tuning_format) else {}
+    stored_plans = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.tuning_format))
+    for stored_table in LINEAR_TUNING.read_tables(path) if path.exists() else ():
+        stored_plans |= stored_table.plans if stored_table.key == (tuner.chip, dtype, tuner.tuning_format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
-            alone |= tuner.measure_alone(shapes, rows)
+            measured_alone |= tuner.measure_alone(shapes, rows)
             # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
-            keep({cell: measured.fastest for cell, measured in alone.items()})
+            keep({cell: measured.fastest for cell, measured in measured_alone.items()})
             advance()
         for model in models:
-            tuner.measure_in_passes(model, alone, table)
+            tuner.measure_in_passes(model, measured_alone, table)
             advance()
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
-    table = {cell: measured.fastest for cell, measured in alone.items()} | table
+    table = {cell: measured.fastest for cell, measured in measured_alone.items()} | table
     keep(table)
-    print_table(_table_rows(alone.values(), table, BASELINE_NAME[weights == DENSE]))
-    if left_out := len(shapes) * len(ROWS_BUCKETS) - len(alone):
+    print_table(_table_rows(measured_alone.values(), table, BASELINE_NAME[weights == DENSE]))
+    if left_out := len(shapes) * len(ROWS_BUCKETS) - len(measured_alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
     return 0
@@ -209,9 +209,9 @@ def _shapes_to_measure(model: ModelShape, weight_format: str) -> tuple[Shape, ..
 
 def _engine_dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
     """Returns the engine's dtype: the configured dtype, else the checkpoint's.  Raises EspalierError."""
-    raw = {} if checkpoint is None else checkpoint.target.raw
-    stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    dtype = stored if is_unresolved(config.dtype) else config.dtype
+    config_fields = {} if checkpoint is None else checkpoint.target.raw
+    checkpoint_dtype = config_fields.get("dtype") or config_fields.get("torch_dtype") or "bfloat16"
+    dtype = checkpoint_dtype if is_unresolved(config.dtype) else config.dtype
     if dtype not in DTYPES:
         raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
     return dtype
@@ -279,7 +279,7 @@ class LinearTuner:
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
                         _repeated_products(x, self.weight_copies(shape), plan, 1)()
-        found: dict[PlanKey, MeasuredPlans] = {}
+        measured_plans: dict[PlanKey, MeasuredPlans] = {}
         buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
             now = perf_counter()
@@ -287,8 +287,8 @@ class LinearTuner:
                 break
             # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
             share = (self.alone_deadline - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
-            found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
-        return found
+            measured_plans[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
+        return measured_plans
 
     def weight_copies(self, shape: Shape) -> list[Matrix]:
         """Returns different weights of the same shape, together larger than the L2 cache."""
@@ -372,18 +372,18 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, in_parts: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
+    """Returns x · weightᵀ by the plan; in_parts: as partial sums.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if in_parts else linear)(x, weight, None, plan)
-    own = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
+    quantised_plan = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
-        activation = linear_quantised_gated(x, weight, None, own)
+        activation = linear_quantised_gated(x, weight, None, quantised_plan)
         assert isinstance(activation, Tensor)
         return activation
     if in_parts:
-        return linear_quantised_partial_sums(x, weight, None, own)
-    return linear_quantised(x, weight, None, own)
+        return linear_quantised_partial_sums(x, weight, None, quantised_plan)
+    return linear_quantised(x, weight, None, quantised_plan)
 
 
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, num_calls: int) -> Callable[[], None]:
@@ -423,10 +423,10 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
 
 def plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
     """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `stored_plans`."""
-    stored = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
+    earlier_plans = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
     return {
         shape: tuple(table.get((shape, rows), LINEAR_TUNING.plan_for_count(plans, rows)) for rows in ROWS_BUCKETS)
-        for shape, plans in stored.items()
+        for shape, plans in earlier_plans.items()
     }
 
 

@@ -31,7 +31,7 @@ from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.terminal.console import installed_version, print_header, print_table, progress, require_gpu, stdout
 
-# The most and the fewest calls in a chain.
+# A chain has MIN_CALLS to MAX_CALLS calls.
 MAX_CALLS = 16
 MIN_CALLS = 3
 # The bytes and FLOPs of a chain whose time can be measured.
@@ -85,9 +85,9 @@ class ChainInputs:
 
 
 def _num_timed_calls(shape: ExpertsShape, num_rows: int) -> int:
-    touched = min(shape.num_experts, num_rows * shape.top_k) * shape.expert_bytes
-    enough = max(-(-CHAIN_BYTES // touched), -(-CHAIN_FLOPS // shape.flops(num_rows)))
-    return max(MIN_CALLS, min(MAX_CALLS, enough)) if num_rows > 1 else MAX_CALLS
+    bytes_per_call = min(shape.num_experts, num_rows * shape.top_k) * shape.expert_bytes
+    num_enough = max(-(-CHAIN_BYTES // bytes_per_call), -(-CHAIN_FLOPS // shape.flops(num_rows)))
+    return max(MIN_CALLS, min(MAX_CALLS, num_enough)) if num_rows > 1 else MAX_CALLS
 
 
 def random_expert_ids(
@@ -108,7 +108,7 @@ def random_expert_ids(
 def _deal_experts(
     num_rows: int, num_experts: int, per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns each row's experts [rows, size] by call.  Calls use different experts while unused experts remain."""
+    """Returns each row's experts [rows, per_row] by call.  Calls use different experts while unused experts remain."""
     calls_per_deal = num_experts // per_row
     calls: list[Tensor] = []
     while len(calls) < num_calls:
@@ -162,7 +162,7 @@ class ExpertsTuner:
     def measure(
         self, shape: ExpertsShape, row_counts: Sequence[int] = MEASURED_ROWS
     ) -> Iterator[list[MeasuredExperts]]:
-        """Measure at each number of rows.  Yields the measurements of one bucket (ExpertsShape.bucket) at a time."""
+        """Measure at each number of rows.  Yields the measurements bucket by bucket (ExpertsShape.pairs_bucket)."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(row_counts, shape.pairs_bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from espalier.batch_jobs.sender import Sender
 
 URL_FLAGS = ("api_key", "priority")
-# Flags for the command's own engine, with their defaults.
+# Flags for the engine that the command starts, with their defaults.
 ENGINE_FLAG_DEFAULTS = MappingProxyType(
     {
         "no_speculation": False,
@@ -47,7 +47,7 @@ BUNDLED = "bundled"
 URL_CONCURRENCY = 64
 # The number of lines in progress for each slot of the engine: when a line ends, the next is already waiting.
 LINES_PER_SLOT = 2
-# The queue length of a local batch, which never reaches it.
+# The longest queue of a local batch.  No batch is so long.
 UNREACHED_QUEUE_LENGTH = 2**30
 
 
@@ -145,7 +145,7 @@ def _check_flags(args: Namespace) -> None:
 
 
 async def _answer_lines(args: Namespace, journal: "Journal") -> None:
-    from espalier.batch_jobs.sender import run_batch as run_batch
+    from espalier.batch_jobs.sender import run_batch
 
     # concurrency: the number of lines to send at once.
     async with _sender_to_engine(args) if args.url is None else _sender_to_servers(args) as (sender, concurrency):
@@ -177,7 +177,7 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
     if "draft" not in settings:
         settings = {"model": BUNDLED, **settings}
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
-    running = in_process_app(
+    app_context = in_process_app(
         plain_settings(settings),
         # If the engine process crashes, it is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
@@ -186,10 +186,10 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
     )
     async with AsyncExitStack() as stack:
         with waiting("loading the model"):
-            frontend, app = await stack.enter_async_context(running)
+            frontend, app = await stack.enter_async_context(app_context)
         client = await stack.enter_async_context(app_client(app))
-        slots = frontend.engines.num_slots
-        yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
+        num_slots = frontend.engines.num_slots
+        yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * num_slots
 
 
 def _progress_text(journal: "Journal") -> str:

@@ -38,7 +38,7 @@ from espalier.terminal.console import (
 )
 from espalier.terminal.flags import engine_settings, require_at_least_one
 
-VOID_NODE = -1
+VOID_TOKEN = -1
 TokenName = Callable[[int], str]
 
 
@@ -79,12 +79,12 @@ def _draw_node(
         drawing.append(f"  {signs.empty_bar} {_place_of_node(trace, node)}", "cyan")
     drawing.append("\n")
     children = [
-        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
+        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_TOKEN
     ]
-    below = line_prefix if node == 0 else line_prefix + (signs.vertical if branch_sign == signs.branch else "  ")
+    child_prefix = line_prefix if node == 0 else line_prefix + (signs.vertical if branch_sign == signs.branch else "  ")
     for child in children:
         child_sign = signs.last_branch if child == children[-1] else signs.branch
-        _draw_node(drawing, trace, child, below, child_sign, token_name, signs)
+        _draw_node(drawing, trace, child, child_prefix, child_sign, token_name, signs)
 
 
 def _place_of_node(trace: RoundTrace, node: int) -> str:
@@ -95,11 +95,11 @@ def _place_of_node(trace: RoundTrace, node: int) -> str:
 
 
 def _summary(trace: RoundTrace) -> str:
-    drafted = sum(token != VOID_NODE for token in trace.tree.tokens) - 1
-    accepted = len(trace.tree.path_rows) - 1
+    num_drafted = sum(token != VOID_TOKEN for token in trace.tree.tokens) - 1
+    num_accepted = len(trace.tree.path_rows) - 1
     return (
-        f"{drafted} draft tokens verified in one pass, {accepted} accepted; {accepted + 1} rows committed, "
-        f"{drafted - accepted} rejected that never were in the cache\n"
+        f"{num_drafted} draft tokens verified in one pass, {num_accepted} accepted; {num_accepted + 1} rows committed, "
+        f"{num_drafted - num_accepted} rejected that never were in the cache\n"
     )
 
 
@@ -226,8 +226,8 @@ def _print_comparison(
             pairs = zip(a.token_ids, b.token_ids, strict=False)
             first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
             console.print(Text(f"prompt {i}: plain and tree differ from token {first} on", "bold red"))
-            both = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
-            console.print(Text(_logprobs_text(plain_llm, prompt, a.token_ids[:first], both)))
+            differing_tokens = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
+            console.print(Text(_logprobs_text(plain_llm, prompt, a.token_ids[:first], differing_tokens)))
             return False
     tokens = sum(len(output.token_ids) for output in tree_result.outputs)
     drafted = sum(sum(output.from_draft) for output in tree_result.outputs)
@@ -241,7 +241,7 @@ def _print_comparison(
 
 
 def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[int]) -> str:
-    """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones are a near tie."""
+    """Returns a text with the log-probabilities of `tokens` after `prior_tokens`, by plain decoding."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *prior_tokens]], params)

@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, re
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The most ranks in the report: the GPUs of one machine.
+# The report lists at most this number of ranks: the GPUs of one machine.
 MAX_RANKS = 8
 OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
@@ -42,8 +42,8 @@ def run(args: Namespace) -> int:
     config = EngineConfig(**engine_settings(args))
     console = stdout()
     console.print(Text("machine", "bold"))
-    about = describe_machine() | {package: installed_version(package) for package in OPTIONAL_PACKAGES}
-    for name, value in about.items():
+    facts = describe_machine() | {package: installed_version(package) for package in OPTIONAL_PACKAGES}
+    for name, value in facts.items():
         console.print(Text(f"  {name:<18} {value}"))
     checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
@@ -58,13 +58,13 @@ def run(args: Namespace) -> int:
     specs = cache_specs(
         specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
     )
-    held = describe_cache_size(resolved, specs, getattr(torch, resolved.dtype))
-    longest = (resolved.num_pages - 1) // layout.table_width
-    most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
+    cache_size = describe_cache_size(resolved, specs, getattr(torch, resolved.dtype))
+    num_longest_requests = (resolved.num_pages - 1) // layout.table_width
+    num_fitting = f"{min(num_longest_requests, layout.max_batch)} of {layout.max_batch}"
     if resolved.tensor_parallel > 1:
         console.print(Text(_ranks_text(checkpoint, getattr(torch, resolved.dtype))))
-    console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
-    if not longest:
+    console.print(Text(f"  {cache_size}; requests of max_context that fit at once: {num_fitting}"))
+    if not num_longest_requests:
         console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))
     console.print(Text("model", "bold"))
     console.print(
@@ -87,15 +87,15 @@ def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     """Returns a line with the possible numbers of ranks, and the bytes of weights that each rank then has."""
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None:
-        parts = {count: draft_shards(checkpoint.draft, Shards(0, count)).count for count in counts}
-        counts = [count for count in counts if can_divide(checkpoint.draft.layer, parts[count])]
-    held = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
-    return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
+        num_draft_ranks = {count: draft_shards(checkpoint.draft, Shards(0, count)).count for count in counts}
+        counts = [count for count in counts if can_divide(checkpoint.draft.layer, num_draft_ranks[count])]
+    weight_sizes = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
+    return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(weight_sizes)}"
 
 
 def _print_matrix() -> int:
     """Print a line for each feature of each backend, because a table of sixteen columns would be too wide."""
-    console, (head, rows) = stdout(), support_matrix([made.support for made in BACKENDS.values()])
+    console, (head, rows) = stdout(), support_matrix([backend.support for backend in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support
         console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", DIM_STYLE))

@@ -23,7 +23,7 @@ from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
-# By command of `espalier`: its former subcommands, with their commands in the laboratory now.
+# By command of `espalier`: former subcommands and flags, with the commands of `python -m lab` that replace them.
 MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
@@ -55,7 +55,7 @@ RENAMED_COMMANDS = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """Returns the advice for a moved command or flag; None for other names.  prog: of the parser that lacks it."""
+    """Returns the advice for a moved command or flag; None for other names.  prog: the command that lacks it."""
     if renamed := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{renamed}`"
     found = MOVED_COMMANDS.get(prog, {}).get(name)
@@ -95,7 +95,7 @@ class Command(NamedTuple):
 
     flags: the module with add_flags(parser), or "module:function".  run_module: the module with run(args) -> status,
     imported only to run the command; None for a command with subcommands.  Most of these modules import PyTorch, but
-    `flags` modules do not, so help and errors about misspelt words appear at once.
+    `flags` modules do not, so help and errors about misspelt words are printed at once.
     """
 
     help_text: str
@@ -171,15 +171,15 @@ class Parser(ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._arguments: Sequence[str] = args or ()
-        self._given: set[Action] = set()
+        self._given_actions: set[Action] = set()
         return super().parse_known_args(args, namespace)
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         """Refuse a flag that is given twice: argparse would keep only the last value.  Called once for each flag."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
-            if action in self._given:
+            if action in self._given_actions:
                 raise ArgumentError(None, f"{self._argument_name(action)}; leave one out")
-            self._given.add(action)
+            self._given_actions.add(action)
         return super()._get_values(action, arg_strings)
 
     def _argument_name(self, action: Action) -> str:

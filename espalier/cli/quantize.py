@@ -24,7 +24,7 @@ from espalier.terminal.console import DIM_STYLE, print_table, progress, require_
 
 # Number of tokens generated from each prompt to measure the accept length.
 GENERATED_TOKENS = 64
-OWN_TEXT_NOTE = ", of the original's own text: it has no tokenizer"
+GENERATED_TEXT_NOTE = ", in text that the original model generated, because it has no tokenizer"
 
 TableRows = list[list[str]]
 Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
@@ -51,38 +51,38 @@ def run(args: Namespace) -> int:
     device = choose_device(EngineConfig(device=args.device))
     settings = {"device": device.type}
     path = find_target(args.model)
-    of_draft = is_draft(path, is_expected=args.target is not None)
+    copies_draft = is_draft(path, is_expected=args.target is not None)
     # Check the comparison's settings first, because the copy may take an hour.
-    compare = _comparison_of_draft(args, path, settings) if of_draft else _comparison_of_target(args, settings)
+    compare = _comparison_of_draft(args, path, settings) if copies_draft else _comparison_of_target(args, settings)
     begin = perf_counter()
     with progress("quantising", len(safetensors_files(path))) as advance:
-        written = quantise(path, args.out, args.to, device, advance, of_draft)
+        report = quantise(path, args.out, args.to, device, advance, copies_draft)
     seconds = perf_counter() - begin
-    results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
-    rows = _rows_of_report(written, seconds)
+    results: dict[str, Any] = {"seconds": seconds, **asdict(report)}
+    rows = _rows_of_report(report, seconds)
     if compare is not None:
-        found, more = _run_comparison(compare, args.out)
-        results |= found
-        rows += more
+        figures, comparison_rows = _run_comparison(compare, args.out)
+        results |= figures
+        rows += comparison_rows
     write_json(args.json, results)
     print_table(rows)
     return 0
 
 
 def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
-    """Returns the comparison's results.  It may take long, so messages tell that the copy is complete."""
-    whole = f"{out} is whole"
+    """Returns the comparison's results.  A comparison may take long, so messages tell that the copy is complete."""
+    status = f"{out} is whole"
     stderr().print(
-        Text(f"{whole}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
+        Text(f"{status}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
     )
     try:
         with progress("comparing", compare.num_steps) as advance:
             return compare.compare(advance)
     except KeyboardInterrupt:
-        stderr().print(f"espalier: the comparison is left out; {whole}")
+        stderr().print(f"espalier: the comparison is left out; {status}")
         raise
     except EspalierError as error:
-        raise EspalierError(f"{whole}, but the comparison failed: {error}") from None
+        raise EspalierError(f"{status}, but the comparison failed: {error}") from None
 
 
 def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
@@ -156,7 +156,7 @@ def _rows_of_report(report: QuantiseReport, seconds: float) -> TableRows:
 def _rows_of_accuracy(accuracy: quantised.Accuracy) -> TableRows:
     before, after = accuracy.perplexity
     rows = [
-        ["positions compared", f"{accuracy.positions}{OWN_TEXT_NOTE if accuracy.is_own_text else ''}"],
+        ["positions compared", f"{accuracy.positions}{GENERATED_TEXT_NOTE if accuracy.is_own_text else ''}"],
         ["same likeliest token", f"{accuracy.agreement:.2%}"],
         ["KL over the vocabulary, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],

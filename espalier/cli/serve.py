@@ -282,7 +282,7 @@ def frontend_options_from_flags(
 
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
-    """Run engine replicas behind Ray Serve.  Raises EspalierError."""
+    """Run engine replicas in Ray Serve.  Raises EspalierError."""
     from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, check_settings, parse_replicas
     from espalier.serve_ray.cluster import serve_replicas
 

@@ -1,7 +1,7 @@
 """The folder of --learn: the kept sample, the drafts learned from it, and the digests of the models they belong to.
 
-The sample holds token ids alone, 4 bytes a token.  Training also needs hidden states and the target's distribution,
-hundreds of kilobytes a token, which the trainer computes again in one pass.  Each file is whole or missing.
+The sample has only token ids, 4 bytes a token.  Training also needs hidden states and the target's distribution,
+hundreds of kilobytes a token, which the trainer computes again in one pass.  No file is ever partly written.
 """
 
 import fcntl
@@ -22,11 +22,11 @@ from espalier.config import check_fields, option
 from espalier.errors import EspalierError
 from espalier.train.work import replace_file, require_folder
 
-FREE_SPACE = "free some space there"
-# One of HELD_BACK_INTERVAL prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
+DISK_REMEDY = "free some space there"
+# One of HELD_BACK_INTERVAL prompts is held back for measuring drafts.  Held-back texts get the same share of the bytes.
 HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
-# The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
+# The texts of a kind fill about this many files.  Before a new file is written, the oldest file is dropped.
 NUM_FILES = 16
 # Shorter outputs, in tokens, are not kept, because they say little about a draft.
 MIN_OUTPUT_TOKENS = 16
@@ -62,26 +62,26 @@ class Text:
 class KeptTexts:
     """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.  max_bytes: by kind, the limit of
-    its files and queue.  These count since startup: counts, the texts by kind; num_tokens, their tokens; num_held_back,
-    the output tokens of held-back texts.
+    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.  max_bytes: the limit of each
+    kind's files and queue.  Counted since startup: texts_per_kind, the texts; num_tokens, the tokens of all texts;
+    num_held_back_tokens, the output tokens of held-back texts.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         held_back = max_bytes // HELD_BACK_INTERVAL
         self.max_bytes = {"train": max_bytes - held_back, "held-back": held_back}
-        self.texts_per_kind, self.num_tokens, self.num_held_back = dict.fromkeys(TEXT_KINDS, 0), 0, 0
+        self.texts_per_kind, self.num_tokens, self.num_held_back_tokens = dict.fromkeys(TEXT_KINDS, 0), 0, 0
         self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in TEXT_KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Queue a text.  A text with too short an output, or without room in the queue, is left out."""
+        """Queue a text.  The text is left out if its output is too short, or if the queue is full."""
         if len(output) < MIN_OUTPUT_TOKENS:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
-        # The prompt decides the kind, so a repeated prompt is never in both parts.
+        # The prompt decides the kind, so a repeated prompt is never in both kinds.
         digest = hashlib.blake2b(row[HEADER_LENGTH : HEADER_LENGTH + len(prompt)].tobytes(), digest_size=1).digest()
         kind = TEXT_KINDS[digest[0] % HELD_BACK_INTERVAL == 0]
         with self._lock:
@@ -113,14 +113,14 @@ class KeptTexts:
             room = self.max_bytes[kind] * (NUM_FILES - 1) // NUM_FILES - sum(row.nbytes for row in rows) - 256
             while files and sum(file.stat().st_size for file in files) > room:
                 files.pop(0).unlink()
-            with replace_file(self.folder / f"{kind}.{number:08}.npy", FREE_SPACE) as half, half.open("wb") as file:
+            with replace_file(self.folder / f"{kind}.{number:08}.npy", DISK_REMEDY) as path, path.open("wb") as file:
                 np.save(file, np.concatenate(rows))
 
     def _count_texts(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
-        """Add texts to the counts, or subtract them.  rows: each begins with the lengths of prompt and text."""
+        """Add texts to the counts, or subtract them.  rows: a row begins with the lengths of prompt and text."""
         self.texts_per_kind[kind] += sign * len(rows)
         self.num_tokens += sign * sum(int(row[1]) for row in rows)
-        self.num_held_back += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
+        self.num_held_back_tokens += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.folder.glob(f"{kind}.*.npy"))
@@ -138,20 +138,20 @@ class KeptTexts:
 def read_texts(files: Sequence[Path]) -> Iterator[Text]:
     """The texts of a sample's files, the newest first."""
     for file in reversed(files):
-        rows, at, found = np.load(file), 0, []
+        rows, at, texts = np.load(file), 0, []
         while at < len(rows):
             first, length = int(rows[at]), int(rows[at + 1])
-            found.append(Text(rows[at + HEADER_LENGTH : at + HEADER_LENGTH + length], first))
+            texts.append(Text(rows[at + HEADER_LENGTH : at + HEADER_LENGTH + length], first))
             at += HEADER_LENGTH + length
-        yield from reversed(found)
+        yield from reversed(texts)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The facts about a learned draft.
 
-    digest: of its files; given, before, after: the accept lengths, on the same held-back traffic, of the draft given at
-    startup, of the draft served before, and of this draft.
+    digest: of the draft's files.  given, before, after: accept lengths on the same held-back traffic, of the draft that
+    was given at startup, of the draft that was served before, and of this draft.
     """
 
     digest: str
@@ -172,12 +172,12 @@ class LearnFolder:
     def __init__(self, path: Path, origin: Mapping[str, str]) -> None:
         self.path = path
         require_folder("--learn", path)
-        made_for, others = path / "learn.json", {each.name for each in path.iterdir()}
-        if "learn.json" not in others and others - {"lock"}:
+        origin_file, names = path / "learn.json", {each.name for each in path.iterdir()}
+        if "learn.json" not in names and names - {"lock"}:
             raise EspalierError(f"--learn {path} holds other files; give a new folder")
         self._lock = _lock_folder(path)
         try:
-            _require_origin(made_for, origin)
+            _require_origin(origin_file, origin)
         except BaseException:
             self.close()
             raise
@@ -209,13 +209,13 @@ class LearnFolder:
         A draft outside this folder is the draft given at startup.
         """
         if draft.parent == self.drafts:
-            with replace_file(self.path / "served.json", FREE_SPACE) as half:
-                half.write_text(json.dumps({"draft": draft.name}))
+            with replace_file(self.path / "served.json", DISK_REMEDY) as unfinished:
+                unfinished.write_text(json.dumps({"draft": draft.name}))
         else:
             (self.path / "served.json").unlink(missing_ok=True)
-        for other in self.drafts.iterdir():
-            if other != draft:
-                remove_draft(other)
+        for old_draft in self.drafts.iterdir():
+            if old_draft != draft:
+                remove_draft(old_draft)
 
 
 def _lock_folder(path: Path) -> IO[str]:
@@ -228,18 +228,18 @@ def _lock_folder(path: Path) -> IO[str]:
     return lock
 
 
-def _require_origin(made_for: Path, origin: Mapping[str, str]) -> None:
-    if not made_for.exists():
-        with replace_file(made_for, FREE_SPACE) as half:
-            half.write_text(json.dumps(dict(origin)))
+def _require_origin(origin_file: Path, origin: Mapping[str, str]) -> None:
+    if not origin_file.exists():
+        with replace_file(origin_file, DISK_REMEDY) as unfinished:
+            unfinished.write_text(json.dumps(dict(origin)))
         return
     try:
-        before = dict(json.loads(made_for.read_text()))
+        saved_origin = dict(json.loads(origin_file.read_text()))
     except (OSError, ValueError, TypeError):
-        raise EspalierError(f"{made_for} cannot be read; give another folder for --learn") from None
-    for what, digest in origin.items():
-        if before.get(what) != digest:
-            raise EspalierError(f"--learn {made_for.parent} was made with another {what}; give another folder")
+        raise EspalierError(f"{origin_file} cannot be read; give another folder for --learn") from None
+    for model_role, digest in origin.items():
+        if saved_origin.get(model_role) != digest:
+            raise EspalierError(f"--learn {origin_file.parent} was made with another {model_role}; give another folder")
 
 
 def remove_draft(draft: Path) -> None:
@@ -252,7 +252,7 @@ def publish_draft(
 ) -> None:
     """Write the manifest of a complete draft, and move the draft to its name.
 
-    lengths: as in Manifest.  Raises OSError.
+    lengths: (given, before, after) of Manifest.  Raises OSError.
     """
     manifest = Manifest(_digest(unfinished), *lengths, num_tokens, seconds)
     (unfinished / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
@@ -263,7 +263,7 @@ def publish_draft(
 
 
 def read_manifest(draft: Path) -> Manifest:
-    """Read a draft's manifest, and check its files against it.  Raises EspalierError for a damaged draft."""
+    """Returns a draft's manifest.  Raises EspalierError if the draft's files have another digest than the manifest."""
     with suppress(OSError, ValueError, TypeError):
         manifest = Manifest(**json.loads((draft / MANIFEST).read_text()))
         if manifest.digest == _digest(draft):
@@ -273,9 +273,9 @@ def read_manifest(draft: Path) -> Manifest:
 
 def _digest(draft: Path) -> str:
     """Returns the digest of the names and bytes of all files but the manifest."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(draft.iterdir()):
         if file.name != MANIFEST:
             with file.open("rb") as opened:
-                whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()} ".encode())
-    return whole.hexdigest()
+                digest.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()} ".encode())
+    return digest.hexdigest()

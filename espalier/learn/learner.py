@@ -1,7 +1,7 @@
 """Online learning in the engine's process: keeps texts, runs the trainer's process, and swaps drafts in.
 
-All work that may wait for a disk or a process runs in a thread.  The engine's own thread calls `keep` and
-`between_steps`.
+All work that may wait for a disk or a process runs in a thread.  The engine's own thread calls `keep_text`
+and `swap_between_steps`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from espalier.train.work import target_digest
 
 log = logging.getLogger("espalier")
 POLL_S = 0.5
-# The pause after a failed training, in seconds; it doubles after each failure, up to the longest.
+# The pause after a failed training, in seconds.  The pause doubles with each failure, up to LONGEST_PAUSE_S.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 # A draft is swapped in if it accepts MIN_GAIN more tokens a round.  A smaller gain may be chance.
 MIN_GAIN = 0.02
-# The least number of held-back output tokens to compare drafts on.
+# Drafts are compared on at least this number of held-back output tokens.
 MIN_HELD_BACK_TOKENS = 512
-TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
+TRAINER_COMMAND = (sys.executable, "-m", "espalier.learn.trainer")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TrainerMachine:
 def require_learnable(prepared: PreparedEngine) -> str:
     """Returns the kind of the draft.  Called before weights are loaded.
 
-    Raises EspalierError, which names the part that cannot be trained further or swapped in.
+    Raises EspalierError, with the reason why the draft cannot be trained further or swapped in.
     """
     found, config = prepared.checkpoint, prepared.resolved
     if found.draft_path is None:
@@ -82,11 +82,11 @@ def require_learnable(prepared: PreparedEngine) -> str:
             f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "
             f"({', '.join(DRAFT_KINDS)})"
         )
-    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.target_output == "captured" else 1)
-    if found.spec.target_output == "captured" and found.spec.captured_layers != (known := captured_layers(read)):
+    target = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.target_output == "captured" else 1)
+    if found.spec.target_output == "captured" and found.spec.captured_layers != (layers := captured_layers(target)):
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it reads the target's layers "
-            f"{found.spec.captured_layers}, and the trainer's drafts read {known}"
+            f"{found.spec.captured_layers}, and the trainer's drafts read {layers}"
         )
     _require_trainer_form(kind, found.draft_path)
     return kind
@@ -103,20 +103,20 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
 
 
 def trainer_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
-    """Returns the second GPU if there is one, else the engine's device.  Raises EspalierError without room on a GPU."""
+    """Returns another GPU if there is one, else the engine's device.  Raises EspalierError if its memory is full."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    own, count = device.index or 0, torch.cuda.device_count()
+    gpu, count = device.index or 0, torch.cuda.device_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     if count > 1:
-        other = next(i for i in range(count) if i != own)
-        return TrainerMachine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": ids[other]})
+        other_gpu = next(i for i in range(count) if i != gpu)
+        return TrainerMachine(f"cuda:{other_gpu}", {"CUDA_VISIBLE_DEVICES": ids[other_gpu]})
     if not isinstance(num_pages, int):
         raise EspalierError(
             "--learn beside the engine's only GPU needs memory for the trainer, and by default the pages take all; "
             "give --num-pages, or make a second GPU visible"
         )
-    return TrainerMachine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": ids[own]}, idle_only=True)
+    return TrainerMachine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": ids[gpu]}, idle_only=True)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class SampleCounts:
 
     @classmethod
     def of(cls, kept_texts: KeptTexts) -> SampleCounts:
-        return cls(dict(kept_texts.texts_per_kind), kept_texts.num_held_back)
+        return cls(dict(kept_texts.texts_per_kind), kept_texts.num_held_back_tokens)
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class Candidate:
 class Learner:
     """Keeps the texts that one engine serves, and trains its draft on them.
 
-    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: for metrics.
-    trainer: the command of the training process, without the folder.
+    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: the counts for
+    metrics.  trainer: the command of the training process; the folder is its last argument.
     """
 
-    def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER) -> None:
+    def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER_COMMAND) -> None:
         """Raises EspalierError without changing the folder."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
@@ -164,9 +164,9 @@ class Learner:
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
         self._is_busy = False
-        # The learner's thread sets _candidate and takes _new_draft; the engine's thread does the reverse.
+        # The learner's thread sets _candidate and takes _swapped_draft; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
-        self._new_draft: Candidate | None = None
+        self._swapped_draft: Candidate | None = None
         self._close_event = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="learner", daemon=True)
 
@@ -177,9 +177,8 @@ class Learner:
         """
         runner = llm.engine.executor.runner
         self._target = runner.target
-        drafter: Any = getattr(
-            runner.drafter, "drafter", runner.drafter
-        )  # of a PathMergingDrafter, the one with the model
+        # A PathMergingDrafter contains the drafter that has the model.
+        drafter: Any = getattr(runner.drafter, "drafter", runner.drafter)
         self._served: DraftModel = drafter.draft
         Swap(self._served, self._load_draft(self.draft_dir))
         try:
@@ -203,7 +202,7 @@ class Learner:
     @property
     def is_swapping(self) -> bool:
         """Whether a draft waits to be swapped in, or a swapped draft waits to be recorded as the one to serve."""
-        return self._candidate is not None or self._new_draft is not None
+        return self._candidate is not None or self._swapped_draft is not None
 
     def close(self) -> None:
         """End the training process and the thread.  Idempotent."""
@@ -223,13 +222,13 @@ class Learner:
     def swap_between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
 
-        The draft's rows of running requests are stale afterwards, which affects only guesses.
+        The draft's cached rows of running requests stay those of the old weights, which affects only guesses.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:
             engine.drain()
             self._candidate.swap.copy_weights()
-            self._new_draft, self._candidate = self._candidate, None
+            self._swapped_draft, self._candidate = self._candidate, None
 
     # The thread
 
@@ -251,17 +250,17 @@ class Learner:
             if self.kept_texts.is_full():
                 self.kept_texts.flush()
             is_due = self.kept_texts.num_tokens - self._tokens_when_trained >= self.config.tokens
-            num_held_back = self.kept_texts.num_held_back - self._judged_counts.num_held_back_tokens
-            if is_due and num_held_back >= MIN_HELD_BACK_TOKENS:
+            num_held_back_tokens = self.kept_texts.num_held_back_tokens - self._judged_counts.num_held_back_tokens
+            if is_due and num_held_back_tokens >= MIN_HELD_BACK_TOKENS:
                 self.kept_texts.flush()
                 self._start_training()
 
     def _start_training(self) -> None:
         tree = self.resolved.layout.tree
         self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.kept_texts)
-        judged = self._judged_counts.texts_per_kind
-        new = {kind: count - judged[kind] for kind, count in self._start_counts.texts_per_kind.items()}
-        run = {
+        judged_texts = self._judged_counts.texts_per_kind
+        new_texts = {kind: count - judged_texts[kind] for kind, count in self._start_counts.texts_per_kind.items()}
+        run_config = {
             "kind": self.kind,
             "target": str(self.target_dir),
             "draft": str(self.draft_dir),
@@ -269,9 +268,9 @@ class Learner:
             "tree": [tree.steps, tree.topk, tree.num_draft_tokens],
             "out": str(self._out_directory),
             "seconds": self.config.seconds,
-            "texts": new,
+            "texts": new_texts,
         }
-        (self.folder.path / "run.json").write_text(json.dumps(run))
+        (self.folder.path / "run.json").write_text(json.dumps(run_config))
         num_tokens = self.kept_texts.num_tokens
         with (self.folder.path / "trainer.log").open("wb") as output:
             self._process = subprocess.Popen(
@@ -309,7 +308,7 @@ class Learner:
         self.figures.trainings += 1
 
     def _judge_draft(self, draft: Path) -> None:
-        """Make a Candidate of the best draft, the new or the given one, if it accepts more than the served draft.
+        """Make a Candidate of the better of the new and the given draft, if it accepts more than the served draft.
 
         Raises EspalierError if the new draft is damaged.
         """
@@ -331,8 +330,8 @@ class Learner:
         self._candidate = Candidate(best, manifest, Swap(self._served, self._load_draft(best)))
 
     def _remember_swap(self) -> None:
-        """Record the draft that was swapped in.  After an OSError, a restart serves the draft before."""
-        swapped, self._new_draft = self._new_draft, None
+        """Record the draft that was swapped in.  After an OSError, a restart serves the previous draft."""
+        swapped, self._swapped_draft = self._swapped_draft, None
         if swapped is None:
             return
         self.draft_dir, manifest = swapped.directory, swapped.manifest
@@ -348,8 +347,8 @@ class Learner:
         self.folder.record_served(self.draft_dir)
 
     def _load_draft(self, draft: Path) -> DraftModel:
-        """Load a draft as the engine does.  Half precision has the same form on every device, so the draft can wait on
-        the CPU for its copy to the GPU."""
+        """Load a draft as the engine does.  Half-precision weights have one layout on all devices, so they can wait on
+        the CPU until they are copied to the GPU."""
         dtype = getattr(torch, self.resolved.dtype)
         device = self.resolved.device if dtype.itemsize > 2 else "cpu"
         position_rows = self.resolved.layout.position_rows

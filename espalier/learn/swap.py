@@ -30,7 +30,7 @@ class TensorInfo:
 
 
 def tensor_places(value: Any, path: str = "draft") -> Iterator[TensorInfo]:
-    """Yields every tensor that a model's objects hold, in the order of their fields, each object once."""
+    """Yields every tensor that a model's objects hold, in the order of their fields.  No object is visited twice."""
     return _walk_tensors(value, path, set())
 
 
@@ -38,12 +38,12 @@ def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorInfo]
     if id(value) in seen:
         return
     seen.add(id(value))
-    for key, part in _named_members(value):
-        inner = f"{path}.{key}"
-        if isinstance(part, Tensor):
-            yield TensorInfo(inner, value, key, part)
+    for key, member in _named_members(value):
+        member_path = f"{path}.{key}"
+        if isinstance(member, Tensor):
+            yield TensorInfo(member_path, value, key, member)
         else:
-            yield from _walk_tensors(part, inner, seen)
+            yield from _walk_tensors(member, member_path, seen)
 
 
 def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -59,13 +59,13 @@ def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Swap:
-    """The pairs (place in the served draft, new tensor).  Raises EspalierError, which names the first misfit."""
+    """The pairs (TensorInfo of the served draft, learned tensor).  Raises EspalierError for the first misfit."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
         old, new = list(tensor_places(served)), list(tensor_places(learned))
         if [place.path for place in old] != [place.path for place in new]:
             raise EspalierError("a draft with other parts than the served one cannot be swapped in")
-        self.pairs = [(one, two.tensor) for one, two in zip(old, new, strict=True) if one.tensor is not two.tensor]
+        self.pairs = [(a, b.tensor) for a, b in zip(old, new, strict=True) if a.tensor is not b.tensor]
         for place, tensor in self.pairs:
             _require_fitting(place, tensor)
 

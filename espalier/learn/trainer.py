@@ -1,6 +1,6 @@
 """The training process: `python -m espalier.learn.trainer DIR` trains the served draft further once, and ends.
 
-The process reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with
+The process reads DIR/run.json and the sample, measures the drafts on held-back traffic, and writes the new draft with
 its manifest.  The server signals on stdin when this process may compute.  When stdin is closed, the server has ended,
 and this process ends too.
 """
@@ -35,8 +35,8 @@ from espalier.train.target import FrozenTarget, training_device
 from espalier.train.windows import TextList
 
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
-# The tokens of a row by the device's type, how often the sample is read, and the optimizer steps of one reading if it
-# has enough rows, because a few large batches teach nothing.
+# The tokens of a row, by device type; how often the sample is read; and the optimizer steps of one reading, if the
+# sample has enough rows.  With fewer steps, on larger batches, the draft learns nothing.
 ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
 # The tokens that are measured on each side of an output's beginning, and the number of measured texts.
 MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
@@ -68,7 +68,7 @@ class TrainSignal:
 def newest_texts(
     path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
-    """Returns the newest texts, cut to tokens_before and tokens_after tokens around its output's beginning."""
+    """Returns the newest texts, cut to `tokens_before` tokens before the output and `tokens_after` tokens of it."""
     tokens, firsts = [], []
     for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)
@@ -78,9 +78,9 @@ def newest_texts(
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
-    # A row uses up fewer tokens than two rows hold: the rest of its last text is left out.
+    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError for too few tokens."""
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
+    # The rest of a row's last text is left out, so a row may use up almost two rows of tokens.
     if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
     common = {"length": length, "batch": batch, "num_tokens": max(SAMPLE_PASSES * num_tokens, batch * length)}
@@ -93,19 +93,19 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     run.json names both drafts.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
     OSError, no directory has the new draft's name.
     """
-    begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
-    kind, out, unfinished = DRAFT_KINDS[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
+    started_at, config = time.monotonic(), json.loads((folder / "run.json").read_text())
+    kind, out, unfinished = DRAFT_KINDS[config["kind"]], Path(config["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)
-    served = make_run(kind, folder / "sample", run, unfinished, int(out.name))
-    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait_until_allowed())
-    before = given = accept_length(served)
-    training = served
-    if run["given"] != run["draft"]:
-        of_given = make_draft_run(kind, Path(run["given"]), served.target, served.files, run, int(out.name))
-        given = accept_length(of_given)
-        training = of_given if given > before else served
-    after, num_tokens = run_steps(training)[2]["tree"].every_root, len(training.files.own_text.texts.tokens)
-    publish_draft(unfinished, out, (given, before, after), num_tokens, time.monotonic() - begun)
+    served_run = make_run(kind, folder / "sample", config, unfinished, int(out.name))
+    served_run.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait_until_allowed())
+    before = given = accept_length(served_run)
+    target, training_run = served_run.target, served_run
+    if config["given"] != config["draft"]:
+        given_run = make_draft_run(kind, Path(config["given"]), target, served_run.files, config, int(out.name))
+        given = accept_length(given_run)
+        training_run = given_run if given > before else served_run
+    after, num_tokens = run_steps(training_run)[2]["tree"].every_root, len(training_run.files.own_text.texts.tokens)
+    publish_draft(unfinished, out, (given, before, after), num_tokens, time.monotonic() - started_at)
     return out
 
 
@@ -117,21 +117,21 @@ def accept_length(draft_run: DraftRun) -> float:
 
 
 def make_run(kind: DraftKind, sample_dir: Path, run_config: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
-    """Returns a run that trains the served draft on the newest texts and on as many older texts, with prompts."""
+    """Returns a run that trains the served draft on the new texts and on as many older texts."""
     target_dir, device = Path(run_config["target"]), training_device()
     target = kind.target(target_dir, device)
-    side = row_length(target) // 2
-    texts = newest_texts(sample_dir, "train", REPLAY_FACTOR * run_config["texts"]["train"], side)
+    prompt_tokens = row_length(target) // 2
+    texts = newest_texts(sample_dir, "train", REPLAY_FACTOR * run_config["texts"]["train"], prompt_tokens)
     num_measured = min(run_config["texts"]["held-back"], MAX_MEASURED_TEXTS)
     held_out = newest_texts(sample_dir, "held-back", num_measured, MEASURED_SIDE_TOKENS, MEASURED_SIDE_TOKENS)
-    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
+    own_text, user_text = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
     state = SavedState(out_directory / "state.pt", {})
-    files = RunFiles(run_config["kind"], target_dir, out_directory, nothing, own, state)
+    files = RunFiles(run_config["kind"], target_dir, out_directory, user_text, own_text, state)
     return make_draft_run(kind, Path(run_config["draft"]), target, files, run_config, seed)
 
 
 def row_length(target: FrozenTarget) -> int:
-    """Returns the tokens of a row of this target's batches."""
+    """Returns the number of tokens of a row of this target's batches."""
     return min(ROW_LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
 
 
@@ -148,8 +148,8 @@ def make_draft_run(
         return {"tree": measure(kind, written, target, texts, firsts, tree)}
 
     save = partial(kind.save, draft, target, files.target, files.out)
-    parts = draft, target, kind.make_loss(draft, target, config, kind.loss), save, measure_tree
-    return DraftRun(*parts, files, config, kind.make_rows, kind.depth(draft, tree))
+    loss, depth = kind.make_loss(draft, target, config, kind.loss), kind.depth(draft, tree)
+    return DraftRun(draft, target, loss, save, measure_tree, files, config, kind.make_rows, depth)
 
 
 def main(folder: Path) -> int:

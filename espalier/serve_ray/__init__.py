@@ -1,4 +1,4 @@
-"""Engine replicas behind Ray Serve, with Espalier's own API server.  `app` is for a Serve config (docs/deploy.md).
+"""Engine replicas in Ray Serve, with Espalier's own API server.  `app` is for a Serve config (docs/deploy.md).
 
 Ray provides deployments, the router's interface, autoscaling, health checks and rolling updates.  This package provides
 the engine replica (replica.py), the API server that calls replicas (ingress.py, pool.py), the choice of a replica for a

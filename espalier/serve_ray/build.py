@@ -19,10 +19,10 @@ from espalier.server.frontend import FrontendOptions
 from espalier.server.logs import LOG_LEVELS
 from espalier.server.run import check_options
 
-# The open tokens (replica.open_tokens) for one replica, on average.
+# The default of ReplicaOptions.tokens_per_replica.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Keys of `args`.  The fields of the server's options have the same names, but times end with _s.
+# Keys of `args` (parse_service).  The fields of the server's options have the same names, but times end with _s.
 FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -46,9 +46,9 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 class ReplicaOptions:
     """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
 
-    tokens_per_replica: the open tokens for one replica, on average. resources: reserved by Ray for a replica
-    (ray_actor_options); None: a GPU for each rank, or nothing on a CPU. autoscaling: further fields of Ray Serve's
-    AutoscalingConfig, such as its delays. router: the import path of a subclass of Ray Serve's RequestRouter.
+    tokens_per_replica: the average open tokens (EngineReplica.open_tokens) of a replica, at which autoscaling aims.
+    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
+    autoscaling: further fields of AutoscalingConfig.  router: the import path of a subclass of RequestRouter.
     """
 
     min_count: int
@@ -130,12 +130,12 @@ def parse_service(args: Mapping[str, Any]) -> Service:
 
 
 def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedModel:
-    engine = [f.name for f in fields(EngineConfig)]
+    engine_fields = [f.name for f in fields(EngineConfig)]
     for name in args:
-        if name not in (*engine, *MODEL_OPTIONS):
-            raise unknown_name_error("args", name, [*engine, *MODEL_OPTIONS, *SERVICE_OPTIONS, "models"])
+        if name not in (*engine_fields, *MODEL_OPTIONS):
+            raise unknown_name_error("args", name, [*engine_fields, *MODEL_OPTIONS, *SERVICE_OPTIONS, "models"])
     check_options(args)
-    settings = {name: args[name] for name in engine if name in args}
+    settings = {name: args[name] for name in engine_fields if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
     check_settings(settings)
@@ -143,12 +143,12 @@ def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedMod
     frontend = _option_fields(args, FRONTEND_FIELDS)
     if args.get("chat_template") is not None:
         frontend["chat_template"] = _read_template(args["chat_template"])
-    of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
+    replica_options = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
     return ServedModel(
         settings,
         FrontendOptions(tuple(names), **frontend),
         ClientOptions(**_option_fields(args, CLIENT_FIELDS), **log_options),
-        parse_replicas(_option_or(args, "replicas", 1), **of_replicas),
+        parse_replicas(_option_or(args, "replicas", 1), **replica_options),
     )
 
 
@@ -167,10 +167,10 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns the given options by field name.  null means not given; a limit of 0 seconds means no limit."""
-    given = {name: args[name] for name in names if args.get(name) is not None}
+    options = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
-        for name, value in given.items()
+        for name, value in options.items()
     }
 
 
@@ -277,16 +277,16 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
     The default is a GPU for each rank, and nothing on a CPU, whose cores replicas may share.  All resources of a
     replica are on one machine.  Raises EspalierError for fewer GPUs than ranks.
     """
-    wanted = num_gpus_of(model.settings)
+    num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:
-        return {"num_cpus": 0, "num_gpus": wanted}
-    given = dict(model.replicas.resources)
-    if wanted > 1 and given.get("num_gpus") != wanted:
+        return {"num_cpus": 0, "num_gpus": num_gpus}
+    resources = dict(model.replicas.resources)
+    if num_gpus > 1 and resources.get("num_gpus") != num_gpus:
         raise EspalierError(
-            f"resources has num_gpus={shown(given.get('num_gpus'))}, but tensor_parallel={wanted} needs {wanted}; "
-            "correct one of them"
+            f"resources has num_gpus={shown(resources.get('num_gpus'))}, but tensor_parallel={num_gpus} needs "
+            f"{num_gpus}; correct one of them"
         )
-    return given
+    return resources
 
 
 def num_gpus_of(settings: Mapping[str, Any]) -> int:

@@ -43,8 +43,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     import ray
 
     shutdown_event = threading.Event()
-    is_own = _connect(ray, host, port)
-    # Set after ray.init, whose own handlers would end the process with a stack trace.
+    is_own_cluster = _connect(ray, host, port)
+    # Set after ray.init, because the signal handlers of ray.init end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: shutdown_event.set())
     try:
@@ -67,7 +67,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         finally:
             _delete_app(serve, service.drain_timeout_s)
     finally:
-        if is_own:
+        if is_own_cluster:
             serve.shutdown()
         ray.shutdown()
 
@@ -75,8 +75,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
-    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError, for a used
-    port before a cluster is started, which takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A used
+    port is refused before a cluster is started, because the start takes ten seconds.
     """
     quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -119,18 +119,18 @@ def _no_cluster_error(address: str, error: Exception) -> EspalierError:
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  All GPUs of a replica must be on one machine.  Raises EspalierError."""
     each = [num_gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
-    wanted = sorted(filter(None, each), reverse=True)
+    needed = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, fitting = sum(free), 0
-    for gpus in wanted:
-        most = free.index(max(free))
-        free[most] -= gpus
-        fitting += free[most] >= 0
-    if fitting < len(wanted):
-        ranks = f" with --tensor-parallel {wanted[0]}" if wanted[0] > 1 else ""
-        place = f", {wanted[0]} on one machine for each," if ranks else ""
+    for gpus in needed:
+        freest = free.index(max(free))
+        free[freest] -= gpus
+        fitting += free[freest] >= 0
+    if fitting < len(needed):
+        ranks = f" with --tensor-parallel {needed[0]}" if needed[0] > 1 else ""
+        place = f", {needed[0]} on one machine for each," if ranks else ""
         raise EspalierError(
-            f"--replicas {len(wanted)}{ranks} needs {sum(wanted)} GPUs{place} and the Ray cluster has {total}; "
+            f"--replicas {len(needed)}{ranks} needs {sum(needed)} GPUs{place} and the Ray cluster has {total}; "
             + (f"use --replicas {fitting}" if fitting else "use a smaller one" if total else "use --device cpu")
             + ", or add nodes with GPUs"
         )
@@ -146,13 +146,13 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
         port = _bindable_port(host, port)
         serve.start(http_options=HTTPOptions(host=host, port=port))
         return port
-    there = running.http_config
-    if port not in (0, there.port):
+    http_config = running.http_config
+    if port not in (0, http_config.port):
         raise EspalierError(
-            f"Ray Serve runs on this cluster already and listens at {there.host}:{there.port}, not at port {port}; "
-            f"use --port {there.port}, or end it with `serve shutdown`"
+            f"Ray Serve runs on this cluster already and listens at {http_config.host}:{http_config.port}, not at port "
+            f"{port}; use --port {http_config.port}, or end it with `serve shutdown`"
         )
-    return int(there.port)
+    return int(http_config.port)
 
 
 def _bindable_port(host: str, port: int) -> int:
@@ -175,18 +175,18 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
 
 
 def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> None:
-    """Deploy, and wait until all replicas are ready or `shutdown_event` is set.  Raises EspalierError if one fails."""
+    """Deploy, and wait until all replicas are ready or `shutdown_event` is set.  Raises EspalierError for a failure."""
     try:
         target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except Exception as error:
         raise EspalierError(_reason_of_failure(str(error))) from None
     while not shutdown_event.wait(0.2):
-        found = serve.status().applications[APP_NAME]
-        if found.status == "RUNNING":
+        app = serve.status().applications[APP_NAME]
+        if app.status == "RUNNING":
             return
-        if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            messages = [found.message, *(each.message for each in found.deployments.values())]
+        if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [app.message, *(each.message for each in app.deployments.values())]
             raise EspalierError(_reason_of_failure("\n".join(messages)))
 
 

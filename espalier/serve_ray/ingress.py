@@ -70,7 +70,7 @@ def is_replica_lost(error: BaseException) -> bool:
 class AppBehindProxy:
     """Adapts the app to Ray Serve's proxy.
 
-    The proxy adds the request id to the response, so the app's own header is removed, as is the route_prefix of paths.
+    The proxy adds the request id to the response, so the app's own header is removed.  Paths lose their route prefix.
     """
 
     def __init__(self, app: ASGIApp):
@@ -90,9 +90,9 @@ class AppBehindProxy:
                 message["headers"] = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
             await send(message)
 
-        root = scope.get("root_path", "")
-        below = {**scope, "path": scope["path"].removeprefix(root) or "/", "root_path": ""}
-        await self.app(below, receive, send_without_id)
+        route_prefix = scope.get("root_path", "")
+        app_scope = {**scope, "path": scope["path"].removeprefix(route_prefix) or "/", "root_path": ""}
+        await self.app(app_scope, receive, send_without_id)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

@@ -21,7 +21,7 @@ from espalier.server import protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# The most replicas to which one prompt is sent.
+# One prompt is sent to at most this number of replicas.
 MAX_REPLICAS_TRIED = 3
 # Seconds between two reads of the replicas' metrics, and the time limit of a read.
 POLL_INTERVAL_S = 1.0
@@ -197,14 +197,14 @@ class EnginePool:
 
     async def _poll_engine_stats(self) -> None:
         """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
-        found: list[Any] = []
+        results: list[Any] = []
         # The call raises an error if no replica is ready.
         with suppress(Exception):
             answers = self.handle.broadcast("engine_stats")
-            found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
-        figures = []
-        for data in (each for each in found if isinstance(each, bytes)):
+            results = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
+        stats_of_replicas = []
+        for data in (each for each in results if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                of_replica = msgspec.msgpack.decode(data, type=EngineStats)
-                figures.append(replace(of_replica, labels={"model": self.name, **of_replica.labels}))
-        self._engine_stats = sorted(figures, key=lambda each: each.labels["replica"])
+                stats = msgspec.msgpack.decode(data, type=EngineStats)
+                stats_of_replicas.append(replace(stats, labels={"model": self.name, **stats.labels}))
+        self._engine_stats = sorted(stats_of_replicas, key=lambda each: each.labels["replica"])

@@ -28,7 +28,7 @@ EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  exit_process: ends it."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's; "": its name in Ray Serve."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
@@ -38,7 +38,7 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt: the prompt's tokens until its first output token, and the most output tokens that may follow.
+        # By prompt: its own tokens, until it has output, and the output tokens that may still follow.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())
@@ -61,15 +61,15 @@ class EngineReplica:
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
         assert self.client.model_info is not None
-        left_in_context, most = self.client.model_info.max_context - len(submit.prompt), submit.params.max_tokens
-        to_come = submit.params.n * (left_in_context if most is None else min(left_in_context, most))
-        self._open_tokens[submit.name] = len(submit.prompt) + to_come
+        left_in_context, max_tokens = self.client.model_info.max_context - len(submit.prompt), submit.params.max_tokens
+        num_to_come = submit.params.n * (left_in_context if max_tokens is None else min(left_in_context, max_tokens))
+        self._open_tokens[submit.name] = len(submit.prompt) + num_to_come
         try:
             async for parts in generation.iter_parts(None):
                 for part in parts:
                     part.name = submit.name
-                    to_come -= len(part.output.token_ids)
-                self._open_tokens[submit.name] = max(to_come, 0)
+                    num_to_come -= len(part.output.token_ids)
+                self._open_tokens[submit.name] = max(num_to_come, 0)
                 yield protocol.encode(protocol.StepOutput(parts))
         except EngineGone as error:
             yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
@@ -80,7 +80,7 @@ class EngineReplica:
             generation.close()
 
     def open_tokens(self) -> int:
-        """Returns the open tokens: of prompts before their first output token, and of outputs up to their limit."""
+        """Returns the number of tokens still to compute, in prompts and in outputs up to their limit."""
         return sum(self._open_tokens.values())
 
     async def engine_stats(self) -> bytes:

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The most pages that are hashed, from the start of a prompt.
+# At most this number of pages is hashed, from the start of a prompt.
 MAX_HASHED_PAGES = 512
-# The most prefixes that are remembered.  A prompt has a prefix for each whole page.
+# The default limit of remembered prefixes.  A prompt has a prefix for each whole page.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """The data of a prompt for the router.  page_hashes: the prompt's prefix_hashes.  num_samples: its outputs (n)."""
+    """The data of a prompt for the router.  prefix_hashes: see below.  num_samples: the number of its outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
@@ -23,20 +23,20 @@ class RoutingHint(NamedTuple):
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
     """Returns a hash of each prefix of whole pages, shortest first.  All processes compute equal hashes."""
-    page_hashes: list[int] = []
+    hashes: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
         # Python's hash of integers does not depend on the process.
         key = hash((key, *prompt[start : start + page_size]))
-        page_hashes.append(key)
-    return tuple(page_hashes)
+        hashes.append(key)
+    return tuple(hashes)
 
 
 class ReplicaChooser:
     """Ranks replicas for prompts.
 
-    imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for its
-    pages.  max_prefixes: how many prefixes are remembered.  The least recently used is forgotten first.
+    imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for the
+    prefixes that it has.  max_prefixes: the limit of remembered prefixes; the least recently used is forgotten first.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -44,30 +44,30 @@ class ReplicaChooser:
         self.max_prefixes = max_prefixes
         # By prefix hash: the replica that last got a prompt with this prefix.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
-        # The number of open samples by replica, and by (replica, request).
+        # The number of open samples by replica.  By (replica, request): the number of samples of each open prompt.
         self.num_open_samples: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
-    def rank_replicas(self, page_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
-        """Returns the replicas, best first.  page_hashes: the prompt's prefix_hashes."""
+    def rank_replicas(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
+        """Returns the replicas, best first.  prefix_hashes: of the prompt."""
         if not replicas:
             return []
         fewest = min(self.num_open_samples[each] for each in replicas)
-        held = self._pages_held(page_hashes, replicas)
+        held = self._pages_held(prefix_hashes, replicas)
 
         def sort_key(replica: str) -> tuple[int, int, int, str]:
             is_free = self.num_open_samples[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # All API servers compute the same hash, so they send a new prefix to the same one of equally busy replicas.
-            tie_break = hash((page_hashes[0], *replica.encode())) if page_hashes else 0
+            # So among equally busy replicas, all API servers choose the same one for a new prefix.
+            tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 
         return sorted(replicas, key=sort_key)
 
-    def _pages_held(self, page_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """Returns the number of the prompt's first pages that each replica is known to have, by replica."""
+    def _pages_held(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
+        """Returns, by replica, how many of the prompt's first pages the replica is known to have."""
         held: dict[str, int] = {}
-        for count, key in enumerate(page_hashes, 1):
+        for count, key in enumerate(prefix_hashes, 1):
             replica = self._replica_of_prefix.get(key)
             if replica is None:
                 break
@@ -75,19 +75,19 @@ class ReplicaChooser:
                 held[replica] = count
         return held
 
-    def record_sent(self, page_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  request: the name of the call, also passed to record_ended."""
+    def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
+        """Record a prompt that was sent to a replica.  request: the name that record_ended gets too."""
         self._open_samples.setdefault((replica, request), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
         # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.
-        for key in reversed(page_hashes):
+        for key in reversed(prefix_hashes):
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
         while len(self._replica_of_prefix) > self.max_prefixes:
             self._replica_of_prefix.popitem(last=False)
 
     def record_ended(self, replica: str, request: str) -> None:
-        """Record that one prompt of this request has ended.  Unknown calls are ignored."""
+        """Record that one prompt of this request has ended.  Unknown requests are ignored."""
         if open_samples := self._open_samples.get((replica, request)):
             self.num_open_samples[replica] -= open_samples.pop()
             if not open_samples:
@@ -103,7 +103,7 @@ class ReplicaChooser:
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens for one replica, on average."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: the average open tokens of a replica to aim at."""
 
     tokens_per_replica: int
 

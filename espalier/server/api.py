@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's API server."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's frontend."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -106,8 +106,8 @@ def message_steps(
     plan: ChatPlan,
 ) -> RenderLoop:
     """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
-    given = plan.template_messages([message.as_template_dict() for message in messages])
-    return inputs.chat_steps(given, check_text=check_text, **options)
+    template_messages = plan.template_messages([message.as_template_dict() for message in messages])
+    return inputs.chat_steps(template_messages, check_text=check_text, **options)
 
 
 def num_characters(value: Any) -> int:
@@ -252,13 +252,13 @@ def _prompt_ids(
 ) -> list[list[int]]:
     """Returns the prompts' token ids.  check_text: raises for a too long text that will be truncated; max_context
     limits other texts.  Raises EspalierError."""
-    keep, found = body.truncate_prompt_tokens, []
+    keep, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):
             check_text(prompt)
-        found.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
-        inputs.require_room(found[-1], requested_params, body.output_limit_field)
-    return found
+        token_lists.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
+        inputs.require_room(token_lists[-1], requested_params, body.output_limit_field)
+    return token_lists
 
 
 def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
@@ -321,8 +321,8 @@ def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     """Returns the response of /detokenize."""
     vocab_size = inputs.model_info.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
+        invalid_token = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise EspalierError(f"tokens entry={invalid_token} is not supported; use 0 to {vocab_size - 1}")
     return json_response({"prompt": inputs.require_tokenizer("/detokenize").decode(tokens)})
 
 

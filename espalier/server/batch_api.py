@@ -30,16 +30,16 @@ DEFAULT_LIST_ITEMS = {FILES_PATH: 10_000, BATCHES_PATH: 20}
 JSONL_CONTENT_TYPE = "application/jsonl"
 RANGE_ERRORS = {
     400: "the range is not supported; use bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT",
-    416: "the range begins behind the file's end",
+    416: "the range begins after the file's end",
 }
 log = logging.getLogger("espalier.server")
 
 
 class TransferLimiter:
-    """Limits the uploads and downloads in progress, because each transfer has files open.  max_count: the limit."""
+    """Limits the uploads and downloads in progress, because each transfer has files open."""
 
-    def __init__(self, max_count: int = MAX_TRANSFERS):
-        self.max_open = max_count
+    def __init__(self, max_open: int = MAX_TRANSFERS):
+        self.max_open = max_open
         self.num_open = 0
 
     @contextmanager

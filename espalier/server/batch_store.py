@@ -1,6 +1,6 @@
 """OpenAI's objects of files and batches, and the directory that stores them (--batch-dir).
 
-`files/ID.json` describes a file with the content `files/ID`; `batches/ID.json`, a batch with answers `ID.jsonl`.
+`files/ID.json` describes the file `files/ID`.  `batches/ID.json` describes a batch; `batches/ID.jsonl` has its answers.
 """
 
 import fcntl
@@ -111,9 +111,9 @@ class BatchRequest(RequestBody):
 T = TypeVar("T", StoredFile, Batch)
 
 
-def new_id(record_type: str) -> str:
+def new_id(prefix: str) -> str:
     """Returns a new id.  Ids sort by time."""
-    return f"{record_type}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
+    return f"{prefix}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 class BatchStore:
@@ -140,16 +140,16 @@ class BatchStore:
 
     def _read_records(self, folder: Path, record_type: type[T]) -> dict[str, T]:
         try:
-            found = [msgspec.json.decode(path.read_bytes(), type=record_type) for path in folder.glob("*.json")]
+            records = [msgspec.json.decode(path.read_bytes(), type=record_type) for path in folder.glob("*.json")]
         except (OSError, msgspec.DecodeError) as error:
             raise EspalierError(f"--batch-dir {folder} has a file that cannot be read: {error}; remove it") from None
-        return {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
+        return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
         """Remove the contents without a description that a killed server left.  No client could list or delete them."""
-        kept = set(self.files) | {f"{id}.jsonl" for id in self.batches}
+        described = set(self.files) | {f"{id}.jsonl" for id in self.batches}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
-            if path.suffix != ".json" and path.name not in kept:
+            if path.suffix != ".json" and path.name not in described:
                 log.warning("%s is left over from a server that was killed; it is removed", path)
                 with suppress(OSError):
                     path.unlink()
@@ -220,12 +220,12 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 def split_by_status(answers: Path, folder: Path) -> list[tuple[Path, int]]:
     """Copy a batch's answers into two files: with status 200, and with errors.  Returns (file, line count) of each."""
-    names = [folder / f"{answers.stem}.{record_type}" for record_type in ("ok", "failed")]
+    paths = [folder / f"{answers.stem}.{suffix}" for suffix in ("ok", "failed")]
     counts = [0, 0]
-    with answers.open("rb") as lines, names[0].open("wb") as ok, names[1].open("wb") as failed:
+    with answers.open("rb") as lines, paths[0].open("wb") as ok, paths[1].open("wb") as failed:
         for line in lines:
             response = msgspec.json.decode(line)["response"]
             is_failed = response is None or response["status_code"] != 200
             counts[is_failed] += 1
             (failed if is_failed else ok).write(line)
-    return list(zip(names, counts, strict=True))
+    return list(zip(paths, counts, strict=True))

@@ -34,7 +34,7 @@ from espalier.server.frontend import without_timeout
 log = logging.getLogger("espalier.server")
 # The default priority of a batch's requests.  A lower value starts first; other requests have 0 by default.
 BATCH_PRIORITY = 2**20
-# The most batches whose input files are read at the same time.
+# The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
 LINE_NUMBER_PATTERN = re.compile(r", line (\d+): ")
 UNANSWERED_ERRORS = {
@@ -235,26 +235,26 @@ class BatchRunner:
 
     def _make_output_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  No file is made for zero lines."""
-        made: dict[str, str | None] = {"output": None, "error": None}
-        parts = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
+        file_ids: dict[str, str | None] = {"output": None, "error": None}
+        answer_files = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
-            for (path, num_lines), kind in zip(parts, made, strict=True):
+            for (path, num_lines), kind in zip(answer_files, file_ids, strict=True):
                 if num_lines:
                     # A fixed id: if the server crashes here, its next start replaces the file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
-                        made[kind] = self.store.add_file(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
+                        file_ids[kind] = self.store.add_file(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
         finally:
-            for path, _ in parts:
+            for path, _ in answer_files:
                 path.unlink(missing_ok=True)
-        batch.output_file_id, batch.error_file_id = made["output"], made["error"]
+        batch.output_file_id, batch.error_file_id = file_ids["output"], file_ids["error"]
 
     def _mark_failed(self, batch: Batch, error: EspalierError) -> None:
         batch.status, batch.failed_at = "failed", int(time.time())
         message = str(error).replace(str(self.store.content_path(batch.input_file_id)), "the file")
         line = LINE_NUMBER_PATTERN.search(message)
-        fault = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
-        batch.errors = BatchErrors([fault])
+        batch_error = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
+        batch.errors = BatchErrors([batch_error])
         self.store.save_batch(batch)
 
 

@@ -29,7 +29,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries of all lists and objects in one field.  The fields prompt and tokens have own limits (BodyLimits).
+# All lists and objects of one field have at most this number of entries.  BodyLimits limits prompt and tokens.
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
@@ -41,8 +41,8 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are plain values, because they are sent to the body process.
 
-    max_prompts: in one request.  max_token_ids: for /detokenize.  max_position: the model's
-    positions, for an error message (errors.prompt_too_long).
+    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: the
+    number of the model's positions, for an error message (errors.prompt_too_long).
     """
 
     vocab_size: int

@@ -30,8 +30,8 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are parsed into a chat message.
 
-    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
-    last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
+    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: those of
+    the last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
     """
 
     make_message_stream: Callable[[], MessageStream] | None = None
@@ -104,8 +104,8 @@ class ChatResponseBuilder(ResponseBuilder):
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_output(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
-            hidden = ("called",) if self.shows_reasoning else ("called", "reasoning")
-            text = "".join(part.text for part in choice.new_deltas if part.kind not in hidden)
+            hidden_kinds = ("called",) if self.shows_reasoning else ("called", "reasoning")
+            text = "".join(part.text for part in choice.new_deltas if part.kind not in hidden_kinds)
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
 
@@ -149,23 +149,23 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
-        whole = {
+        choice_fields = {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.output.text, "refusal": None},
             "logprobs": self._logprobs(choice.output.logprobs),
             "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
         if choice.make_message_stream is None:
-            return whole
+            return choice_fields
         message = message_of(choice.deltas)
-        whole["message"]["content"] = message.content or (None if message.tool_calls else "")
+        choice_fields["message"]["content"] = message.content or (None if message.tool_calls else "")
         if message.reasoning and self.shows_reasoning:
-            whole["message"]["reasoning_content"] = message.reasoning
+            choice_fields["message"]["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            whole["message"]["tool_calls"] = [call.as_dict() for call in message.tool_calls]
+            choice_fields["message"]["tool_calls"] = [call.as_dict() for call in message.tool_calls]
         if message.errors:
-            whole["tool_call_errors"] = [{"message": error} for error in message.errors]
-        return whole
+            choice_fields["tool_call_errors"] = [{"message": error} for error in message.errors]
+        return choice_fields
 
     def full_response(self) -> dict[str, Any]:
         return {**super().full_response(), **self._prompt_logprobs_field(self.choices[0])}
@@ -295,7 +295,7 @@ def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesApiBuilder(ChatResponseBuilder):
-    """Builds the response of /v1/responses.  request: the client's body.  chat, chat_arguments: of the base class."""
+    """Builds the response of /v1/responses.  request: the client's body.  chat, chat_arguments: for the base class."""
 
     end_event = b""
 

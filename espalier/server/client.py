@@ -35,7 +35,7 @@ MAX_SEND_DELAY_S = 0.01
 log = logging.getLogger("espalier.server")
 ENGINE_PROCESS_MODULE = "espalier.server.worker"
 SHUTDOWN_TIMEOUT_S = 10.0
-# The most failed starts in a row.  The pause between two starts doubles each time.
+# After this number of failed starts in a row, no process is started.  The pause between two starts doubles.
 MAX_FAILED_STARTS = 5
 FIRST_RESTART_PAUSE_S = 1.0
 LOADING_LOG_INTERVAL_S = 30.0
@@ -245,7 +245,7 @@ class EngineClient:
         socket.bind(address)
         self._socket = socket
         # The new process inherits the blocked signal: Ctrl-C during its imports would print a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self.options.worker_module, address, str(os.getpid())),
@@ -253,17 +253,17 @@ class EngineClient:
                 env=environment(),
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         options = self.options
         self._send(
             protocol.StartEngine(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
         )
-        first = await self._first_message(socket, self.process)
-        if not isinstance(first, protocol.EngineReady):
+        reply = await self._first_message(socket, self.process)
+        if not isinstance(reply, protocol.EngineReady):
             raise EspalierError(
-                first.error if isinstance(first, protocol.EngineFailed) else "the engine process broke the protocol"
+                reply.error if isinstance(reply, protocol.EngineFailed) else "the engine process broke the protocol"
             )
-        self.model_info, self.config, self.report = first.model_info, first.config, protocol.EngineReport()
+        self.model_info, self.config, self.report = reply.model_info, reply.config, protocol.EngineReport()
         self._prompt_batcher.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
         self.state, self.unavailable_reason = "ready", ""

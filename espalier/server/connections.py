@@ -44,10 +44,10 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class OpenConnections:
     """The open connections of one server.
 
-    max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection is closed
-    that has been idle longest.  An idle connection has no request in progress and no pending output.  If no connection
-    is idle, the oldest connection is closed whose client has not sent its whole request, or has not read its response.
-    If there is no such connection, the new connection is closed.
+    max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection that has
+    been idle longest is closed.  An idle connection has no request in progress and no pending output.  If none is idle,
+    the oldest connection whose client has not sent its whole request, or has not read its response, is closed.  If
+    there is no such connection, the new connection is closed.
 
     send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
     request, its headers must arrive within this time, None for no limit; middleware.LimitedReceive limits the body.
@@ -62,7 +62,7 @@ class OpenConnections:
         self.body_timeout_s = body_timeout_s
         # Ordered by the time at which a connection was opened or last became idle.
         self._open: dict[Connection, None] = {}
-        # By connection with pending output: bytes sent to the system so far, and the time since which it took no more.
+        # By connection with pending output: (bytes that the system has taken, the time at which it last took bytes).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -78,15 +78,15 @@ class OpenConnections:
         if self.max_open is None or len(self._open) <= self.max_open:
             return
         # The new connection is idle too, and last in the order.
-        before = [each for each in self._open if each is not connection]
-        quiet = (each for each in before if each.is_idle and not _num_unsent_bytes(each))
-        waiting = (each for each in before if each.waits_for_client)
-        chosen = next(quiet, None) or next(waiting, connection)
-        del self._open[chosen]
+        older = [each for each in self._open if each is not connection]
+        idle = (each for each in older if each.is_idle and not _num_unsent_bytes(each))
+        waiting = (each for each in older if each.waits_for_client)
+        closed = next(idle, None) or next(waiting, connection)
+        del self._open[closed]
         if count := self._log_limiter.num_to_report(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
             log.warning(message, self.max_open, count)
-        chosen.transport.abort()
+        closed.transport.abort()
 
     def mark_idle(self, connection: "Connection") -> None:
         """Move a connection to the end of the order when its request has ended."""
@@ -112,8 +112,8 @@ class OpenConnections:
         # The idle time begins when all output is sent.
         connection.idle_since = now
         taken = connection.num_written - num_unsent
-        before, since = self._send_progress.get(connection, (taken, now))
-        since = now if taken > before else since
+        taken_before, since = self._send_progress.get(connection, (taken, now))
+        since = now if taken > taken_before else since
         self._send_progress[connection] = taken, since
         if limit is not None and now - since >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
@@ -145,7 +145,7 @@ def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None
 
 
 def peer_address(transport: Any) -> str:
-    """Returns the client's address; "" for a Unix socket."""
+    """Returns the client's address and port, or "a Unix socket", for log lines."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
 
@@ -153,7 +153,7 @@ def peer_address(transport: Any) -> str:
 def max_connections() -> int | None:
     """Returns how many connections may be open; None for no limit.
 
-    It is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if too low.
+    It is the limit on file descriptors less RESERVED_DESCRIPTORS and the open ones.  Raises EspalierError if too low.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:

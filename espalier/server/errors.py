@@ -133,13 +133,13 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
         why = f"{location.name} is not supported with this value: {refused.reason}"
         return ApiError(400, why, param=location.name, code="unsupported")
     if first["type"] == "extra_forbidden":
-        known = _sibling_fields(model, _path_in_body(first))
-        unknown = unknown_name_error(".".join(location.path[:-1]), location.path[-1], known, python=False)
+        known_fields = _sibling_fields(model, _path_in_body(first))
+        unknown = unknown_name_error(".".join(location.path[:-1]), location.path[-1], known_fields, python=False)
         return ApiError(400, str(unknown), param=str(error_path[0]))
-    of_field = location.owner_model.model_fields.get(location.name)
-    takes = None if of_field is None else of_field.description
-    what = f"{'.'.join(location.path)}: {_reason_of_error(first)}"
-    return ApiError(400, f"{what} ({takes})" if takes else what, param=str(error_path[0]))
+    field_info = location.owner_model.model_fields.get(location.name)
+    description = None if field_info is None else field_info.description
+    problem = f"{'.'.join(location.path)}: {_reason_of_error(first)}"
+    return ApiError(400, f"{problem} ({description})" if description else problem, param=str(error_path[0]))
 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
@@ -154,12 +154,12 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
     """Returns the valid fields, as clients name them, of the object with the unknown field at `error_path`."""
     location = _error_location(model, error_path[:-1])
-    inner = _models_in(location.owner_model.model_fields[location.name].annotation)
+    models = _models_in(location.owner_model.model_fields[location.name].annotation)
     # If the field `type` selects the model, pydantic's location has the type before the unknown field.
     typed = [
-        m for m in inner if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
+        m for m in models if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
     ]
-    return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
+    return list(dict.fromkeys(f.alias or name for m in typed or models for name, f in m.model_fields.items()))
 
 
 def _path_in_body(error: Mapping[str, Any]) -> list[Any]:
@@ -187,17 +187,17 @@ class ErrorLocation(NamedTuple):
 
 def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorLocation:
     owner, name, path = model, str(error_path[0]), [str(error_path[0])]
-    names_type = _is_union(owner, name)
+    is_type_next = _is_union(owner, name)
     for part in error_path[1:]:
-        if names_type:
-            names_type = False
+        if is_type_next:
+            is_type_next = False
             continue
         path.append(str(part))
-        inner = _models_in(owner.model_fields[name].annotation) if name in owner.model_fields else []
-        nested = next((m for m in inner if isinstance(part, str) and part in m.model_fields), None)
+        models = _models_in(owner.model_fields[name].annotation) if name in owner.model_fields else []
+        nested = next((m for m in models if isinstance(part, str) and part in m.model_fields), None)
         if nested is not None and _refused_field(owner, name) is None:
             owner, name = nested, str(part)
-            names_type = _is_union(owner, name)
+            is_type_next = _is_union(owner, name)
     return ErrorLocation(owner, name, path)
 
 

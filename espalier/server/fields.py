@@ -148,11 +148,11 @@ class RequestBody(StrictModel):
 
     def fields_without_effect(self) -> list[str]:
         """Returns the names of the sent fields that have no effect, in the model's order."""
-        given = self.model_fields_set
+        sent_fields = self.model_fields_set
         return [
             name
             for name, neutral in _neutral_values(type(self)).items()
-            if name in given and (value := getattr(self, name)) is not None and value != neutral
+            if name in sent_fields and (value := getattr(self, name)) is not None and value != neutral
         ]
 
 
@@ -230,10 +230,10 @@ class StructuredOutputs(StrictModel):
     structural_tag: str | None = None
 
     def requested_grammar(self) -> Grammar:
-        found = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
-        if len(found) != 1:
+        set_fields = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+        if len(set_fields) != 1:
             raise EspalierError("structured_outputs needs exactly one form, such as json or regex; send one")
-        return _grammar_of(found[0], "" if found[0] == "json_object" else getattr(self, found[0]))
+        return _grammar_of(set_fields[0], "" if set_fields[0] == "json_object" else getattr(self, set_fields[0]))
 
 
 class GrammarFields(StrictModel):

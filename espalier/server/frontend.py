@@ -119,9 +119,9 @@ class ClientShares:
         self._generations.setdefault(name, set()).add(generation)
 
     def remove_generation(self, name: str, generation: Generation) -> None:
-        if (found := self._generations.get(name)) is not None:
-            found.discard(generation)
-            if not found:
+        if (generations := self._generations.get(name)) is not None:
+            generations.discard(generation)
+            if not generations:
                 del self._generations[name]
 
 
@@ -220,8 +220,8 @@ class ModelFrontend:
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns InputProcessor.resolve(params), from a cache if possible.  Raises EspalierError."""
-        known, resolved = self._resolved.get(id(params), (None, None))
-        if resolved is None or known is not params:
+        cached_params, resolved = self._resolved.get(id(params), (None, None))
+        if resolved is None or cached_params is not params:
             resolved = self.inputs.resolve(params)
             if len(self._resolved) >= MAX_CACHED_PARAMS:
                 self._resolved.clear()
@@ -312,7 +312,7 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 
 
 class MultiModelFrontend:
-    """The frontends of several models behind one server, with the attributes of a ModelFrontend that endpoints use.
+    """The frontends of several models of one server, with the attributes of a ModelFrontend that endpoints use.
 
     frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the largest
     model's limits are checked first, and then the limits of the body's own model.

@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close.  If a response has started, only close: an error would look like the next one."""
+        """Send an error and close.  If a response has started, only close: the error would look like a response."""
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
@@ -439,8 +439,8 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
     """Returns the whole error response, with a new request id.  The context's own request id is restored."""
-    before = request_id.set(new_request_id())
+    context_token = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", peer_address(transport), error.status_code, error.detail)
-    response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]
-    request_id.reset(before)
-    return _head_bytes(error.status_code, [*response.raw_headers, *own]) + bytes(response.body)
+    response, extra = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]
+    request_id.reset(context_token)
+    return _head_bytes(error.status_code, [*response.raw_headers, *extra]) + bytes(response.body)

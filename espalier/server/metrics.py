@@ -22,7 +22,7 @@ ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 class Metrics:
     """The metrics of one server.  Each server has its own registry, because one process may have several servers.
-    engines: the engine of each model."""
+    engines: the Engines of each model."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.started_at = time.time()
@@ -59,7 +59,7 @@ class Metrics:
         return Histogram(f"espalier_{name}", documentation, buckets=tuple(buckets), registry=self.registry)
 
     def exposition_text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """Returns all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
@@ -170,10 +170,10 @@ def _learning_metrics(stats: LearnStats) -> Iterator[Metric]:
 
 def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
     documentation = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
-    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), documentation, strict=True)):
-        rows = [(source, counts[place]) for source, counts in by_source.items()]
-        what = f"{what}, where scores are compared"
-        yield _labelled_metric(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
+    for i, (name, text) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), documentation, strict=True)):
+        rows = [(source, counts[i]) for source, counts in by_source.items()]
+        description = f"{text}, where scores are compared"
+        yield _labelled_metric(CounterMetricFamily, f"{name}_by_source", description, "source", rows)
 
 
 def _gauge(name: str, documentation: str, value: float) -> Metric:

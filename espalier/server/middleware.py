@@ -26,7 +26,7 @@ CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 STATUS_CLIENT_DISCONNECTED = 499
 # The number of digits of 2**63, the largest content-length.
 MAX_LENGTH_DIGITS = 19
-# The most bytes of a too large body that are read and dropped, as a multiple of max_body_bytes.
+# A too large body is read and dropped up to this multiple of its limit (LimitedReceive.max_bytes).
 MAX_DROPPED_BODY_MULTIPLE = 4
 # Uploads to this path have a size limit of their own.
 FILES_PATH = "/v1/files"

@@ -126,9 +126,9 @@ class Message(RequestBody):
         """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
             for name in CACHE_FIELDS:
-                marks = [cache_field for part in self.content if (cache_field := getattr(part, name)) is not None]
-                if marks and getattr(self, name) is None:
-                    setattr(self, name, marks[0])
+                values = [cache_field for part in self.content if (cache_field := getattr(part, name)) is not None]
+                if values and getattr(self, name) is None:
+                    setattr(self, name, values[0])
             self.content = self.text
 
     def as_template_dict(self) -> dict[str, Any]:
@@ -384,12 +384,12 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
-        marks = [f"tools.{name}" for name in self._removed_fields]
+        tool_fields = [f"tools.{name}" for name in self._removed_fields]
         predicted = [] if self.prediction is None else nested_fields_without_effect("prediction", [self.prediction])
         return (
             super().fields_without_effect()
             + nested_fields_without_effect("messages", self.messages)
-            + marks
+            + tool_fields
             + predicted
         )
 

@@ -43,7 +43,7 @@ class StartEngine(msgspec.Struct, tag=True):
 class SubmittedPrompt(msgspec.Struct):
     """A prompt, of which the engine generates n samples.
 
-    detokenize: the engine process makes the text, as stop strings need it.  client: the client's name, for fair order
+    detokenize: the engine process makes the text, to find stop strings.  client: the client's name, for fair order
     among clients.  streamed: whether the client gets a stream.  private: not for online learning.
     """
 
@@ -200,8 +200,8 @@ class Engines(Protocol):
     """The engines of one model.
 
     model_info: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
-    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
-    engines together can run now.  max_slots: num_slots of the most engines.  open_samples: that are queued or running.
+    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: how many samples all
+    engines together can run now.  max_slots: num_slots with all possible engines.  open_samples: queued or running.
     """
 
     @property

@@ -38,8 +38,8 @@ class Choice:
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
     keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
-    before and after the text in an event.  Three fields serve the text offsets of log-probabilities.  text_length:
-    characters so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether any token has.
+    before and after the text in an event.  For the text offsets of log-probabilities: text_length, the
+    characters so far; character_decoder, for the bytes of incomplete characters; has_text, whether a token had text.
     """
 
     index: int
@@ -98,7 +98,7 @@ class Choice:
 
 
 class ResponseBuilder:
-    """The choices of one HTTP request: n for each prompt, in the order of the prompts.
+    """Builds the response of one HTTP request.  Each prompt has n choices, in the order of the prompts.
 
     tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, or ().
     """
@@ -299,8 +299,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             return []
         echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
         return [
-            self._wrap_choices([self._chunk_choice(choice, echoed_prompts) | self._own_api_fields(echoed_prompts)])
-            for choice, echoed_prompts in echoes
+            self._wrap_choices([self._chunk_choice(choice, echo) | self._own_api_fields(echo)])
+            for choice, echo in echoes
         ]
 
     def _echoed_prompt(self, choice: Choice) -> str:
@@ -359,9 +359,9 @@ class CompletionResponseBuilder(ResponseBuilder):
             length = len(choice.character_decoder.decode(part.bytes))
             if not choice.has_text:
                 # Some tokenizers strip the leading space of a text that begins with the output.
-                before = () if self.echoes_logprobs else choice.prompt
-                alone = self.tokenizer.text_stream(before, skip_special_tokens=skip)
-                alone.push_token(token)
-                length = min(length, len(alone.take_text(final=True)))
+                prior_tokens = () if self.echoes_logprobs else choice.prompt
+                token_stream = self.tokenizer.text_stream(prior_tokens, skip_special_tokens=skip)
+                token_stream.push_token(token)
+                length = min(length, len(token_stream.take_text(final=True)))
             choice.text_length, choice.has_text = offset + length, True
         return offset

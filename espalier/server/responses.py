@@ -54,12 +54,12 @@ def renaming_error_fields() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if (theirs := error.param) is not None and theirs in RESPONSES_FIELD_NAMES:
-            if error.detail.startswith(theirs):
-                error.detail = RESPONSES_FIELD_NAMES[theirs] + error.detail.removeprefix(theirs).removeprefix(
+        if (chat_name := error.param) is not None and chat_name in RESPONSES_FIELD_NAMES:
+            if error.detail.startswith(chat_name):
+                error.detail = RESPONSES_FIELD_NAMES[chat_name] + error.detail.removeprefix(chat_name).removeprefix(
                     ".json_schema"
                 )
-            error.param = RESPONSES_FIELD_NAMES[theirs].partition(".")[0]
+            error.param = RESPONSES_FIELD_NAMES[chat_name].partition(".")[0]
         raise
 
 

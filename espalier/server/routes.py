@@ -66,7 +66,7 @@ class Endpoint:
     """An HTTP endpoint: one method of one path.
 
     handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's model.
-    The other fields are for the OpenAPI page.  summary: one line; "" leaves the endpoint out.  responses: by success
+    The other fields are for /openapi.json.  summary: one line; "" leaves the endpoint out.  responses: by success
     status, the content types and their schemas.  errors: the error statuses.
     """
 
@@ -123,8 +123,8 @@ class PathEndpoints:
 
 def path_not_served(path: str, served: Collection[str]) -> ApiError:
     """Returns the error for an unknown path.  served: the known paths."""
-    if (meant := path.rstrip("/")) != path and meant in served:
-        return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
+    if (without_slash := path.rstrip("/")) != path and without_slash in served:
+        return ApiError(404, f"{path} is not served; use {without_slash}, without the slash at the end")
     refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
     why = next((why for prefix, why in refused if path.startswith(prefix)), None)
     if why is not None:
@@ -209,14 +209,14 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
             model["enum"] = list(names)
     paths: dict[str, Any] = {}
     for each in listed:
-        of_error = {"application/json": {"schema": refs[ErrorBody, "validation"]}}
+        error_content = {"application/json": {"schema": refs[ErrorBody, "validation"]}}
         responses = {status: ("an answer", content) for status, content in each.responses.items()}
         operation: dict[str, Any] = {
             "summary": each.summary,
             "responses": {
                 str(status): {"description": summary, "content": content}
                 for status, (summary, content) in (
-                    dict.fromkeys(each.errors, ("an error", of_error)) | responses
+                    dict.fromkeys(each.errors, ("an error", error_content)) | responses
                 ).items()
             },
         }
@@ -237,12 +237,12 @@ def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[st
     if needs_key:  # a generation request names its model, and this page must not
         return
     frontend = frontends.frontend_for(frontends.names[0])
-    path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
+    path, fields = "/v1/completions", dict[str, Any](prompt="Hello")
     if frontend.inputs.tokenizer is None:
-        asked = {"prompt": [1]}
+        fields = {"prompt": [1]}
     elif frontend.inputs.tokenizer.template.source:
-        path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body = json.dumps({"model": frontends.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
+        path, fields = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body = json.dumps({"model": frontends.names[0], **fields, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
 
@@ -260,8 +260,8 @@ def schemas_of(openapi_json: dict[str, Any]) -> dict[str, list[FieldRow]]:
     schemas = openapi_json.get("components", {}).get("schemas", {})
     return {
         _short_schema_name(name): [
-            FieldRow(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))
-            for field, given in schema.get("properties", {}).items()
+            FieldRow(field, _type_text(info), info.get("description", ""), field in schema.get("required", ()))
+            for field, info in schema.get("properties", {}).items()
         ]
         for name, schema in schemas.items()
     }

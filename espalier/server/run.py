@@ -109,12 +109,12 @@ class HttpServer:
     shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, aborts_requests: bool) -> None:
-        again, self.frontend.draining = self.frontend.draining, True
-        if not again:
+        was_draining, self.frontend.draining = self.frontend.draining, True
+        if not was_draining:
             self.middleware.drain()
             if self.batches is not None:
                 self.batches.stop()
-        if again or aborts_requests:
+        if was_draining or aborts_requests:
             self.should_exit.set()
             # The attribute keeps the task alive; the event loop alone would not.
             self.shutdown_task = self.loop.create_task(self.frontend.engines.close())
@@ -230,7 +230,7 @@ async def in_process_app(
     frontend_options: FrontendOptions,
     api_options: ApiOptions,
 ) -> AsyncIterator[tuple[ModelFrontend, ASGIApp]]:
-    """Yields an API server and its ASGI application, for requests from this process without sockets.
+    """Yields (the model's frontend, the ASGI application), for requests from this process without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """

@@ -101,15 +101,15 @@ class TemplateWorker:
         self._template: ChatTemplate | None = None
 
     def render_frame(self, frame: bytes) -> bytes:
-        sent = json.loads(frame)
-        if self._template is None or sent["source"] != self._source:
-            self._source = sent["source"]
-            self._template = ChatTemplate(TemplateOnlyTokenizer(*sent["source"]))
+        request = json.loads(frame)
+        if self._template is None or request["source"] != self._source:
+            self._source = request["source"]
+            self._template = ChatTemplate(TemplateOnlyTokenizer(*request["source"]))
         try:
-            found = {"text": render_within_limits(self._template, Rendering(*sent["rendering"]))}
+            answer = {"text": render_within_limits(self._template, Rendering(*request["rendering"]))}
         except EspalierError as error:
-            found = {"error": str(error)}
-        return json.dumps(found).encode()
+            answer = {"error": str(error)}
+        return json.dumps(answer).encode()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
-# The most characters or tokens for the short lane.  They take a few milliseconds.
+# The thread for short texts takes at most this number of characters or tokens: a few milliseconds of work.
 MAX_SHORT_SIZE = 16384
 MAX_WAITING_PROMPTS = 32
 # Work of at most this size runs on the event loop, because switching to a thread and back takes longer.
@@ -41,21 +41,21 @@ class TokenizerThread:
 
 
 class TokenizerThreads:
-    """Runs tokenization in the short or the long lane.  inputs: for the short lane; the long lane gets a copy."""
+    """Runs tokenization in the thread for short or for long texts.  inputs: the long-text thread gets a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short_text_thread = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
         self._long_text_thread = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """Run work(InputProcessor, *values) in a lane.
+        """Run work(InputProcessor, *values) in one of the threads.
 
         size: the number of characters or tokens.  field: the body's field, for error messages.  Raises ApiError if
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
             if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_unfinished_calls:
-                # The lane is idle, so no thread uses its tokenizer.
+                # The thread is idle, so it does not use its tokenizer now.
                 return work(self._short_text_thread.inputs, *values)
             if size <= MAX_SHORT_SIZE:
                 return await self._short_text_thread.run(work, *values)

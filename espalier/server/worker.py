@@ -1,7 +1,7 @@
 """The engine process: receives messages from the API server, runs the engine's steps, and sends the output.
 
 The process ends on Shutdown, or when the API server has ended.  It ignores SIGINT, and SIGTERM once the model is
-loaded. The API server handles both signals, and drains first.
+loaded.  The API server handles both signals, and drains first.
 """
 
 import gc
@@ -135,9 +135,9 @@ class EngineWorker:
                 self._start(submitted, grammar)
 
     def _start(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
-        asked = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
+        values = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
-            group = self.llm.new_requests(*asked, grammar, submitted.client, submitted.streamed)
+            group = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
@@ -162,17 +162,17 @@ class EngineWorker:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
-        entry = self.running_prompts[name]
-        request = entry.requests[chunk.index]
+        running_prompt = self.running_prompts[name]
+        request = running_prompt.requests[chunk.index]
         if chunk.error is not None:
             log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
-        if self.learner is not None and not entry.private:
+        if self.learner is not None and not running_prompt.private:
             self.learner.keep_text(request)
-        entry.num_unfinished -= 1
-        if not entry.num_unfinished:
+        running_prompt.num_unfinished -= 1
+        if not running_prompt.num_unfinished:
             del self.running_prompts[name]
-            if entry.abort_step is not None:
-                self.abort_steps.append(self.num_steps - entry.abort_step)
+            if running_prompt.abort_step is not None:
+                self.abort_steps.append(self.num_steps - running_prompt.abort_step)
         return OutputPart(name, chunk, request.usage, request.stats)
 
     def _report(self) -> protocol.EngineReport:
@@ -218,7 +218,7 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model with an attached learner.  Raises EspalierError, for a bad folder before weights are loaded."""
+    """Load the model with an attached learner.  Raises EspalierError; for a bad folder, before weights are loaded."""
     # The trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
@@ -243,7 +243,7 @@ def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> i
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output, because a slow API server must not block the engine.  One that has ended gets 1 s.
+        # No limit on unread output, because a slow API server must not block the engine.  At exit, 1 s remains.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)

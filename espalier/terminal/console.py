@@ -49,9 +49,9 @@ def describe_machine() -> dict[str, str]:
 
 def machine_line() -> str:
     """Returns one line with the machine and the versions, to print above a table."""
-    about = describe_machine()
-    gpu = f"{about['cuda']}; " if "cuda" in about else ""
-    return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
+    machine = describe_machine()
+    gpu = f"{machine['cuda']}; " if "cuda" in machine else ""
+    return f"{gpu}{machine['machine']}; torch {machine['torch']}; python {machine['python']}"
 
 
 def require_gpu(command: str) -> "torch.device":
@@ -171,11 +171,11 @@ def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
     """Returns the text of tokens, in which tokens from the draft are coloured."""
-    sink = tokenizer.text_stream(prompt)
+    text_stream = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
-        sink.push_token(token)
-        text.append(sink.take_text(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
+        text_stream.push_token(token)
+        text.append(text_stream.take_text(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
     return text
 
 
@@ -199,14 +199,14 @@ def require_writable(flag: str, path: Path | None) -> None:
         return
     folder = path.parent
     if path.is_dir():
-        wrong = "it is a directory"
+        reason = "it is a directory"
     elif not folder.is_dir():
-        wrong = f"{folder} is not a directory"
+        reason = f"{folder} is not a directory"
     elif not os.access(path if path.exists() else folder, os.W_OK):
-        wrong = "permission denied"
+        reason = "permission denied"
     else:
         return
-    raise EspalierError(f"{flag} {path} cannot be written ({wrong}); use another file")
+    raise EspalierError(f"{flag} {path} cannot be written ({reason}); use another file")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

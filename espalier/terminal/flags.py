@@ -61,8 +61,8 @@ def api_keys(args: Namespace) -> tuple[str, ...]:
 def api_key(args: Namespace) -> str | None:
     """Returns the key of the flag or of the environment; None without a key.
 
-    Raises EspalierError for an empty value: `--api-key "$KEY"` with KEY unset must not start a server without a key.
-    Also for a key that no HTTP header can have, such as a key with the line end of its file.
+    Raises EspalierError for an empty value, because `--api-key "$KEY"` with KEY unset must not start a server without a
+    key, and for a key that no HTTP header can have, such as a key with the line end of its file.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -121,7 +121,7 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
-    """Returns the settings, in which `defaults` replace "auto".  minimum: the smallest allowed value by setting.
+    """Returns the settings; `defaults` replace "auto" and missing settings.  minimum: the smallest value by setting.
     Raises EspalierError for a smaller value."""
     for name, low in minimum.items():
         given: Any = settings.get(name)

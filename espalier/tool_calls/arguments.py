@@ -8,7 +8,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# Python's constants, which some models write, and JSON's.
+# JSON's constants, by Python's constants, which some models write.
 JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
@@ -23,7 +23,7 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 
 # Schema keywords that a text may violate only because of white space around it.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
-MAX_DEPTH = 16
+MAX_SCHEMA_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
@@ -34,7 +34,7 @@ def property_schemas(schema: Schema, name: str) -> list[Schema]:
 
 
 def _resolved_schemas(schema: Any, root: Schema, depth: int) -> list[Schema]:
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return [{}]
     if isinstance(schema.get("$ref"), str):
         target: Any = root
@@ -43,14 +43,14 @@ def _resolved_schemas(schema: Any, root: Schema, depth: int) -> list[Schema]:
         return _resolved_schemas(target, root, depth + 1)
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and "type" not in schema:
-            return [found for each in schema[word] for found in _resolved_schemas(each, root, depth + 1)]
+            return [alternative for each in schema[word] for alternative in _resolved_schemas(each, root, depth + 1)]
     return [schema]
 
 
 def allowed_types(schemas: Sequence[Schema]) -> set[str]:
     """Returns the JSON types that the schemas allow; empty if any schema names no type."""
-    found = [_allowed_types(schema) for schema in schemas]
-    return set().union(*found) if all(found) else set()
+    types_of_schemas = [_allowed_types(schema) for schema in schemas]
+    return set().union(*types_of_schemas) if all(types_of_schemas) else set()
 
 
 def _allowed_types(schema: Schema) -> set[str]:
@@ -87,7 +87,7 @@ class XmlArguments:
     def read_value(self, reader: TextReader, name: str, end_marker: str, strip_chars: str = "") -> Steps[None]:
         """Read a value up to its closing tag.  A string is written while it arrives.  Raises BrokenCall.
 
-        strip_chars: characters that belong to a tag if next to the value, at most one character on each side.
+        strip_chars: text that belongs to the tags if it is next to the value, at most once on each side.
         """
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
@@ -182,7 +182,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[None]:
     """Read arguments: a JSON object, or a JSON object inside a string, which some models write.  Raises BrokenCall.
 
-    ends: marks that end the call.  If such a mark or the output's end comes first, the call has no arguments.
+    ends: markers that end the call.  If such a marker or the output's end comes first, the call has no arguments.
     """
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")

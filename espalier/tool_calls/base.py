@@ -1,5 +1,5 @@
 """Shared parts of the parsers of tool calls and reasoning: deltas, declarations of formats, and the parser of reasoning
-between two marks."""
+between two markers."""
 
 import secrets
 import string
@@ -18,8 +18,8 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a streamed message.  index: the call's number; -1 for a broken call whose name was not sent.  id: the
-    id of a new call."""
+    """A part of a streamed message.  index: the number of the call; -1 for text outside calls, and for a broken call
+    whose name was not sent.  id: the id of a new call."""
 
     kind: DeltaKind
     text: str = ""
@@ -109,7 +109,7 @@ class CallWriter:
         return bool(self._argument_parts)
 
     def end_call(self) -> None:
-        """Write the call's end.  Raises BrokenCall if it has no name, or if the arguments are not a JSON object."""
+        """Write the call's end.  Raises BrokenCall without a name, or if the arguments are no JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._argument_parts:
@@ -144,7 +144,7 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of a call, for a grammar that forces one: before_name, name, after_name, arguments, end.
+    """The syntax of a call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
 
     separator: the text between calls.  calls_begin, calls_end: the text before and after all calls.  arguments_style:
     xgrammar's style of the arguments' JSON schema."""
@@ -181,8 +181,8 @@ class ToolFormat:
 class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
-    begin_marker, end_marker: the marks around the reasoning.  answer_marker: text between the reasoning and an answer
-    without call. template_switches: variables of chat templates.  If the template reads such a variable, the model may
+    begin_marker, end_marker: the texts around the reasoning.  answer_marker: text between the reasoning and an answer
+    without call.  template_switches: variables of chat templates.  If the template reads such a variable, the model may
     reason even if the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the
     reasoning, and the model may always reason.  message_marker: the text that begins each message of such a model."""
 
@@ -201,21 +201,21 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.  Newlines beside the marks belong to the marks.  A begin mark inside
-    reasoning or an end mark outside is dropped."""
-    marks = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
+    """Read all reasoning that comes next.  Newlines beside a marker belong to the marker.  A begin_marker
+    inside reasoning or an end_marker outside reasoning is dropped."""
+    markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker
         while marker == format.begin_marker:
             yield from reader.read_space(NEWLINE_CHARS)
-            marker = yield from reader.read_until(marks, writer.add_reasoning)
+            marker = yield from reader.read_until(markers, writer.add_reasoning)
         writer.in_reasoning = False
         if marker is not None:
             yield from reader.read_space(NEWLINE_CHARS)
 
 
 def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and the reasoning mark that comes next.  Returns the mark; None if no mark comes next."""
+    """Read white space and a reasoning marker.  Returns the marker; None, with nothing read, for other text."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

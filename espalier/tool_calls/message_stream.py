@@ -16,10 +16,9 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """A request.IncrementalDetokenizer that finds stop strings only in the content.  Its text is the model's whole
-    text.
+    """A request.IncrementalDetokenizer that finds stop strings only in the content.
 
-    text_stream: makes text from tokens, without stop strings.  num_reasoning_tokens: so far."""
+    text_stream: makes text from tokens.  num_reasoning_tokens: the number of reasoning tokens so far."""
 
     def __init__(self, text_stream: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text_stream = text_stream
@@ -40,7 +39,7 @@ class MessageStream:
         return self.stop_string_finder.found_stop
 
     def take_text(self, final: bool) -> str:
-        """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
+        """Returns the text since the last call, with the markers of calls and reasoning, and with the stop string."""
         self._parse_text(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text
@@ -66,7 +65,7 @@ class MessageStream:
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
-        They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
+        They may differ from the output's fields: the text of a broken call becomes content, and may have a stop string.
         """
         if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
             return "stop", self.stop_string_finder.found_stop

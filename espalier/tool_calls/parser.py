@@ -12,14 +12,14 @@ from espalier.tool_calls.reader import Steps, TextReader
 class OutputParser:
     """Parses the text of one output.  The joined deltas do not depend on how the text was divided into parts.
 
-    schemas: the parameters' JSON schemas, by callable tool.  answer_start: the answer's start, if in the prompt.
+    schemas: the parameters' JSON schemas, by callable tool.  answer_start: the prompt's text that begins the answer.
     """
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
         self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
-        # Text of answer_start that was held back, because it may begin a mark.
+        # Text of answer_start that was held back, because it may begin a marker.
         self._prompt_text_held = ""
         self._parse_new_text()
         if answer_start:
@@ -37,7 +37,7 @@ class OutputParser:
         return self._writer.may_reason
 
     def feed(self, text: str) -> list[Delta]:
-        """Returns the deltas of new text.  Text that may begin a mark is held back."""
+        """Returns the deltas of new text.  Text that may begin a marker is held back."""
         if not text:
             return []
         self._reader.buffer += text
@@ -94,7 +94,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A parsed assistant message.  errors: the reasons why calls are broken; their text is in the content."""
+    """A parsed assistant message.  errors: the reasons why calls are broken; the content has their text."""
 
     content: str = ""
     reasoning: str = ""
@@ -103,7 +103,7 @@ class Message:
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
-    """Returns the message of all its deltas."""
+    """Returns the message that all these deltas make."""
     content: list[str] = []
     reasoning: list[str] = []
     errors: list[str] = []
@@ -121,5 +121,5 @@ def message_of(deltas: Iterable[Delta]) -> Message:
         elif delta.kind == "broken":
             calls.pop(delta.index, None)
             errors.append(delta.text)
-    whole = [ToolCall(call.id, call.text, "".join(arguments)) for call, arguments in calls.values()]
-    return Message("".join(content), "".join(reasoning), whole, errors)
+    tool_calls = [ToolCall(call.id, call.text, "".join(arguments)) for call, arguments in calls.values()]
+    return Message("".join(content), "".join(reasoning), tool_calls, errors)

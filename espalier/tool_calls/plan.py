@@ -32,7 +32,7 @@ def output_grammar(
     """Returns the grammar of an output that may or must have tool calls; None for an unrestricted output.
 
     answer: the grammar of an answer without calls.  reasoning: the format of optional reasoning before the answer; None
-    if no reasoning may come.  after: the text after which the grammar applies.  Raises EspalierError.
+    without reasoning.  after: the text after which the grammar applies.  Raises EspalierError.
     """
     node = None if answer is None else _answer_node(answer, reasoning)
     if format is not None and tools.callable_functions:
@@ -47,7 +47,7 @@ def output_grammar(
         elif any(each.get("strict") for each in tools.callable_functions) or not (
             tools.parallel or format.call_ends_output
         ):
-            # In this format, the free text may be reasoning.
+            # Free text may also be reasoning, so the grammar needs no node for reasoning.
             return _structural_tag(_free_text_with_calls(tools, format, is_single), True, after)
     if node is None:
         return None
@@ -187,7 +187,7 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# The most tokens at the prompt's end in which an open reasoning mark is searched.
+# A reasoning marker is searched in at most this number of tokens at the prompt's end.
 MAX_SEARCHED_TOKENS = 16
 
 
@@ -254,15 +254,15 @@ class ChatPlan:
 
     def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
-        # The user's choice of the text after which the grammar applies goes first.
+        # If the user chose the text after which the grammar applies, this choice is used.
         after = None if answer is None else answer.after
-        reasons = reasoning is not None and after is None and self._will_reason(prompt)
-        if reasoning is not None and reasons and self._is_in_reasoning(prompt):
+        may_reason = reasoning is not None and after is None and self._will_reason(prompt)
+        if reasoning is not None and may_reason and self._is_in_reasoning(prompt):
             # With includes_calls, further reasoning messages may come before the answer.
-            after, reasons = reasoning.end_marker, reasoning.includes_calls
-        if tools is None and not reasons:
+            after, may_reason = reasoning.end_marker, reasoning.includes_calls
+        if tools is None and not may_reason:
             return None if answer is None else replace(answer, after=after)
-        return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
+        return output_grammar(self.tools, tools, answer, reasoning if may_reason else None, after)
 
     def _will_reason(self, prompt: Sequence[int]) -> bool:
         """Returns whether the model is expected to reason before its answer."""
@@ -293,9 +293,9 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end_marker in turn[start:] else turn[start:]
 
     def _last_turn_text(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text from its last turn token: the last special token that is no mark of the formats.
+        """Returns the prompt's text from its last turn token: the last special token that is no marker of the formats.
 
-        Without a turn token, only a reasoning mark at the prompt's end counts, because earlier marks may be the user's.
+        Without a turn token, only a reasoning marker at the prompt's end counts: earlier markers may be the user's.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)
@@ -304,13 +304,13 @@ class ChatPlan:
     def _find_last_turn(self, prompt: Sequence[int]) -> str:
         reasoning, tokenizer = self.formats.reasoning, self.tokenizer
         assert reasoning is not None and tokenizer is not None
-        marks = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
-        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_marker.startswith(mark)})
+        markers = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
+        found = tokenizer.last_turn(prompt, {m for m in markers if not reasoning.message_marker.startswith(m)})
         if found is not None:
             return found
         tail = tokenizer.decode(prompt[-MAX_SEARCHED_TOKENS:], skip_special_tokens=False)
-        at_end = (mark for mark in (reasoning.begin_marker, reasoning.end_marker) if tail.rstrip().endswith(mark))
-        return next((tail[tail.rindex(mark) :] for mark in at_end), "")
+        at_end = (marker for marker in (reasoning.begin_marker, reasoning.end_marker) if tail.rstrip().endswith(marker))
+        return next((tail[tail.rindex(marker) :] for marker in at_end), "")
 
     def new_parser(self, prompt: Sequence[int]) -> OutputParser | None:
         """Returns a parser for one output; None if the whole output is content."""

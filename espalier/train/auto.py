@@ -41,7 +41,7 @@ BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
 QUESTIONS_SHARE, TEXT_SHARE, TRIALS_SHARE = 0.04, 0.12, 0.10
 MAX_QUESTIONS = {"cuda": 20000, "cpu": 64}
 QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
-# The number of prompts that run before the time is checked again.
+# The number of prompts that the target continues before the time is checked again.
 PROMPTS_PER_BATCH = {"cuda": 512, "cpu": 16}
 # Flags of `espalier bench choose`: batch sizes for the finished draft, numbers of tokens and of repeats.
 BATCH_SIZE_FLAGS = {"cuda": "1,8,64", "cpu": "1,4"}
@@ -71,42 +71,42 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
     )
     source = f"--data {data}" if data else "questions that the target asks itself"
-    small = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
+    hint = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
     print(
-        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {max_minutes:g} min{small}",
+        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {max_minutes:g} min{hint}",
         flush=True,
     )
     data = data or write_own_questions(target, work / "questions.jsonl", device, QUESTIONS_SHARE * clock.max_seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
     text = make_own_text(common, work, device, TEXT_SHARE * clock.max_seconds)
-    asked = write_held_out_prompts(target, data, work / "held_out.jsonl")
-    measure = partial(measure_draft, target, [*asked, *BENCH_RUN_FLAGS[device].split()])
+    prompt_flags = write_held_out_prompts(target, data, work / "held_out.jsonl")
+    measure = partial(measure_draft, target, [*prompt_flags, *BENCH_RUN_FLAGS[device].split()])
     trials: dict[str, DraftSpeed] = {}
-    steps, beside = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
+    steps, overhead = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
     for kind in kinds:
-        # The next trial, and the time around the training's steps, are assumed to take as long as the longest trial.
-        if trials and 2 * (beside + steps) > clock.remaining:
-            left, needed = format_minutes(clock.remaining), format_minutes(2 * (beside + steps))
+        # The next trial and the final training are each assumed to need the time of the longest trial.
+        if trials and 2 * (overhead + steps) > clock.remaining:
+            left, needed = format_minutes(clock.remaining), format_minutes(2 * (overhead + steps))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
             continue
         clock.print_progress(f"trial of {kind}")
-        begun, trial = clock.elapsed, work / f"trial-{kind}"
+        started_at, trial = clock.elapsed, work / f"trial-{kind}"
         train_kind(kind, [*common, *text, "--out", str(trial)], device, steps)
         trials[kind] = measure(trial, work / f"trial-{kind}-trees.json", ["--batch", "1"])
-        beside = max(beside, clock.elapsed - begun - steps)
+        overhead = max(overhead, clock.elapsed - started_at - steps)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # The time around the steps is assumed to be that of a trial: more batch sizes are measured, but compiled kernels
-    # are cached.
-    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.remaining - beside)))
+    # Outside its steps, the training is assumed to need the time of a trial: it measures more batch sizes, but with
+    # compiled kernels.
+    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.remaining - overhead)))
     trees = out / "trees.json"
     clock.print_progress("measurement")
-    found = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
+    final_speed = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
     lines = [f"trial of {kind}: {speed}" for kind, speed in trials.items()]
-    lines += [f"chosen: {best}", f"predicted: at least {trials[best]}", f"found: {found}"]
+    lines += [f"chosen: {best}", f"predicted: at least {trials[best]}", f"found: {final_speed}"]
     lines += [f"in {format_minutes(clock.elapsed)} on {device}"]
-    if found.tokens_per_second <= found.plain_tokens_per_second:
+    if final_speed.tokens_per_second <= final_speed.plain_tokens_per_second:
         lines.append("plain decoding is faster here: train for longer, or on a GPU, or serve without this draft")
     with (out / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n## How it was chosen\n\n" + "".join(f"- {line}\n" for line in lines))
@@ -135,8 +135,8 @@ class TimeBudget:
     def remaining(self) -> float:
         return self.max_seconds - self.elapsed
 
-    def print_progress(self, what: str) -> None:
-        print(f"{what}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
+    def print_progress(self, step: str) -> None:
+        print(f"{step}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
 def require_same_run(path: Path, made_from: dict[str, str | None]) -> None:
@@ -159,7 +159,7 @@ def run_espalier(*command: str) -> None:
 
 
 def make_own_text(common_flags: list[str], work_dir: Path, device: str, seconds: float) -> list[str]:
-    """Generates the target's own text.  Returns the flags that every training needs to use this text."""
+    """Generates training text with the target (its own text).  Returns the flags that a training needs to use it."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
     if not (work_dir / "own_text-0.npz").exists():
         run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(seconds))))
@@ -200,8 +200,8 @@ def measure_draft(
 
 
 def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
-    """Writes questions to a file.  The target generates them after the beginning of a user message (Magpie, arXiv
-    2406.08464).
+    """Writes questions to a file.  The target generates a question after the beginning of a user message (Magpie,
+    arXiv 2406.08464).
 
     Returns the path of the file.  Raises EspalierError for a target without a chat template.
     """
@@ -210,20 +210,20 @@ def write_own_questions(target: Path, path: Path, device: str, seconds: float) -
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))
     if tokenizer is None or not tokenizer.template.source:
         raise EspalierError(f"--target {target} has no chat template, so it asks no questions; give --data")
-    mark = "MARK-OF-THE-QUESTION"
-    whole = tokenizer.hf.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    opening = np.array(tokenizer.encode(whole.partition(mark)[0], add_special_tokens=False), np.int32)
-    num_tokens, size, asked, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
+    placeholder = "MARK-OF-THE-QUESTION"
+    chat_text = tokenizer.hf.apply_chat_template([{"role": "user", "content": placeholder}], tokenize=False)
+    opening = np.array(tokenizer.encode(chat_text.partition(placeholder)[0], add_special_tokens=False), np.int32)
+    num_tokens, size, questions, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
     with TargetWriter(target, len(opening) + num_tokens, size) as writer:
-        begun, passed = time.perf_counter(), 0.0
-        while passed < seconds and rounds * size < MAX_QUESTIONS[device]:
+        started_at, seconds_passed = time.perf_counter(), 0.0
+        while seconds_passed < seconds and rounds * size < MAX_QUESTIONS[device]:
             rounds += 1
             texts = writer.continuations([opening] * size, num_tokens, 1.0, seed=rounds)
-            said = (tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)
-            asked |= dict.fromkeys(text for text in said if text)
-            passed = time.perf_counter() - begun
-            print(f"{len(asked)} questions of the target itself, {passed:.0f} s", flush=True)
-    lines = [{"kind": "own question", "messages": [{"role": "user", "content": each}]} for each in asked]
+            texts_of_target = (tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)
+            questions |= dict.fromkeys(text for text in texts_of_target if text)
+            seconds_passed = time.perf_counter() - started_at
+            print(f"{len(questions)} questions of the target itself, {seconds_passed:.0f} s", flush=True)
+    lines = [{"kind": "own question", "messages": [{"role": "user", "content": each}]} for each in questions]
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     shutil.move(unfinished, path)

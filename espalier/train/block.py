@@ -1,7 +1,7 @@
-"""Trains a block draft for a frozen target, on given text and on the target's own text.
+"""Creates, saves, loads and measures block drafts for a frozen target, and makes their loss.
 
-The draft is saved in the `dspark` format of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none).  The
-file has no confidence head, no embedding and no lm_head; the last two are the target's.
+The draft is saved in the `dspark` format of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none).  It
+has no confidence head.  It uses the embedding and the lm_head of the target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from espalier.train.draft_run import LossFunction
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 
-# (topk, num_draft_tokens) of the trees to measure.  The first tree is a chain.
+# (topk, num_draft_tokens) of the trees to measure.  The chain has 0, which stands for block_size + 1.
 MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
@@ -63,9 +63,9 @@ def make_loss(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns draft_run.training_rows with tokens instead of embeddings, because edges need the tokens."""
-    reads, logits = target(tokens)
-    return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
+    """Like draft_run.training_rows, but with tokens instead of embeddings, because the Markov head reads tokens."""
+    features, logits = target(tokens)
+    return tokens[:, 1:], features[:, :-1], logits[:, 1:]
 
 
 def mask_embedding(target: FrozenTarget, head: BlockHead) -> Tensor:
@@ -125,10 +125,9 @@ def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
 def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """Returns the accept length of a tree at every root position n, first_root <= n < T - S.  tokens: [T], greedy text
-    of the target.
+    """Returns the accept length of a tree at every root position n, max(first_root, 1) <= n < T - block_size.
 
-    num_draft_tokens: 0 for a chain.
+    tokens: [T], greedy text of the target.  num_draft_tokens: 0 for a chain.
     """
     steps, dtype = head.shape.block_size, head.fc.weight.dtype
     roots = torch.arange(max(first_root, 1), len(tokens) - steps, device=tokens.device)
@@ -145,16 +144,16 @@ def accept_lengths(
     def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
         assert edges is not None
         factors, states = edges.factors(depth, rows)
-        found = children(edges.logits(depth, factors))
-        return rank_next_rows(*found, rows, out, edges.is_recurrent)._replace(states=states)
+        ids_and_scores = children(edges.logits(depth, factors))
+        return rank_next_rows(*ids_and_scores, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
         candidates = plain_candidates(*children(logits))
     else:
         candidates = edge_candidates(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
-    follows = tree.tokens == tokens[roots[:, None] + tree.depths]
-    on_path = follows.clone()
+    matches_text = tree.tokens == tokens[roots[:, None] + tree.depths]
+    on_path = matches_text.clone()
     on_path[:, 0] = True
     for node in range(1, tree.tokens.shape[1]):
         on_path[:, node] &= on_path.gather(1, tree.parents[:, node : node + 1])[:, 0]

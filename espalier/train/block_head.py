@@ -25,7 +25,7 @@ from espalier.train.settings import EdgeKind
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
-    """The sizes of a block draft.  num_features: of the target.  edge_rank: of the Markov head, or 0."""
+    """The sizes of a block draft.  num_features: how many target layers it reads.  edge_rank: 0 for no Markov head."""
 
     block_size: int
     num_features: int
@@ -64,14 +64,14 @@ class SingleBlockLayer(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor, theta: float
     ) -> Tensor:
-        """Computes the layer's output for x [B, Q, H], the rows of blocks.  context: [B, T, H].  positions: of x and of
-        context.  mask: bool [Q, T + Q]."""
+        """Returns the layer's output for x [B, Q, H], the rows of all blocks.
+        context: [B, T, H].  positions: (of x, of context).  mask: bool [Q, T + Q], True where a row attends."""
         attention = self.self_attn
-        own, before = (rope_tables(at, attention.head_dim, theta) for at in positions)
+        x_rope, c_rope = (rope_tables(p, attention.head_dim, theta) for p in positions)
         normed = self.input_layernorm(x)
-        pairs = zip(attention.keys_and_values(context, before), attention.keys_and_values(normed, own), strict=True)
+        pairs = zip(attention.keys_and_values(context, c_rope), attention.keys_and_values(normed, x_rope), strict=True)
         k, v = (torch.cat(pair, -2) for pair in pairs)
-        q = attention.queries(normed, own)
+        q = attention.queries(normed, x_rope)
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
         x = x + attention.project_output(F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask))
@@ -105,12 +105,12 @@ class MarkovHead(nn.Module):
             return embedded
         if not projection.is_recurrent:
             return torch.sigmoid(projection.hidden_part + F.linear(embedded, projection.weight)) * embedded
-        of_state, of_token = projection.weight.chunk(2, 1)
-        # Only the projection of the state depends on the preceding depth.
-        known = projection.hidden_part + F.linear(embedded, of_token)
+        state_weight, token_weight = projection.weight.chunk(2, 1)
+        # Only the state depends on the preceding depth, so all other terms are computed first.
+        without_state = projection.hidden_part + F.linear(embedded, token_weight)
         state, factors = torch.zeros_like(embedded[..., 0, :]), []
-        for at_depth in known.unbind(-2):
-            gate, candidate, output = (at_depth + F.linear(state, of_state)).chunk(3, -1)
+        for terms in without_state.unbind(-2):
+            gate, candidate, output = (terms + F.linear(state, state_weight)).chunk(3, -1)
             gate = torch.sigmoid(gate)
             state = gate * state + (1 - gate) * torch.tanh(candidate)
             factors.append(torch.tanh(output))
@@ -159,10 +159,10 @@ class BlockHead(nn.Module):
         at = torch.arange(features.shape[1], device=x.device)
         slots = torch.arange(size, device=x.device)
         block = torch.arange(num_blocks, device=x.device).repeat_interleave(size)
-        seen = torch.cat((at < anchors[block][:, None], block[:, None] == block), 1)
+        mask = torch.cat((at < anchors[block][:, None], block[:, None] == block), 1)
         positions = ((anchors[:, None] + slots).flatten(), at)
         for layer in self.layers:
-            x = layer(x, context, positions, seen, self.shape.rope_theta)
+            x = layer(x, context, positions, mask, self.shape.rope_theta)
         return self.norm(x).unflatten(1, (num_blocks, size))
 
 
@@ -183,20 +183,20 @@ def block_loss(
     lm_head: [V, H], the target's lm_head.  embeds: the embeddings of the tokens and of the mask token.  tokens: [B, R],
     at positions 1 .. R.  features: [B, R, F], at positions 0 .. R-1.  target_logits: [B, R, V], at positions 1 .. R.
     loss_mask: bool [B, R], the positions that count in the loss.  anchors: [A], from 1 to R - S + 1.
-    The Markov head reads the preceding tokens of the text.
+    The Markov head reads the text's tokens, not the draft's guesses.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
-    # The token before a depth is at position anchor + depth.  A row learns the target's distribution at this position.
-    places = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
-    factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, places], outputs)
+    # The token before depth d has position anchor + d, so it is tokens[:, anchor + d - 1].  target_logits likewise.
+    token_indices = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
+    factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, token_indices], outputs)
     losses, agreements = [], []
-    for depth, at in enumerate(places.unbind(1)):
+    for depth, index in enumerate(token_indices.unbind(1)):
         logits = F.linear(outputs[:, :, depth], lm_head.to(outputs.dtype)).float()
         if head.markov_head is not None and factors is not None:
             logits = logits + head.markov_head(factors[:, :, depth]).float()
-        wanted, counts = target_logits[:, at].float(), loss_mask[:, at]
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1), reduction="none")
+        depth_logits, counts = target_logits[:, index].float(), loss_mask[:, index]
+        loss = F.cross_entropy(logits.flatten(0, 1), depth_logits.softmax(-1).flatten(0, 1), reduction="none")
         num_counted = counts.sum().clamp(min=1)
         losses.append(decay**depth * (loss * counts.flatten()).sum() / num_counted)
-        agreements.append(((logits.argmax(-1) == wanted.argmax(-1)) & counts).sum() / num_counted)
+        agreements.append(((logits.argmax(-1) == depth_logits.argmax(-1)) & counts).sum() / num_counted)
     return torch.stack(losses).sum(), torch.stack(agreements).detach()

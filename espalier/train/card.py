@@ -37,7 +37,7 @@ A draft does not change what the target says; it changes how fast.
 | --- | --- |
 {figures}
 
-`accept_length_*` is the mean number of tokens of a round, behind every position of the target's greedy text on
+`accept_length_*` is the mean number of tokens of a round, after every position of the target's greedy text on
 held-out prompts; `agreement_n` the share of the draft's likeliest tokens at depth n that are the target's, in training.
 """
 
@@ -46,8 +46,8 @@ def write_card(
     out: Path, kind: str, target: Path, data: UserText, figures: Mapping[str, float], config: TrainConfig
 ) -> None:
     kinds = Counter(each.kind or "conversations" for each in data.conversations)
-    parts = [f"{count} {name}" for name, count in kinds.items()]
-    parts += [f"{len(data.stream)} tokens of documents"] if len(data.stream) else []
+    sources = [f"{count} {name}" for name, count in kinds.items()]
+    sources += [f"{len(data.stream)} tokens of documents"] if len(data.stream) else []
     text = CARD_TEMPLATE.format(
         kind=kind,
         version=__version__,
@@ -55,7 +55,7 @@ def write_card(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
         target=target,
         out=out,
-        data=", ".join(parts),
+        data=", ".join(sources),
         licenses=", ".join(data.licenses) or "the data do not say",
         command=shlex.join(["espalier", *sys.argv[1:]]),
         settings=" ".join(f"{flag_of(name)} {value}" for name, value in asdict(config).items() if value is not None),

@@ -27,7 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """Returns the sizes of a draft layer, by default the target's.  intermediate_size: None for the target's."""
+    """Returns the sizes of a draft layer: the target's, but `intermediate_size` if it is not None."""
     hidden, heads = int(target_config["hidden_size"]), int(target_config["num_attention_heads"])
     return {
         "vocab_size": int(target_config["vocab_size"]),
@@ -43,8 +43,8 @@ def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -
 
 
 def read_shape(layer_config: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
-    """Returns the shape in `layer_config`, a config.json or its object for the layers.  other_fields: fields of the
-    shape that are not in `layer_config`."""
+    """Returns the shape in `layer_config`, a config.json or the part of a config.json that describes the layers.
+    other_fields: fields of the shape that are not in `layer_config`."""
     sizes = {name: layer_config[name] for name in shape.__dataclass_fields__ if name in layer_config}
     return shape(**{**sizes, "rope_theta": rope_theta(layer_config), **other_fields})
 

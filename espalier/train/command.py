@@ -137,10 +137,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         train.add_argument(
             "--work",
             type=non_empty_path,
-            help="a folder for the target's own text, and for what an unfinished run goes on from (OUT/work)",
+            help="a folder for text that the target generates, and for the state of an unfinished run (OUT/work)",
         )
         add_config_flags(train, trainer.config)
-    about = "generate the target's own text, for all runs of a work folder"
+    about = "generate training text with the target, for all runs of a work folder"
     own_text = commands.add_parser("own-text", help=about, description=about)
     own_text.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
     own_text.add_argument("--data", type=non_empty_path, required=True, help=DATA_HELP)
@@ -148,7 +148,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "--work", type=non_empty_path, required=True, help="a folder for the text; texts of several seeds add up there"
     )
     add_config_flags(own_text, OwnTextConfig)
-    about = "accept lengths of a draft on the target's own greedy text"
+    about = "accept lengths of a draft on greedy text of the target"
     evaluate = commands.add_parser("evaluate", help=about, description=about)
     evaluate.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
     evaluate.add_argument(

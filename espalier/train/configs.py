@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-# The fields with sizes of a target that a draft's layers inherit.
+# The numbers that the config.json of a target must have.
 SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -63,7 +63,7 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
 
 
 def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Returns the indices of target layers whose inputs a draft reads.  config: the target's config.json."""
+    """Returns the indices of the target layers whose inputs EAGLE-3 and block drafts read.  config: the target's."""
     num_layers = int(config["num_hidden_layers"])
     return 2, num_layers // 2, num_layers - 3
 

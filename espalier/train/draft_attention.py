@@ -1,8 +1,7 @@
-"""The attention of a draft during training: causal over the rows of the first level, and along the chain of later
-levels.
+"""The attention of a draft during training: causal over the rows of the first step, and along a chain of later steps.
 
-In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs again on its own output, and a row attends to keys
-of several levels.  So attention scores are computed explicitly.
+In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs several steps, and reads its own output after the
+first step.  A row attends to keys of several steps, so this module computes the attention scores itself.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from espalier.train.llama import rotate
 class DraftAttention(nn.Module):
     """The projections of an attention layer.  The caller computes the attention."""
 
-    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projects x [..., T, input_size] to q, k and v, [..., heads, T, head_dim] each.
-        q and k are rotated; k and v are repeated so that each query head has its own."""
+        q and k are rotated.  k and v are repeated, so that each query head has its own k and v."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -42,17 +41,18 @@ class DraftAttention(nn.Module):
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Computes causal attention to level 0 and, in each later level, attention to the key of the same index."""
-    (k0, v0), later = chain[0], chain[1:]
-    if not later:
+    """Computes causal attention to the keys of step 0 and, in each later step, to the key at the row's index.
+    chain: (keys, values) of each step."""
+    (k0, v0), later_steps = chain[0], chain[1:]
+    if not later_steps:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)
     length = q.shape[-2]
     scale = q.shape[-1] ** -0.5
     mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = [(q @ k0.mT).float().masked_fill(mask, float("-inf"))]
-    scores += [(q * k).float().sum(-1, keepdim=True) for k, _ in later]
+    scores += [(q * k).float().sum(-1, keepdim=True) for k, _ in later_steps]
     weights = (torch.cat(scores, dim=-1) * scale).softmax(-1).to(v0.dtype)
     out = weights[..., :length] @ v0
-    for index, (_, v) in enumerate(later):
+    for index, (_, v) in enumerate(later_steps):
         out = out + weights[..., length + index, None] * v
     return out

@@ -16,11 +16,12 @@ from espalier.train.target import Eagle3Target, FrozenTarget
 
 
 def choose_vocabulary(tokens: np.ndarray, greedy_counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, float]:
-    """Returns (ascending token ids of the draft vocabulary, the share of greedy tokens in it)."""
-    counts = np.bincount(tokens, minlength=len(greedy_counts)) / len(tokens)
-    own = greedy_counts / max(1, greedy_counts.sum())
-    ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:vocab_size])
-    return ids, float(own[ids].sum())
+    """Returns (ascending token ids of the draft vocabulary, the share of the target's greedy tokens that it contains).
+    tokens: a text.  greedy_counts: how often the target chose each token id."""
+    text_shares = np.bincount(tokens, minlength=len(greedy_counts)) / len(tokens)
+    greedy_shares = greedy_counts / max(1, greedy_counts.sum())
+    ids = np.sort(np.argsort(-(greedy_shares + 0.1 * text_shares), kind="stable")[:vocab_size])
+    return ids, float(greedy_shares[ids].sum())
 
 
 def new_draft(target: Eagle3Target, draft_vocabulary: np.ndarray, config: Eagle3Config) -> Eagle3Draft:
@@ -37,8 +38,8 @@ def new_draft_with_vocabulary(
 ) -> tuple[Eagle3Draft, dict[str, float]]:
     """Returns (a new draft, the figure `coverage`).  Its vocabulary is the target's most frequent tokens."""
     counts = files.own_text.greedy_counts
-    seen = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
-    ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))
+    tokens = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
+    ids, coverage = choose_vocabulary(tokens, counts, min(config.draft_vocab, len(counts)))
     print(f"draft vocabulary {len(ids)} of {len(counts)}: {coverage:.2%} of the target's greedy tokens")
     return new_draft(target, ids, config), {"coverage": coverage}
 

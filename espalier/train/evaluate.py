@@ -25,8 +25,8 @@ from espalier.train.writer import TargetWriter, find_repeats
 
 @dataclass
 class Beams:
-    """The draft rows of one level of N trees, [N, K, ...] each.
-    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors."""
+    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].
+    on_path: whether the text agrees with the row's path.  chain: the keys and values of the row's ancestors."""
 
     tokens: Tensor
     scores: Tensor
@@ -99,17 +99,17 @@ def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
     """Returns the outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
-    positions: [N]."""
+    positions: [N], the RoPE position of each tree's rows.  keys, values: see causal_rows.  roots: [N]."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
     q, k, v = (t.squeeze(-2) for t in layer.self_attn.project_qkv(joined, cos, sin))
     beams.chain.append((k, v))
-    prefix = torch.einsum("nkhd,hrd->nkhr", q, keys)
+    prefix_scores = torch.einsum("nkhd,hrd->nkhr", q, keys)
     is_later = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
-    prefix = prefix.masked_fill(is_later[:, None, None, :], float("-inf"))
-    own = torch.stack([(q * k).sum(-1) for k, _ in beams.chain], dim=-1)
-    weights = (torch.cat((prefix, own), dim=-1) * q.shape[-1] ** -0.5).softmax(-1)
+    prefix_scores = prefix_scores.masked_fill(is_later[:, None, None, :], float("-inf"))
+    chain_scores = torch.stack([(q * k).sum(-1) for k, _ in beams.chain], dim=-1)
+    weights = (torch.cat((prefix_scores, chain_scores), dim=-1) * q.shape[-1] ** -0.5).softmax(-1)
     attended = torch.einsum("nkhr,hrd->nkhd", weights[..., : keys.shape[1]], values)
     for index, (_, v) in enumerate(beams.chain):
         attended = attended + weights[..., keys.shape[1] + index, None] * v
@@ -130,26 +130,26 @@ class AcceptReport:
 
 def make_report(lengths: list[Tensor], texts: list[np.ndarray], output_starts: list[int]) -> AcceptReport:
     fresh: list[float] = []
-    looping: list[float] = []
+    repeated: list[float] = []
     every_root: list[float] = []
     for accepted, text, first in zip(lengths, texts, output_starts, strict=True):
-        loops, root, values = find_repeats(text), first, accepted.tolist()
+        is_repeated, root, values = find_repeats(text), first, accepted.tolist()
         every_root += values
         while root - first < len(values):
             length = values[root - first]
-            (looping if loops[root] else fresh).append(length)
+            (repeated if is_repeated[root] else fresh).append(length)
             root += length
-    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, looping, every_root)]
-    return AcceptReport(means[0], means[1], means[2], len(looping) / max(1, len(looping) + len(fresh)))
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, repeated, every_root)]
+    return AcceptReport(means[0], means[1], means[2], len(repeated) / max(1, len(repeated) + len(fresh)))
 
 
 # Continuations with at most this number of tokens are not measured.
 MIN_MEASURED_TOKENS = 8
-MEASURED_TREES = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
+MEASURED_TREES = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}  # (steps, topk, num_draft_tokens)
 
 
 def require_measurable(num_tokens: int, steps: int) -> None:
-    """Raises EspalierError if continuations of num_tokens tokens are too short for a tree of `steps` levels."""
+    """Raises EspalierError if continuations of num_tokens tokens are too short for a tree of `steps` depths."""
     if num_tokens <= (shortest := max(MIN_MEASURED_TOKENS, steps)):
         raise EspalierError(
             f"--max-tokens={num_tokens} is too few to measure a tree of {steps} steps; use at least {shortest + 1}"
@@ -160,7 +160,7 @@ def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
     """Generates greedy continuations.  Returns (texts, index where each continuation begins) for all continuations with
-    more than `steps` tokens.
+    more than max(MIN_MEASURED_TOKENS, steps) tokens.
 
     Prints the number of omitted prompts.  Raises EspalierError if all prompts are omitted.
     """
@@ -186,5 +186,5 @@ def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) ->
         means = ("-" if math.isnan(mean) else f"{mean:.2f}" for mean in (found.fresh, found.repeated, found.every_root))
         rows.append([name, *numbers, *means, f"{found.repeated_share:.0%}"])
     print("Mean accept length over the target's greedy text: of the rounds that decoding has, in new and in repeated")
-    print("text, and of a round behind every position.  -: no such round.")
+    print("text, and of a round after every position.  -: no such round.")
     print_table(rows)

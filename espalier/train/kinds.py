@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
 from espalier.train import block, eagle3, mtp
-from espalier.train import evaluate as of_eagle3
+from espalier.train import evaluate as eagle3_measure
 from espalier.train.block_head import block_loss
 from espalier.train.checkpoint import load_draft, save_draft
 from espalier.train.data import UserText
@@ -39,12 +39,12 @@ Tree = tuple[int, int, int]
 class DraftKind:
     """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
-    new_draft: (target, files, config) -> (a new draft, its figures). loss: the loss of a batch.  make_loss: (draft,
-    target, config, loss) -> a LossFunction. accept_lengths: (draft, target, tokens [T], first_root, *tree) -> the
-    accept length at each root n, first_root <= n < T - steps. trees: the trees that are measured, by name.  depth:
-    (draft, tree) -> the number of tokens of the tree's longest path. save: (draft, target, the target's directory,
-    out).  config: (draft, common settings) -> the settings for further training.  print_details: prints results of
-    `evaluate` other than accept lengths.  dtype: the dtype for evaluating a draft; None for the target's dtype."""
+    new_draft: (target, files, config) -> (a new draft, its figures).  loss: the loss of a batch.
+    make_loss: (draft, target, config, loss) -> a LossFunction.  make_rows: see DraftRun.
+    accept_lengths: (draft, target, tokens [T], first_root, *tree) -> lengths at roots n, first_root <= n < T - steps.
+    trees: (draft) -> the trees to measure, by name.  depth: (draft, tree) -> tokens of the tree's longest path.
+    save: (draft, target, the target's directory, out).  config: (draft, common settings) -> to train it further.
+    print_details: prints the other results of `evaluate`.  dtype: for evaluating a draft; None: the target's dtype."""
 
     load: Callable[[Path], Any]
     target: type[FrozenTarget]
@@ -67,8 +67,8 @@ EAGLE3 = DraftKind(
     new_draft=eagle3.new_draft_with_vocabulary,
     loss=training_loss,
     make_loss=eagle3.make_loss,
-    accept_lengths=of_eagle3.accept_lengths,
-    trees=lambda _: of_eagle3.MEASURED_TREES,
+    accept_lengths=eagle3_measure.accept_lengths,
+    trees=lambda _: eagle3_measure.MEASURED_TREES,
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
     config=lambda draft, common: Eagle3Config(**common),
     dtype=torch.float32,
@@ -123,8 +123,8 @@ def train(
 
     loss = torch.compile(kind.loss) if target.device.type == "cuda" else kind.loss
     loss_of, depth = kind.make_loss(draft, target, config, loss), max(kind.depth(draft, t) for t in trees.values())
-    parts = draft, target, loss_of, lambda: kind.save(draft, target, target_dir, out), measure_trees
-    return train_draft(DraftRun(*parts, files, config, kind.make_rows, depth), **figures)
+    functions = loss_of, lambda: kind.save(draft, target, target_dir, out), measure_trees
+    return train_draft(DraftRun(draft, target, *functions, files, config, kind.make_rows, depth), **figures)
 
 
 def measure(

@@ -38,15 +38,15 @@ def make_loss(
 @torch.no_grad()
 def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int) -> Tensor:
     """Returns whether the head's likeliest token equals the token of a greedy text, for every depth and every root n.
-    tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps."""
+    tokens: [T].  Returns bool [steps, roots], for first_root <= n < T - steps."""
     roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     dtype, (hidden, _) = head.dtype, target(tokens[None])
     outputs = head.unroll(target.embed(tokens[None, 1:]).to(dtype), hidden[:, :-1].to(dtype), steps)
-    found = [
+    matches = [
         F.linear(output[0, roots - 1], target.lm_head.to(dtype)).argmax(-1) == tokens[roots + depth]
         for depth, output in enumerate(outputs, 1)
     ]
-    return torch.stack(found)
+    return torch.stack(matches)
 
 
 def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int, *_: int) -> Tensor:
@@ -59,8 +59,8 @@ def agreement_by_depth(
 ) -> list[float]:
     """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
-    found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, output_starts, strict=True)]
-    return torch.cat(found, 1).float().mean(1).tolist()
+    matches = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, output_starts, strict=True)]
+    return torch.cat(matches, 1).float().mean(1).tolist()
 
 
 def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int]) -> None:

@@ -75,21 +75,21 @@ class MtpHead(nn.Module):
 
         embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's hidden state at p.
         """
-        reads, outputs = hidden, []
+        hidden_inputs, outputs = hidden, []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows, num_layers = embeds.shape[1], len(self.layers)
         for skipped in range(min(num_depths, num_rows)):
             layer = self.layers[min(skipped, num_layers - 1)]
             # The last `skipped` rows have no token.  Their embeddings are zeros, so that every depth has the same
             # shape.
-            x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), reads)
+            x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), hidden_inputs)
             positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
             tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
             q, k, v = layer.self_attn.project_qkv(layer.input_layernorm(x), *tables)
             chain = [*chain, (k, v)] if skipped >= num_layers else [(k, v)]
             output = layer.finish_layer(x, attend(q, chain))
             outputs.append(output[:, : num_rows - skipped])
-            reads = hidden if self.form == "target" and skipped + 1 < num_layers else output
+            hidden_inputs = hidden if self.form == "target" and skipped + 1 < num_layers else output
         return outputs
 
 

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for the rest, with one learning_rate_factor of warm-up, hold and decay.
+"""Muon for matrices between hidden states, AdamW for all other weights, and one learning-rate schedule for both.
 
 Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  The step is then
 scaled to the usual root mean square of AdamW's steps (Liu et al., arXiv 2502.16982).
@@ -11,14 +11,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Name parts of matrices with a row for each token of the vocabulary.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Texts in the names of matrices that have a row for each token of the vocabulary.
 TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
     """Returns approximately the nearest semi-orthogonal matrices (Newton-Schulz).  matrices: [N, rows, columns]."""
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

@@ -31,7 +31,7 @@ from espalier.train.windows import StreamWindows, TextList, require_windows
 from espalier.train.work import origin_of, replace_file, require_same_origin
 from espalier.train.writer import TargetWriter
 
-# The factor of the seed, so that two seeds draw different windows.
+# A seed is multiplied by this factor, so that two seeds draw different windows.
 WINDOW_SEED_FACTOR = 100_003
 TRIAL_FLAGS = "--continuations 64 --continuation-tokens 64"
 TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
@@ -99,7 +99,7 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
     If generate_batch changes, the remaining text differs, but no batch is generated twice."""
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
-    begun, made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
+    started_at, num_made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
     while (before := unfinished.num_texts) < config.continuations and seconds < most:
         number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
         prompts = (
@@ -113,9 +113,9 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
         seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
         texts = writer.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0, seed)
         unfinished.append(TextBatch([len(prompt) for prompt in prompts], sampled, texts))
-        made += size
-        seconds = time.perf_counter() - begun
-        left = min((config.continuations - unfinished.num_texts) * seconds / made, max(0.0, most - seconds))
+        num_made += size
+        seconds = time.perf_counter() - started_at
+        left = min((config.continuations - unfinished.num_texts) * seconds / num_made, max(0.0, most - seconds))
         print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {format_minutes(left)} left", flush=True)
 
 
@@ -163,7 +163,7 @@ def write_own_text(
         arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
         # The file is replaced at once, because another run may read it.
         remedy = "free some space there, or give another --work"
-        with replace_file(path, remedy) as half, half.open("wb") as file:
+        with replace_file(path, remedy) as new_file, new_file.open("wb") as file:
             np.savez(file, greedy_counts=counts, made_from=np.array(made_from), **arrays)
             # The text must be on disk before the unfinished text is removed.
             file.flush()
@@ -173,9 +173,9 @@ def write_own_text(
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
     """Returns the number of tokens of the longest prompt with its continuation.  prompts: additional prompts."""
-    own = [each.tokens for each in data.conversations]
-    cut = [] if own else [length for length, _ in config.prompt_batches()]
-    return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
+    conversations = [each.tokens for each in data.conversations]
+    cut_lengths = [] if conversations else [length for length, _ in config.prompt_batches()]
+    return max([*map(len, conversations), *map(len, prompts), *cut_lengths]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> UnfinishedText:

@@ -19,7 +19,7 @@ EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # The lengths, in tokens, of the prompts that the target continues.  Batches have these lengths in turn.
 PROMPT_LENGTHS = (48, 96, 192, 384)
-# A run's seed is multiplied by factors to get 64-bit seeds (own_text.py, packing.py), so it has a limit.
+# A run's seed is multiplied by factors to get 64-bit seeds (own_text.py, windows.py), so it has a limit.
 MAX_SEED = 10**8
 # The maximum depth of a draft in the engine.
 MAX_DEPTH = 256
@@ -34,7 +34,7 @@ def length_advice(prompt_tokens: int, max_positions: int) -> str:
 
 @dataclass(frozen=True)
 class OwnTextConfig:
-    """The settings of the target's own text.
+    """The settings for the text that the target generates, as training data for its draft (the target's own text).
     A field with the option `free` may change when a run is continued."""
 
     continuations: int = option(
@@ -54,7 +54,7 @@ class OwnTextConfig:
         high=1,
     )
     seed: int = option(
-        "seed of every random choice; the own text of several seeds adds up in the work folder", 0, low=0, high=MAX_SEED
+        "seed of every random choice; the texts of several seeds add up in the work folder", 0, low=0, high=MAX_SEED
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class TrainConfig(OwnTextConfig):
     )
     decay: float = option("weight of a depth's loss, relative to that of the depth before it", 0.9, low=0, high=10)
     own_share: float = option(
-        "share of a batch's rows, 0 to 1, that is the target's own text; the rest is data", 0.6, low=0, high=1
+        "share of a batch's rows, 0 to 1, that the target generated; the other rows are --data", 0.6, low=0, high=1
     )
     matrix_lr: float = option(
         "highest learning rate of the matrices between hidden states, which Muon trains", 4e-3, above=0, high=1
@@ -116,7 +116,7 @@ class TrainConfig(OwnTextConfig):
 
     @property
     def own_rows(self) -> int:
-        """The number of rows of a batch that are the target's own text."""
+        """The number of rows of a batch that the target generated."""
         return round(self.own_share * self.batch)
 
     def require_target(self, target_config: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class BlockConfig(TrainConfig):
 
     layers: int = option("number of the draft's layers", 3, low=1, high=MAX_DEPTH)
     block_size: int = option("number of tokens that one pass of the draft proposes", 8, low=2, high=MAX_DEPTH)
-    edge_rank: int = option("rank of the Markov head, which scores a token given those before it; 0: none", 64, low=0)
+    edge_rank: int = option("rank of the Markov head, which scores a token given earlier tokens; 0: none", 64, low=0)
     edge_kind: EdgeKind = field(
         default="vanilla",
         metadata={

@@ -1,4 +1,4 @@
-"""The unfinished own text of the target: a file in the work folder to which one batch at a time is appended.
+"""The text that the target has generated so far (unfinished own text): a file to which batches are appended.
 
 The first line has the target, data and settings of the text.  Every other line is a batch.  After a killed process, the
 last line may be incomplete.  The next run removes that line and generates the missing batches.
@@ -23,7 +23,7 @@ from espalier.train.work import require_same_origin
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Prompts with continuations.  firsts: the number of tokens of each prompt.  sampled: else greedy."""
+    """Prompts with continuations.  firsts: tokens of each prompt.  sampled: whether they are sampled, not greedy."""
 
     firsts: list[int]
     sampled: bool

@@ -59,7 +59,7 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: the lengths of the prompts."""
+    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: of the prompt of each text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -125,6 +125,6 @@ class TextRows:
             steps = len(rows) // batch_size
             for step in range(min(first_batch, steps), steps):
                 at = places[rows[step * batch_size : (step + 1) * batch_size, None] + reach]
-                made = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
-                yield made[0].to(self.device), made[1].to(self.device)
+                batch = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
+                yield batch[0].to(self.device), batch[1].to(self.device)
             number, first_batch = number + 1, max(0, first_batch - steps)

@@ -1,7 +1,7 @@
 """The files of a work folder: checks the target, data and settings that a file was made from, and replaces files
 atomically.
 
-A run that continues, or that uses existing own text, must have the same target, data and settings.
+A run that continues, or that trains on saved text of the target, must have the same target, data and settings.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
 
 
 def target_digest(directory: Path) -> str:
-    whole = hashlib.sha256((directory / "config.json").read_bytes())
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size
-        whole.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for start in (0, size // 2, max(0, size - SAMPLED_BYTES)):
                 file.seek(start)
-                whole.update(file.read(SAMPLED_BYTES))
-    return whole.hexdigest()[:DIGEST_CHARS]
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:DIGEST_CHARS]
 
 
 def text_digest(tokens: np.ndarray) -> str:
@@ -84,8 +84,8 @@ def replace_file(path: Path, remedy: str) -> Iterator[Path]:
         unfinished.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:
         # PyTorch's error only says that its writer failed.  The preceding error has the cause.
-        first = error.__context__ if isinstance(error.__context__, OSError) else error
-        why = (isinstance(first, OSError) and first.strerror) or one_line(error)
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        why = (isinstance(cause, OSError) and cause.strerror) or one_line(error)
         raise OSError(f"{path} cannot be written ({why}); {remedy}") from None
     finally:
         unfinished.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
-# The number of repeated tokens in a text that count as a loop.
+# A text that repeats this number of earlier tokens is in a loop.
 LOOP_TOKENS = 16
 # The maximum batch.  Larger batches are not faster on a GPU.
 MAX_BATCH = 256

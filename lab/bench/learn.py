@@ -21,7 +21,7 @@ from typing import Any
 
 from espalier.config import EngineConfig
 from espalier.learn.folder import LearnConfig
-from espalier.learn.learner import TRAINER, Learner
+from espalier.learn.learner import TRAINER_COMMAND, Learner
 from espalier.llm import LLM, prepare_engine
 from espalier.request import Request, SamplingParams
 from espalier.stats import SpeculationStats
@@ -93,7 +93,7 @@ class TopicPhase:
 
 
 def run(args: Namespace) -> None:
-    trainer = (sys.executable, "-c", NORMAL_PRIORITY_TRAINER) if args.busy else TRAINER
+    trainer = (sys.executable, "-c", NORMAL_PRIORITY_TRAINER) if args.busy else TRAINER_COMMAND
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         prepared = prepare_engine(EngineConfig("bundled", draft="bundled", **ENGINE_SETTINGS))
         learner = Learner(LearnConfig(folder, tokens=args.tokens, seconds=args.seconds), prepared, trainer)

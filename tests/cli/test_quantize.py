@@ -121,7 +121,7 @@ def test_a_machine_too_small_for_the_comparison_is_told_before_the_copy(tmp_path
 @pytest.mark.full
 def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsys, monkeypatch):
     """A synthetic chain, which FP8 keeps: both agree everywhere, and accept as many tokens."""
-    monkeypatch.setattr("espalier.bench.quantised.OWN_TEXT_TOKENS", 96)
+    monkeypatch.setattr("espalier.bench.quantised.GENERATED_LENGTH", 96)
     recipe = Recipe(tiny(), skill=0.8)
     target, draft = write_checkpoint(recipe, tmp_path / "made", torch.bfloat16)
     report = tmp_path / "report.json"

@@ -83,13 +83,13 @@ def test_texts_that_a_full_disk_loses_do_not_count(tmp_path, monkeypatch):
     sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(80):
         sample.add([number, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
-    assert all(sample.texts_per_kind.values()) and sample.num_held_back
+    assert all(sample.texts_per_kind.values()) and sample.num_held_back_tokens
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
         for _ in of_folder.TEXT_KINDS:
             with pytest.raises(OSError, match="No space"):
                 sample.flush()
-    assert (sum(sample.texts_per_kind.values()), sample.num_tokens, sample.num_held_back) == (0, 0, 0)
+    assert (sum(sample.texts_per_kind.values()), sample.num_tokens, sample.num_held_back_tokens) == (0, 0, 0)
     sample.add([0, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
     sample.flush()
     assert (sum(sample.texts_per_kind.values()), sample.num_tokens) == (1, 2 + of_folder.MIN_OUTPUT_TOKENS)

@@ -9,9 +9,9 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# The template is searched for the formats' signs in this order.  If a format's signs include another format's signs,
-# the former comes first.
-_TOOLS = (
+# A template gets the first format of this order whose signs are all in the template.  So a format whose signs include
+# the signs of another format comes before that format.
+_TOOL_FORMATS = (
     harmony.TOOL_FORMAT,
     tagged.GLM_FORMAT,
     tagged.QWEN_CODER_FORMAT,
@@ -22,9 +22,9 @@ _TOOLS = (
     mistral.LIST_FORMAT,
     llama.TOOL_FORMAT,
 )
-_REASONING = (harmony.REASONING_FORMAT, MISTRAL_REASONING, THINK_REASONING)
-TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
+_REASONING_FORMATS = (harmony.REASONING_FORMAT, MISTRAL_REASONING, THINK_REASONING)
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOL_FORMATS})
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING_FORMATS})
 AUTO, NONE = "auto", "none"
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 

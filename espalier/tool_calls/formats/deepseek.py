@@ -28,14 +28,14 @@ def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[Non
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, has_fence: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        kind, mark = yield from reader.read_text_before(SEPARATOR, CALL_END)
+        kind, marker = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind
-        if has_fence and mark == SEPARATOR:
+        if has_fence and marker == SEPARATOR:
             if kind.strip() != "function":
                 raise BrokenCall(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
-            name, mark = yield from reader.read_text_before("\n", CALL_END)
+            name, marker = yield from reader.read_text_before("\n", CALL_END)
         call.write_name(name.strip())
-        if mark == CALL_END:
+        if marker == CALL_END:
             return
         yield from reader.read_space()
         if not (yield from call_ends_here(reader, CALL_END)):

@@ -1,6 +1,6 @@
 """The tool calls of Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, or several such objects with "; " between.
 
-A call comes at the start of the output, or after the tag.
+A call comes at the start of the output, or after <|python_tag|>.
 """
 
 from espalier.tool_calls.arguments import read_call_object

@@ -20,7 +20,7 @@ VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 # Some outputs lack <tool_call> before the function.
-CALL_OR_FUNCTION = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
+CALL_OR_FUNCTION_MARKERS = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, read_body: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
@@ -53,17 +53,17 @@ HERMES_FORMAT = ToolFormat(
 
 def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        name, found = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
+        name, marker = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
         call.write_name(name.strip())
         arguments = XmlArguments(call)
-        while found == KEY_BEGIN:
+        while marker == KEY_BEGIN:
             key, _ = yield from reader.read_text_before(KEY_END)
             yield from reader.read_space()
             yield from reader.expect(VALUE_BEGIN)
             yield from arguments.read_value(reader, key.strip(), VALUE_END)
             yield from reader.read_space()
-            found = (yield from reader.read_literal(KEY_BEGIN, CALL_END)) or ""
-        if found != CALL_END:
+            marker = (yield from reader.read_literal(KEY_BEGIN, CALL_END)) or ""
+        if marker != CALL_END:
             raise BrokenCall(f"{CALL_END} is missing in the tool call")
         arguments.finish()
 
@@ -80,7 +80,7 @@ GLM_FORMAT = ToolFormat(
 
 
 def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    while (opening := (yield from reader.read_until(CALL_OR_FUNCTION, writer.add_content))) is not None:
+    while (opening := (yield from reader.read_until(CALL_OR_FUNCTION_MARKERS, writer.add_content))) is not None:
 
         def read(call: CallWriter, opening_marker: str = opening) -> Steps[None]:
             if opening_marker == CALL_BEGIN:
@@ -101,11 +101,11 @@ def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
     arguments = XmlArguments(call)
     while True:
         yield from reader.read_space()
-        found = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
+        marker = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
         # Some outputs lack </function> before the closing tag.
-        if found == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
+        if marker == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
             return arguments.finish()
-        if found is None:
+        if marker is None:
             raise BrokenCall(f"{FUNCTION_END} is missing in the tool call")
         name, _ = yield from reader.read_text_before(">")
         yield from arguments.read_value(reader, name.strip(), PARAMETER_END, strip_chars="\n")
