@@ -63,7 +63,7 @@ class ModelCache:
         """Returns a pass of the model over Q new rows of each of B requests, after a committed prefix.
 
         nodes: the staged rows that each new row attends to; one Nodes per layer if only some layers are causal.
-        tokens: [B, Q]; needed_row: see Pass.
+        tokens: [B, Q], see Pass.
         positions: [B, Q], the RoPE positions; by default the positions of the nodes.
         width: the number of staged rows of each request; by default Q.
         first_staged: the index of the pass's first row among the staged rows of its request.
@@ -72,6 +72,7 @@ class ModelCache:
         commits_by_layer: whether each layer copies its rows to the pages before it attends, instead of `Pass.commit`.
         Needed if a request has several pieces, because a later piece reads the rows of the earlier pieces from the
         pages; and for a draft with several modules, because a pass fills the rows of only one module.
+        needed_row: [B], see Pass.
         state_access: the states that the layers read; None if no layer of the pass keeps a state.
         chosen_rows: the rows that run; None to run all B · Q rows.
         """

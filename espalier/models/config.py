@@ -117,9 +117,8 @@ class Family:
     logit_scale: the factor of logits, before the soft cap.
     layer_ropes: for each layer, the RoPE fields that replace those of the config, and head_dim if the layer has another
     head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
-    load_embedding: loads the token embedding; None for a table of vocab_size rows.
-    load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
-    load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
+    load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer; None for
+    layer_loading.py:load_embedding, load_layer and load_attention.
     layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
     (layer_loading.py:layer_specs_of).
     uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.

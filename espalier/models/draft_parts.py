@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
-    """Returns the draft's embedding, or the target's if the draft has none.
-    Raises EspalierError if the target's embedding has another shape."""
+    """Returns the draft's embedding, else the target's.  Raises EspalierError if the target's has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
         # The target's scale is not copied: a draft's scale is a field of the draft's own config.

@@ -75,7 +75,7 @@ class Experts:
     storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
     has_biases: whether gate, up and down have biases.
     prefix: the prefix of the block's weights in a layer.
-    names: the names of an expert's matrices (storage "apart").  joined_names: of the two stacked tensors ("joined").
+    names: the names of an expert's matrices ("apart").  joined_names: the names of the two stacked tensors ("joined").
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.

@@ -150,8 +150,7 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 @dataclass(frozen=True)
 class WeightSize:
     """The size of a model's weights in memory.
-    num_cast_values: the number of values that are cast to the model's dtype.  kept_bytes: the bytes of tensors that
-    keep their stored dtype."""
+    num_cast_values: values that are cast to the model's dtype.  kept_bytes: bytes of tensors that are not cast."""
 
     num_cast_values: int = 0
     kept_bytes: int = 0
