@@ -23,7 +23,7 @@ MAX_ROUNDS_IN_FLIGHT = 2
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
-# The row of the page buffers that padding uses.  The row stays zero, so that a masked read of it is finite.
+# The page row of padding.  It stays zero: attention may read it and multiply it by zero, and 0 · NaN would be NaN.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, "Tensor")

@@ -18,7 +18,7 @@ from espalier.cache.layer_spec import CacheSpec, LayerSpec, group_layers, layers
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# In order of preference.  A file with a new backend registers it: BACKENDS[New.support.name] = New.
+# The order is the order of preference.  To add a backend from another file: BACKENDS[New.support.name] = New.
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend_class.support.name: backend_class
     for backend_class in (
@@ -30,7 +30,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
         TrtllmBackend,
     )
 }
-# Separates the names if the groups of a model have different backends.
+# Separates the backends' names in one string, if the groups of a model's layers have different backends.
 NAME_SEPARATOR = ", "
 
 
@@ -42,11 +42,11 @@ def backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: CacheSpec | None = None) -> str:
-    """Return the name that "auto" stands for: the first backend that supports the device, the dtype and `cache_spec`.
+    """Return the backend's name that "auto" means: the first that supports the device, the dtype and `cache_spec`.
 
-    If none supports all three, it is the first backend that supports the device.
+    If no backend supports all three, "auto" means the first backend that supports the device.
     """
-    installed = [made.support for made in BACKENDS.values() if made.support.is_installed]
+    installed = [backend_class.support for backend_class in BACKENDS.values() if backend_class.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
     suitable = [
         support
@@ -59,9 +59,10 @@ def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: C
 def choose_backends(
     configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """Return the backend's name for `layers`, or one name per group of layers if they differ.
+    """Return the name of the backend of `layers`.  If their groups (group_layers) need different backends, return the
+    names of all groups in one string, joined with NAME_SEPARATOR.
 
-    configured: the name that the user set, None for auto.  Layers that keep a state need no backend.
+    configured: the name that the user set; None for "auto".  Layers that keep a state need no backend.
     """
     groups = group_layers(specs, layers_with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, cache_spec) for cache_spec in groups]
@@ -78,10 +79,9 @@ def grouped_backend(
     lacks_first_rows: bool = False,
     exact_lengths: bool = True,
 ) -> GroupedBackend:
-    """Create the backends of `layers`.  names: from choose_backends; lacks_first_rows, exact_lengths: see
-    Support.require.
+    """Create the backends of `layers`.  Raises EspalierError if a backend cannot run its layers.
 
-    Raises EspalierError if a backend cannot run its layers.
+    names: the result of choose_backends.  lacks_first_rows, exact_lengths: see Support.require.
     """
     groups = group_layers(specs, layers_with_rows(specs, layers))
     group_names = names.split(NAME_SEPARATOR)

@@ -1,9 +1,9 @@
 """The contract of attention backends.
 
-Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  The queries
-attend to committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows,
-with its log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_attention) and the merge are then
-shared code.  A backend may override `attend` to do both in one kernel.
+Every forward pass of a target or a draft has queries [B, Q].  The queries attend to committed rows, which are in pages,
+and to staged rows [B, R] (cache/kv.py).  A backend must implement attention over the committed rows, and return its
+log-sum-exp.  Code that all backends share computes attention over the staged rows
+(kernels/ops/attention.py:staged_attention) and merges the results.  A backend may override `attend` with one kernel.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from espalier.kernels.state.kv_scales import KVScales
 
 @dataclass(frozen=True)
 class CommittedLengths:
-    """The committed lengths of a launch's requests, as far as the host knows them.
+    """The numbers of committed rows of a launch's requests, as far as the host knows them.
 
-    max_lengths: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
-    exact: whether the bounds are the lengths, as in lock-step.  A capture sets True only if every replay of its graph
-    has exact bounds.  in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a
-    replay.
+    max_lengths: an upper bound for each request (in a prefill pass, for each piece), in batch order; 0 for padding.
+    exact: whether the bounds are the lengths, as in rounds without overlap.  The capture of a CUDA graph sets True only
+    if the bounds are exact in every replay.
+    in_graph: whether the launch captures a CUDA graph, replays it, or is the eager run before the capture.
     """
 
     max_lengths: tuple[int, ...]
@@ -51,17 +51,17 @@ class CommittedLengths:
 
 
 class SelectedMask(NamedTuple):
-    """mask: [B, Q, P + R] bool, whether a query attends to each of the first P positions, and to each staged row."""
+    """mask: [B, Q, P + R] bool: whether a query attends to each of the first P positions and to each staged row."""
 
     mask: Tensor
 
 
-# The rows that a layer's queries attend to.  Each backend uses one of the two types.
+# The rows that a layer's queries attend to.  A backend uses one of the two types.
 Selection = SelectedMask | SelectedRows
 
 
 def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
-    """Returns the selection [B, 1, ...] of the query rows `kept_rows` [B] among the B · Q rows."""
+    """Returns the selections [B, 1, ...] of B of the B · Q queries.  kept_rows: [B], the indices of these queries."""
     return type(selection)(*(values.flatten(0, 1)[kept_rows][:, None] for values in selection))
 
 
@@ -77,8 +77,8 @@ class AttentionPlan:
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Computes attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
 
-        Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log.  An empty
-        prefix gives zeros and lse -inf.
+        Returns out [B, Q, heads, v_size] and the log-sum-exp lse [B, Q, heads], natural log, float32 (float64 for a
+        float64 model).  For an empty prefix, out is 0 and lse is -inf.
         """
         raise NotImplementedError
 
@@ -87,16 +87,17 @@ class AttentionPlan:
     ) -> Tensor:
         """Computes attention of q [B, Q, heads, k_size] over committed rows and the staged k, v [B, R, kv_heads, size].
 
-        k, v: as the layer's `cache_spec.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit
-        per head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
-        without sinks; None for all visible rows.  Returns out [B, Q, heads, v_size].
+        k, v: the results of the layer's `cache_spec.read`.
+        sink: [heads] float32 (float64 for a float64 model), a logit of each head in the softmax that has no value.
+        selected: the rows that the queries attend to, for a layer without sinks; None for all visible rows.
+        Returns out [B, Q, heads, v_size].
         """
         assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.kernel_inputs(layer, q, (k, v), *self._no_prefix))
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
-        """Returns `attend` over the committed rows alone; zeros for an empty prefix."""
+        """Computes attention over the committed rows alone.  Returns zeros for an empty prefix."""
         return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:
@@ -109,7 +110,7 @@ class AttentionPlan:
     def select_by_mask(
         self, layer: int, queries: IndexerQueries, keys: Tensor, rows: Tensor, exists: Tensor
     ) -> SelectedMask:
-        """Implements `select` in plain torch. rows [B, P]: rows of the pages; exists [B, P]: whether they exist."""
+        """Implements `select` in plain torch.  rows: [B, P], page rows.  exists: [B, P], whether such a row exists."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = score_keys(queries, torch.cat((committed, keys[:, :, 0]), 1))
         seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible_rows(None)), 2)
@@ -128,8 +129,8 @@ class AttentionPlan:
     ) -> AttentionInputs:
         """Returns the arguments of our attention kernels for a layer."""
         spec, pages, page_size = self.specs[layer], self.committed_kv(layer), self.pages.page_size
-        rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
-        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.kv_scales(layer))
+        first_fields = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
+        return AttentionInputs(*first_fields, spec.window, sink, spec.softcap, self.kv_scales(layer))
 
     @cached_property
     def _no_prefix(self) -> tuple[Prefix, KVSplits]:
@@ -147,7 +148,7 @@ class AttentionPlan:
 class AttentionBackend:
     """An attention backend makes a plan for each pass.  plan_class: the class of these plans.
 
-    A CUDA graph may capture `plan` and the plan that it returns.  So neither may read lengths on the host.
+    A CUDA graph may capture the method `plan` and the calls of its plan.  So these may not read lengths on the host.
     """
 
     support: Support
@@ -157,13 +158,12 @@ class AttentionBackend:
         """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
-        """Returns the plan for some queries of a pass.  All layers with these queries share the plan."""
+        """Returns the plan for queries `nodes`.  All layers of a pass that have these queries share the plan."""
         return self.plan_class(pages, specs, prefix, nodes)
 
 
 class GroupedBackend:
-    """The backends of a model's layer groups.  groups: (layers, backend) each.  backend_by_layer: each layer's
-    backend."""
+    """The backends of a model's groups of layers.  groups: a pair (layers, backend) for each group."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)

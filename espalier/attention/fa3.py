@@ -1,11 +1,12 @@
 """FlashAttention-3: Hopper, K and V heads and latent rows.
 
-The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel; the functions of both have the
-same arguments.  The kernels read page tables and lengths on the device and split long requests among programs there.
-The largest number of splits follows from shapes alone, so the host plans nothing.  The log-sum-exp is in natural log.
+The kernels are in the FlashAttention-3 package and in the sglang-kernel wheel.  Both have the same function.  The
+kernels read page tables and lengths on the device, and split long requests among programs there.  The largest number of
+splits depends on shapes only, so the host plans nothing.  The log-sum-exp is in natural log.
 
-On pages of 64 rows and more the kernels multiply the rows past a request's length by zero, so these rows must be
-finite.  Therefore the engine clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
+With pages of 64 rows or more, the kernels also read rows after the end of a request and multiply them by zero.  These
+rows must be finite, because 0 · NaN is NaN.  So the engine clears the pages of a request whose logits were not finite
+(LaunchInput.cleared_pages).
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from espalier.attention.library import LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.layer_spec import LatentKV
 
-# A pass with this many output values or more does not split requests: it has enough programs, and each split writes a
-# float32 output of its own.
+# A pass with at least this many output values does not split requests.  Such a pass has enough programs without splits,
+# and each split would write another float32 output.
 MAX_VALUES_TO_SPLIT = 2**23
 
 
@@ -38,11 +39,11 @@ class FA3Attention(LibraryAttention):
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
         k, v = self.paged_rows(layer)
-        of_latent = {}
+        latent_arguments = {}
         if isinstance(spec.cache_spec, LatentKV):
-            # The library takes the latent part of queries and rows apart from the rotated part.
+            # The library has separate arguments for the latent part and the rotated part of queries and rows.
             latent = spec.cache_spec.v_size
-            of_latent, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
+            latent_arguments, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
         values = q.shape[0] * q.shape[1] * q.shape[2] * spec.cache_spec.v_size
         out, lse, *_ = flash_attn_with_kvcache()(
             q,
@@ -54,7 +55,7 @@ class FA3Attention(LibraryAttention):
             causal=False,
             num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,
             return_softmax_lse=True,
-            **of_latent,
+            **latent_arguments,
         )
         return out, lse.transpose(1, 2)
 

@@ -1,15 +1,15 @@
 """FlashInfer: K and V heads (its FA2 and FA3 kernels) and latent rows.
 
-A wrapper of the library holds a plan: the division of one shape of pass among programs, made on the host.  By the
-library's code (0.6.7), these plans need exact lengths:
+A wrapper of the library holds a plan, which the host computes for one shape of pass: how the work is divided among
+programs.  In the library's code (0.6.7), these plans need exact lengths:
 
-- FA2 with splits.  FA2 reads lengths on the device, and its kernel counts a request's splits by the length on the
-  device.  But the merge of the splits counts them by the plan.  Without splits an FA2 plan is right for any lengths.
-- FA3 and MLA.  Their kernels read lengths from the plan alone.
+- FA2 with splits.  The attention kernel computes a request's number of splits from the length on the device, but the
+  merge of the splits takes the number from the plan.  Without splits, an FA2 plan is correct for any lengths.
+- FA3 and MLA.  Their kernels read lengths from the plan only.
 
-Therefore rounds run on FA2.  Without overlap a round splits the KV rows, and the host plans again before each replay of
-the graph.  With overlap a round has no splits.  Long passes, whose lengths are exact, run on FA3 where the device has
-it.  Latent rows are refused in overlap.
+Therefore rounds run on FA2.  Without overlap, rounds split the KV rows, and the host plans again before each replay of
+the graph.  With overlap, rounds have no splits, and latent rows are refused.  Long passes have exact lengths, so they
+run on FA3 if the device supports it.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ from espalier.cache.layer_spec import CacheSpec, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# FA3 is used from this number of queries per request on, if lengths are exact: chunks of prompts, and large trees.
+# FA3 is used for at least this number of queries per request (chunks of prompts, large trees), if lengths are exact.
 MIN_FA3_QUERIES = 256
-# Bytes of scratch memory that the library needs, and the most bytes of the splits' partial results.
+# Bytes of scratch memory that the library needs, and the maximum bytes of the splits' partial results.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
-# The most plans that are kept for eager passes.  A prefill pass needs two for the target: one for all rows, and one for
-# its last layer, which has one query per piece of a prompt.  A draft needs one or two more.
+# The largest number of plans that are kept for eager passes.  In a prefill pass, the target needs two plans: one for
+# all rows, and one for its last layer, which has one query per piece of a prompt.  A draft needs one or two more plans.
 MAX_EAGER_PLANS = 12
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """The properties for which a plan is made.  num_skipped_pages: pages at the start of each request that our kernels
-    attend to; pages_per_request: pages per request in `tail_prefix`; exact_lengths: whether the host knows the exact
-    lengths; num_programs: how many programs fill the device."""
+    """The properties of a pass for which a plan is made.
+    num_skipped_pages: the first pages of each request, to which our kernels attend; pages_per_request: the width of the
+    page table of `tail_prefix`; exact_lengths: see CommittedLengths.exact; num_programs: how many fill the device."""
 
     batch: int
     queries: int
@@ -66,20 +66,21 @@ class PassShape:
     @property
     def split_bytes(self) -> int:
         """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
-        kept = self.spec.cache_spec
-        group = self.spec.heads // kept.kv_heads
-        packed = (self.batch * (self.queries - 1) + 1) * group
-        tile = 16 if packed <= 16 else 64 if packed <= 64 or kept.v_size >= 256 else 128
-        tiles = -(-self.batch * self.queries * group // tile) + self.batch - 1
-        return self.spec.heads * max(self.num_programs // kept.kv_heads, tiles) * tile * (kept.v_size + 1) * 4
+        kv_heads, v_size = self.spec.cache_spec.kv_heads, self.spec.cache_spec.v_size
+        group = self.spec.heads // kv_heads
+        packed_rows = (self.batch * (self.queries - 1) + 1) * group
+        tile = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or v_size >= 256 else 128
+        num_tiles = -(-self.batch * self.queries * group // tile) + self.batch - 1
+        return self.spec.heads * max(self.num_programs // kv_heads, num_tiles) * tile * (v_size + 1) * 4
 
 
 class WrapperPlan:
-    """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
-    buffers.
+    """A wrapper of the library for one shape of pass, and the wrapper's int32 buffers on the device.
 
-    query_starts: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its
-    first page in `pages` [B · width]; last_page_rows: [B], rows in its last page (latent rows: all of the request).
+    Every launch writes page_starts, pages and last_page_rows.
+    query_starts: [B + 1] on the host, the index of each request's first query.  page_starts: [B + 1], the index of each
+    request's first page in `pages` [B · width].  last_page_rows: [B], the number of rows in each request's last page;
+    for latent rows, the number of all rows of the request.
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
@@ -88,7 +89,7 @@ class WrapperPlan:
         zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.page_starts, self.pages, self.last_page_rows = zeros
         self.query_starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
-        # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
+        # The library copies a plan to the device from pinned memory.  The host may overwrite it only after the copy.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.written_prefix: Prefix | None = None
@@ -96,7 +97,7 @@ class WrapperPlan:
             workspace, (self.query_starts.to(device), self.page_starts, self.pages, self.last_page_rows)
         )
 
-    def make(self, lengths: CommittedLengths) -> None:
+    def plan_for(self, lengths: CommittedLengths) -> None:
         """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and gets upper bounds."""
         if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
             return
@@ -115,7 +116,7 @@ class WrapperPlan:
             self.copy_event.synchronize()
 
     def write_pages(self, tail_prefix: Prefix) -> None:
-        """Write the pages of all requests, request after request, for the lengths on the device."""
+        """Writes page_starts, pages and last_page_rows from the page table and the lengths on the device."""
         if self.written_prefix is tail_prefix:
             return
         self.written_prefix = tail_prefix
@@ -134,18 +135,18 @@ class WrapperPlan:
     def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
         wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
-        # Without splits, programs past the planned ones read entries that no plan wrote.  Zeros there make them repeat
-        # the first entry's work.
+        # Without splits, more programs start than the plan has entries.  The other programs read entries that no plan
+        # wrote.  If these entries are zero, the programs repeat the work of the first entry.
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return wrapper
 
     def _plan_wrapper(self, rows: Tensor) -> None:
         """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
-        shape, kept = self.shape, self.shape.spec.cache_spec
+        shape = self.shape
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
             *(self.query_starts, starts, self.pages[:0], self._last_page_rows(rows)),
-            *(shape.spec.heads, *self._head_sizes(kept), shape.page_size),
+            *(shape.spec.heads, *self._head_sizes(shape.spec.cache_spec), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._plan_options()},
@@ -158,11 +159,11 @@ class WrapperPlan:
         return {"disable_split_kv": not self.shape.is_split}
 
     def _last_page_rows(self, rows: Tensor) -> Tensor:
-        """Rows in each request's last page; 0 for a request without rows."""
+        """Returns the number of rows in each request's last page; 0 for a request without rows."""
         return rows - (num_pages(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend; returns out and the log-sum-exps in base 2.
+        """Computes attention.  Returns out and the log-sum-exps in base 2.
 
         q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].
         """
@@ -235,14 +236,14 @@ class FlashInferBackend(AttentionBackend):
         self.lengths = lengths
         if lengths.in_graph:
             for plan in self.captured_plans.get(len(lengths.max_lengths), {}).values():
-                plan.make(lengths)
+                plan.plan_for(lengths)
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> WrapperPlan:
-        """Returns the plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes
-        the plans of a graph."""
+        """Returns the plan of this shape for the lengths of the last `prepare`.  A graph's plans are created before its
+        capture, in the eager run."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
@@ -250,11 +251,11 @@ class FlashInferBackend(AttentionBackend):
                 self.eager_plans.pop(next(iter(self.eager_plans))).wait_for_copy()
             plan_class = LatentWrapperPlan if isinstance(shape.spec.cache_spec, LatentKV) else WrapperPlan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
-        plans[shape].make(self.lengths)
+        plans[shape].plan_for(self.lengths)
         return plans[shape]
 
     def _workspace(self, shape: PassShape, device: torch.device) -> Tensor:
-        """Scratch memory for the library.  Passes run one after another, so all plans share it."""
+        """Returns the library's scratch memory.  Passes run one after another, so all plans share it."""
         needed = max(WORKSPACE_BYTES, shape.split_bytes if shape.is_split else 0)
         if self.workspace is None or len(self.workspace) < needed:
             self.workspace = torch.empty(needed, dtype=torch.uint8, device=device)
@@ -262,9 +263,9 @@ class FlashInferBackend(AttentionBackend):
 
 
 def device_properties(device: torch.device) -> tuple[int, bool]:
-    """Returns (programs that fill the device, two per multiprocessor; whether the device has FA3)."""
-    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
+    """Returns (the number of programs that fill the device: two per multiprocessor, whether the device has FA3)."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return (264, True) if properties is None else (2 * properties.multi_processor_count, properties.major == 9)
 
 
 def num_pages(rows: Tensor, page_size: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""One forward pass as an object: the rows that run, the rows that these attend to, and the buffers of the layers.
+"""A forward pass as an object (Pass): the rows that run, the rows that they attend to, and the buffers of the layers.
 
-`ModelCache.begin_pass` makes every pass, for rounds and for drafters.  A layer calls `write`, then `attend`.
+`ModelCache.begin_pass` creates the passes of rounds and of drafters.  A layer calls `Pass.write`, then `Pass.attend`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,7 +25,7 @@ class Rope(Hashable, Protocol):
     """Tables of a RoPE (espalier/models/rope.py)."""
 
     def rows(self, positions: Tensor) -> Rotation:
-        """cos and sin for positions of any shape, in order."""
+        """Returns cos and sin for the flattened positions."""
         ...
 
 
@@ -33,8 +33,8 @@ class Rope(Hashable, Protocol):
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
 
-    specs: of all layers in the pages, the target's first, the draft's last; layers: the layers of this model.  states:
-    of the layers that keep one; None without such layers.
+    specs: the specs of all layers in the pages: the target's layers, then the draft's.
+    layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
     """
 
     specs: Sequence[LayerSpec]
@@ -60,26 +60,31 @@ class ModelCache:
         state_access: StateAccess | None = None,
         chosen_rows: "ChosenRows | None" = None,
     ) -> "Pass":
-        """Returns a pass of the model over new rows behind a committed prefix.
+        """Returns a pass of the model over Q new rows of each of B requests, after a committed prefix.
 
-        nodes: the staged rows that the new rows attend to; a list with one Nodes per layer if layers differ. tokens,
-        positions: as in Pass; positions: by default those of the nodes.  width: staged rows of each request, by default
-        the rows of this pass; first_staged: the index of the pass's first row among them.  layers: the layers that run,
-        by default all of this model.  page_rows: [B · Q], the page rows to which `Pass.commit` copies, 0 for padding;
-        None if `Pass.commit` copies nothing.  commits_by_layer: each layer commits before it attends, because pieces
-        read one another through the pages, or because draft modules fill different rows.  state_access: the states that
-        the layers read; None if no layer of the pass keeps a state.  chosen_rows: the rows that run; None for all B ·
-        Q. tokens and positions are [B, Q] in both cases.
+        nodes: the staged rows that each new row attends to; one Nodes per layer if only some layers are causal.
+        tokens: [B, Q], see Pass.
+        positions: [B, Q], the RoPE positions; by default the positions of the nodes.
+        width: the number of staged rows of each request; by default Q.
+        first_staged: the index of the pass's first row among the staged rows of its request.
+        layers: the layers that run; by default all layers of this model.
+        page_rows: [B · Q], the page rows to which the new rows are copied, 0 for padding; None to copy no rows.
+        commits_by_layer: whether each layer copies its rows to the pages before it attends, instead of `Pass.commit`.
+        Needed if a request has several pieces, because a later piece reads the rows of the earlier pieces from the
+        pages; and for a draft with several modules, because a pass fills the rows of only one module.
+        needed_row: [B], see Pass.
+        state_access: the states that the layers read; None if no layer of the pass keeps a state.
+        chosen_rows: the rows that run; None to run all B · Q rows.
         """
-        first = nodes if isinstance(nodes, Nodes) else nodes[0]
-        positions, of_each = first.positions if positions is None else positions, tokens.shape[1]
+        first_nodes = nodes if isinstance(nodes, Nodes) else nodes[0]
+        positions = first_nodes.positions if positions is None else positions
         return Pass(
             cache=self,
             prefix=prefix,
             nodes=nodes,
             tokens=tokens if chosen_rows is None else chosen_rows.select(tokens),
             positions=positions if chosen_rows is None else chosen_rows.select(positions),
-            staged_width=of_each if width is None else width,
+            staged_width=tokens.shape[1] if width is None else width,
             first_staged=first_staged,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
@@ -91,11 +96,11 @@ class ModelCache:
 
     @property
     def snapshot_rows(self) -> range | None:
-        """Rows of the states for snapshots; None for a model without states."""
+        """The rows of the state tables that hold snapshots; None for a model without states."""
         return None if self.states is None else self.states.snapshot_rows
 
     def before_launch(self, cleared_pages: Sequence[int], state_copies: Sequence[tuple[int, int]]) -> None:
-        """Zeroes these pages, then copies rows of the states in order.  state_copies: (source, destination) each."""
+        """Zeroes pages, then copies rows of the state tables in order.  state_copies: pairs (source, destination)."""
         self.pages.clear(cleared_pages)
         if self.states is not None:
             self.states.copy_rows(state_copies)
@@ -103,7 +108,7 @@ class ModelCache:
     def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
 
-        path: for a round, the slots and the lengths of their accepted paths, whose rows are `source` viewed as [B, W].
+        path: after a round, the slots and the lengths of their accepted paths.  `source` then has W rows for each slot.
         """
         self.pages.commit(self.staging, source, rows)
         if self.states is not None and path is not None:
@@ -114,9 +119,10 @@ class ModelCache:
 class ChosenRows:
     """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
 
-    places: [R] int64, ascending, the indices of the chosen rows among all B · Q rows; the first row of each request is
-    always chosen.  rows: [B, Q] int64, for each of the B · Q rows, its index among the R chosen rows.  A row that is
-    not chosen has the index of its request's first row, and its results are not used.
+    places: [R] int64, ascending: the indices of the chosen rows among all B · Q rows.  The first row of each request is
+    always chosen.
+    rows: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen has the
+    index of its request's first row, and the row's results are not used.
     """
 
     places: Tensor
@@ -124,7 +130,7 @@ class ChosenRows:
 
     @classmethod
     def from_places(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
-        """Makes the object from places [R] among batch · width rows."""
+        """Returns the ChosenRows for places [R] among batch · width rows."""
         order = torch.arange(len(places), device=places.device)
         rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
         return cls(places, torch.where(rows < 0, rows[:, :1], rows))
@@ -134,11 +140,11 @@ class ChosenRows:
         return values.flatten(0, 1)[self.places][None]
 
     def to_tree_rows(self, values: Tensor) -> Tensor:
-        """Returns values [1, R, ...] at their places, as [B, Q, ...]."""
+        """Expands values [1, R, ...] of the chosen rows to [B, Q, ...]; see `rows`."""
         return values[0][self.rows]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first row over its rows in staging that are not chosen.  They would hold stale data."""
+        """Copies each request's first row over its staged rows that are not chosen, because they hold old data."""
         for plane in planes:
             plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
 
@@ -148,10 +154,11 @@ class Pass:
     """One forward pass of a model, made by `ModelCache.begin_pass`, which describes the other fields.
 
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
-    request's first row, or with token 0 if that token is negative too, and uses no expert.  positions: [B, Q] int64,
-    for RoPE.  needed_row: [B] int64, the row of each request whose output is read; None for all rows.  The last layer
-    writes all rows and computes only the needed rows.  chosen_rows: the rows that run; None for all.  With chosen rows,
-    tokens, positions and the layers' tensors are [1, R, ...].
+    request's first row, or with token 0 if that token is negative too, and uses no expert.
+    positions: [B, Q] int64, for RoPE.
+    needed_row: [B] int64, the row of each request whose output is read; None for all rows.  The last layer writes all
+    rows, but computes the output of the needed rows only.
+    chosen_rows: the rows that run; None for all rows.  If set, tokens, positions and tensors of layers are [1, R, ...].
     """
 
     cache: ModelCache
@@ -171,7 +178,7 @@ class Pass:
     def __post_init__(self) -> None:
         self._position_lookups: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
-        # The index queries of a layer that chooses rows, until it attends, and the choice of the last such layer.
+        # A layer's index queries, from its `write` to its `attend`; and the rows that the last indexer chose.
         self._index_queries: IndexerQueries | None = None
         self._selection: Selection | None = None
 
@@ -179,13 +186,13 @@ class Pass:
         """Writes a layer's new rows (K and V, or inputs of a state) to staging.  Returns the layer's queries.
 
         A layer that reads the rows of another layer writes nothing.
-
-        layer: the layer's index among the layers that run; values: the arguments of the layer's `cache_spec.write`.
-        index: for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that
-        attend to chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q,
-        heads, k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of
-        PassStates.write, and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q,
-        channels], or [B, 1, channels].
+        layer: the layer's index among the layers that run.
+        values: the arguments of the layer's `cache_spec.write`; for a layer that keeps a state, of PassStates.write.
+        index: the index queries and keys of a layer with an indexer.  The queries choose the rows for this layer, and
+        for later layers that attend to chosen rows without an indexer of their own.
+        Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] with
+        `needed_row`.  A layer that keeps a state gets the queries of all rows.  A layer with only a convolution gets
+        the convolution's output of the rows that it computes, [B, Q, channels] or [B, 1, channels].
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
@@ -210,27 +217,26 @@ class Pass:
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
-        sink: see AttentionPlan.attend; for a layer that keeps a state, the factor [heads] of v that is added to each
-        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
+        sink: see AttentionPlan.attend.  For a layer that keeps a state: factors [heads]; factor · v is added to each
+        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`.
         """
-        index = self.layers[layer]
+        place = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
-        if self.cache.states is not None and isinstance(self.cache.specs[index].cache_spec, RecurrentState):
-            return self._select_kept_rows(layer, self._states.read(index, q, sink))
-        if index not in self.cache.staging.layers:
+        if self.cache.states is not None and isinstance(self.cache.specs[place].cache_spec, RecurrentState):
+            return self._select_kept_rows(layer, self._states.read(place, q, sink))
+        if place not in self.cache.staging.layers:
             # A draft layer that reads the target's rows has no staged rows.
-            return self._plan_of_layer(layer).attend_committed(index, q)
-        spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
-        planes = self.cache.staging.staged_planes(index, batch, queries, self.staged_width, self.first_staged)
+            return self._plan_of_layer(layer).attend_committed(place, q)
+        spec, plan = self.cache.specs[place], self._plan_of_layer(layer)
+        planes = self.cache.staging.staged_planes(place, batch, queries, self.staged_width, self.first_staged)
         k, v = spec.row_spec.read(planes)
         if self.chosen_rows is not None:
-            return self.chosen_rows.select(plan.attend(index, self.chosen_rows.to_tree_rows(q), k, v, sink))
+            return self.chosen_rows.select(plan.attend(place, self.chosen_rows.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
-        return plan.attend(index, q, k, v, sink, selection)
+        return plan.attend(place, q, k, v, sink, selection)
 
     def _selection_of(self, layer: int, plan: AttentionPlan, planes: tuple[Tensor, ...]) -> Selection | None:
-        """Returns the rows that the layer's queries attend to, chosen by this layer or by an earlier layer; None for
-        all rows."""
+        """Returns the rows that this layer, or an earlier layer, chose for the layer's queries; None for all rows."""
         kept = self.kept_rows(layer)
         if self._index_queries is not None:
             q, weights = (
@@ -248,7 +254,7 @@ class Pass:
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
-        """Copies the new rows to pages after the last layer, unless each layer did."""
+        """Copies the new rows of all layers to pages.  Does nothing if each layer has copied its own rows."""
         if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
@@ -258,25 +264,23 @@ class Pass:
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """The shape of the rows behind the last layer: (B, Q), or (B, 1) with `needed_row`."""
+        """The shape of the rows after the last layer: (B, Q), or (B, 1) with `needed_row`."""
         batch, queries = self.tokens.shape
         return batch, queries if self.needed_row is None else 1
 
     def rotation(self, rope: Rope) -> Rotation:
-        """Returns cos and sin of the rows' positions.  The tables are read once a pass."""
+        """Returns cos and sin at the rows' positions.  A RoPE's tables are read once per pass."""
         if rope not in self._position_lookups:
             self.store_rotation(rope, rope.rows(self.positions))
         return self._position_lookups[rope]
 
     def table_at_positions(self, layer: int, table: Tensor) -> Tensor:
-        """Returns `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
-
-        The table is read once a pass.
-        """
+        """Returns `table` [position_rows] at the positions of the rows that the layer computes, as [B, Q, 1, 1].
+        The table is read once per pass."""
         if table not in self._position_lookups:
             self._position_lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._position_lookups[table].view(-1), self.kept_rows(layer)
-        return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
+        values, kept = self._position_lookups[table].view(-1), self.kept_rows(layer)
+        return (values if kept is None else values[kept]).view(len(self.tokens), -1, 1, 1)
 
     def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
@@ -308,7 +312,7 @@ class Pass:
         return self.nodes.single_query(self.needed_row)
 
     def _plan_of_layer(self, layer: int) -> AttentionPlan:
-        """Returns the backend's plan, which layers of a group share if their queries see the same rows."""
+        """Returns the layer's plan.  Layers with one backend share a plan if their queries see the same rows."""
         if self.needed_row is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes
         else:

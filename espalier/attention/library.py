@@ -1,9 +1,9 @@
 """The common part of backends that call a library.  Our own kernels attend to the rows that a library does not support.
 
-A library attends to all rows of a request, from the start of a page on.  Rows of a draft begin at 1 or later, so our
-kernels attend to the pages with rows below `first`, and the library attends to the later pages.  Our kernels alone
-attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library has an
-argument for depths.
+A library attends to all rows of a request, from the start of a page on.  A draft has no rows below
+Prefix.first_position.  So our kernels attend to the first pages, which lack rows, and the library to the later pages.
+In layers with a sliding window, only our kernels attend: in a tree, the window of a node depends on the node's depth,
+and no library has an argument for depths.
 """
 
 from collections.abc import Sequence
@@ -44,16 +44,16 @@ class LibraryAttention(AttentionPlan):
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        # The number of pages that hold rows below `first`.
+        # The number of pages that have rows below first_position.  These rows do not exist.
         self.num_skipped_pages = -(-prefix.first_position // pages.page_size)
         self.tail_prefix = prefix.get_or_make("tail", self._make_tail_prefix) if self.num_skipped_pages else prefix
         self.our_plans: dict[str, AttentionPlan] = {}
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attend with q [B, Q, heads, k_size] to all rows of `tail_prefix`, in every one of its requests.
+        """Computes attention of q [B, Q, heads, k_size] over all rows of `tail_prefix`.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
-        finite and lse may be anything.  Not called for an empty batch, or if no request can have rows.
+        finite, and lse may have any value.  Not called for an empty batch, or if no request can have rows.
         """
         raise NotImplementedError
 
@@ -63,14 +63,14 @@ class LibraryAttention(AttentionPlan):
             return self._our_plan("all").attend_prefix(q, layer)
         if q.shape[0] and self.tail_prefix.page_table.shape[1]:
             out, lse = self.attend_by_library(q, layer)
-            rest = out, torch.where(self.tail_prefix.length[:, None, None] > 0, lse, -torch.inf)
+            tail = out, torch.where(self.tail_prefix.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
-            rest = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+            tail = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first_position == self.num_skipped_pages * page_size:
-            return rest
+            return tail
         head = self._our_plan("head").attend_prefix(q, layer)
-        return merge_results(rest, head), torch.logaddexp(rest[1], head[1])
+        return merge_results(tail, head), torch.logaddexp(tail[1], head[1])
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
@@ -78,7 +78,7 @@ class LibraryAttention(AttentionPlan):
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """Returns [B] int32: each request's rows in `tail_prefix`.  The lengths are computed once per prefix."""
+        """Returns [B] int32: the number of each request's rows in `tail_prefix`.  Computed once per prefix."""
         return self.prefix.get_or_make("lengths", self.tail_prefix.length.int)
 
     def _make_tail_prefix(self) -> Prefix:
@@ -91,8 +91,7 @@ class LibraryAttention(AttentionPlan):
         return Prefix(table, length, self.prefix.first_position)
 
     def _our_plan(self, prefix_part: str) -> AttentionPlan:
-        """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before
-        `tail_prefix`."""
+        """Returns our kernels' plan for "all" of the prefix, or for its "head": the pages before `tail_prefix`."""
         if prefix_part not in self.our_plans:
             prefix = self.prefix.get_or_make("head", self._make_head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
@@ -108,11 +107,11 @@ def require_our_kernels(
     specs: Sequence[LayerSpec],
     lacks_first_rows: bool,
 ) -> None:
-    """Check that our kernels can attend to the rows that the library does not take.  Raises EspalierError if not."""
-    left = [spec for spec in specs if lacks_first_rows or spec.window is not None]
-    if support.library is None or device != "cuda" or not left:
+    """Check that our kernels support the layers to whose rows the library does not attend.  Raises EspalierError."""
+    our_specs = [spec for spec in specs if lacks_first_rows or spec.window is not None]
+    if support.library is None or device != "cuda" or not our_specs:
         return
     try:
-        TritonBackend.support.require(device, dtype, page_size, left)
+        TritonBackend.support.require(device, dtype, page_size, our_specs)
     except EspalierError as error:
         raise EspalierError(f"attention={support.name} leaves a part of this to our kernels: {error}") from None

@@ -41,8 +41,8 @@ class ReferenceAttention(AttentionPlan):
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.kv_scales(layer), spec.softcap)
 
     def _position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns all positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
-        return self.prefix.get_or_make("held", self._find_position_rows)
+        """Returns [B, P] each: all positions of the page tables, whether a row exists there, and the page rows."""
+        return self.prefix.get_or_make("position rows", self._find_position_rows)
 
     def _find_position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         table = self.prefix.page_table

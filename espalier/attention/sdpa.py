@@ -1,6 +1,6 @@
-"""The CPU backend: it gathers committed rows, appends staged rows, and calls masked SDPA once.
+"""The CPU backend: it gathers committed rows, appends staged rows, and computes masked attention over all of them.
 
-The query heads of a KV head are packed into the query dimension, so each KV head is read once.
+The query heads of a KV head are packed into the query dimension, so the rows of each KV head are read once.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 @dataclass
 class CommittedRows:
-    """The committed rows of a prefix, as all passes over the prefix read them.
+    """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
 
-    positions: [B, longest]; exists: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    last_gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one
-    layer reads the first `max_committed_rows` rows again for every level.  The other rows are staged rows of one pass.
-    padded_rows: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    positions: [B, P].  exists: [B, P], whether a row exists at the position.  rows: [B, P], the page rows.
+    last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]).  The last R rows are the
+    staged rows of one pass.  A draft with one layer uses the first P rows again for every level.
+    padded_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
     """
 
     positions: Tensor
@@ -37,29 +37,29 @@ class CommittedRows:
     padded_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns a layer's rows of each plane, [B, longest + R, heads, size]; `staged` [B, R, heads, size] last."""
+        """Returns each plane's committed rows, then `staged` [B, R, heads, size], together [B, P + R, heads, size]."""
         batch, max_committed_rows = self.rows.shape
         if self.last_gathered is not None and self.last_gathered[0] == layer:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
-        new = staged[0].shape[1]
-        if new not in self.padded_rows:
-            self.padded_rows[new] = F.pad(self.rows, (0, new)).flatten()
-        # The gather leaves room for the staged rows, which are then written there, so nothing is copied twice.
-        rows, taken = self.padded_rows[new], []
-        for plane, values in zip(planes, staged, strict=True):
-            read = plane.index_select(0, rows).view(batch, max_committed_rows + new, *plane.shape[1:])
-            read[:, max_committed_rows:] = values
-            taken.append(read)
-        self.last_gathered = layer, taken
-        return taken
+        num_staged = staged[0].shape[1]
+        if num_staged not in self.padded_rows:
+            self.padded_rows[num_staged] = F.pad(self.rows, (0, num_staged)).flatten()
+        # The gather leaves room for the staged rows, which are written into this room.  So no row is copied twice.
+        rows, gathered = self.padded_rows[num_staged], []
+        for plane, staged_rows in zip(planes, staged, strict=True):
+            values = plane.index_select(0, rows).view(batch, max_committed_rows + num_staged, *plane.shape[1:])
+            values[:, max_committed_rows:] = staged_rows
+            gathered.append(values)
+        self.last_gathered = layer, gathered
+        return gathered
 
 
 class SdpaAttention(AttentionPlan):
     def __init__(
         self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, max_committed_rows: int | None
     ):
-        """max_committed_rows: an upper bound of a request's committed rows; None for the width of the page table."""
+        """max_committed_rows: the largest number of a request's committed rows; None: all rows of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.max_committed_rows = (
@@ -87,7 +87,7 @@ class SdpaAttention(AttentionPlan):
         kv_heads = spec.cache_spec.kv_heads
         groups = heads // kv_heads
         if self.max_committed_rows:
-            # In a latent row, V is a part of K, which is the whole row.
+            # V of a latent row is a part of K, so only K is gathered.
             planes = self.pages.layers[layer][: spec.row_spec.num_read_planes]
             k, v = spec.row_spec.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.kv_scales(layer)
@@ -120,7 +120,7 @@ class SdpaAttention(AttentionPlan):
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
     def _attention_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
+        """Returns the additive mask [B, 1, groups * Q, P + R], computed once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
             seen = torch.cat((self._visible_rows(window), self.nodes.visible_rows(window)), 2)
@@ -128,7 +128,7 @@ class SdpaAttention(AttentionPlan):
         return self.bias[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
-        """Returns [B, Q, longest] bool: the committed rows that each query sees."""
+        """Returns [B, Q, P] bool: the committed rows that each query sees."""
         rows = self.committed_rows
         seen = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
@@ -145,7 +145,7 @@ def _additive_mask(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
-    PyTorch's function has no such bound.
+    PyTorch's function has no soft cap.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
@@ -172,7 +172,7 @@ class SdpaBackend(AttentionBackend):
         self.max_committed_rows: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Keep the bound of the longest request: the gather needs no more rows."""
+        """Stores the bound of the longest request, because the gather needs no more rows."""
         self.max_committed_rows = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:

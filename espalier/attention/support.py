@@ -28,8 +28,8 @@ class Provider(StrEnum):
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.  modules: names to import, the first installed one is used; pip_extra: its name in
-    pyproject."""
+    """An optional package.  modules: names of modules, of which the first installed one is imported.
+    pip_extra: the package's extra in pyproject.toml."""
 
     modules: tuple[str, ...]
     pip_extra: str
@@ -44,17 +44,17 @@ class Library:
 class Support:
     """The properties of layers, passes and devices that a backend supports.
 
-    cache_specs: the classes of LayerSpec.cache_spec that layers may have; page_sizes, head_sizes (of K and V): a range
-    or a list, None for any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.
-    max_latent: the largest latent row, None: head_sizes limits latent rows too.  latent_rows: if not empty, the only
-    supported latent rows.  window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees;
-    lacks_first_rows: the provider of attention to prefixes without rows below Prefix.first_position; sinks: see
-    AttentionPlan.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.  selection: the provider of layers that attend
-    to chosen rows (LayerSpec.topk); max_selected: the most chosen rows; max_index_size: the most values of an index
-    key; None for any number.  needs_exact_lengths: the cache specs of layers for which `prepare` must announce exact
-    lengths; prefill_graph: whether prefill passes are captured, as rounds are; compute_majors: supported major compute
-    capabilities, None for any; tested_on: hardware that its tests have passed on; limit_reasons: the library's reason
-    for a limit, by the property's name.
+    cache_specs: the classes of LayerSpec.cache_spec that layers may have.  any_v_size: whether V heads may have another
+    size than K heads.  page_sizes; head_sizes (of K and V), None for any size.
+    latent_page_sizes: the page sizes for layers with latent rows; None: page_sizes.  latent_rows: the supported latent
+    rows; if empty, max_latent is the largest; if also None, head_sizes limits latent rows.
+    The following fields say what provides a feature.  window_on_chain, window_on_tree: sliding windows over chains and
+    over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks: see AttentionPlan.attend.
+    fp8: FP8 rows (kv_dtype).  softcap: soft caps of logits.  selection: attention to chosen rows (LayerSpec.topk), with
+    limits, None for none: max_selected, of the number of rows; max_index_size, of the number of values of an index key.
+    needs_exact_lengths: the cache specs of layers for which `prepare` must get exact lengths.  prefill_graph: whether
+    CUDA graphs capture prefill passes.  compute_majors: the major compute capabilities; None for any.
+    tested_on: hardware on which the backend's tests have passed.  limit_reasons: the reason, by property.
     """
 
     name: str
@@ -96,10 +96,10 @@ class Support:
         lacks_first_rows: bool = False,
         exact_lengths: bool = True,
     ) -> None:
-        """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
+        """Check that this backend can run the layers, before memory is allocated.  Raises EspalierError.
 
         lacks_first_rows: whether the layers' prefixes lack rows below Prefix.first_position.  exact_lengths: whether
-        every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
+        the host knows exact lengths in every launch: without overlap, and with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
@@ -139,10 +139,10 @@ class Support:
         majors = self.compute_majors
         if (in_fp8 or majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
-            have, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
-            yield majors is not None and major not in majors, have, self.capability_text, "capability"
+            capability, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
+            yield majors is not None and major not in majors, capability, self.capability_text, "capability"
             too_old = in_fp8 and (major, minor) < FP8_CAPABILITY
-            yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
+            yield too_old, f"kv_dtype=fp8_e4m3 on {capability}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, cache_spec: CacheSpec) -> list[int]:
         """Returns the sizes of K and V that the backend does not support."""
@@ -155,8 +155,7 @@ class Support:
         return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
-        """Yield (is unsupported, property, supported values, its name in `limit_reasons`) for each property of a
-        layer."""
+        """Yield a Refusal for each property of a layer."""
         cache_spec = spec.cache_spec
         if not isinstance(cache_spec, self.cache_specs):
             kinds = ", ".join(kind.kind for kind in self.cache_specs)
@@ -178,17 +177,17 @@ class Support:
         chooses = spec.topk is not None
         no_selection = self.selection is Provider.NOTHING
         yield chooses and no_selection, "layers that attend to chosen rows (index_topk)", "layers without an index", ""
-        most = self.max_selected
-        too_many = most is not None and spec.topk is not None and spec.topk > most
-        yield too_many, f"index_topk = {spec.topk}", f"{most} at most", "selection"
+        max_rows = self.max_selected
+        too_many = max_rows is not None and spec.topk is not None and spec.topk > max_rows
+        yield too_many, f"index_topk = {spec.topk}", f"{max_rows} at most", "selection"
         index_size, limit = cache_spec.index_size if isinstance(cache_spec, LatentKV) else 0, self.max_index_size
         wide_index = limit is not None and index_size > limit
         yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
-        differ = isinstance(cache_spec, KVHeads) and cache_spec.k_size != cache_spec.v_size
-        yield differ and not self.any_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
-        wrong = self._unsupported_sizes(cache_spec)
-        of_size = "latent" if is_latent else "head_size"
-        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.head_sizes_text}", of_size
+        sizes_differ = isinstance(cache_spec, KVHeads) and cache_spec.k_size != cache_spec.v_size
+        yield sizes_differ and not self.any_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
+        unsupported, limit_name = self._unsupported_sizes(cache_spec), "latent" if is_latent else "head_size"
+        size_text = f"heads of size {max(unsupported, default=0)}"
+        yield bool(unsupported), size_text, f"sizes {self.head_sizes_text}", limit_name
         is_inexact = not exact_lengths and isinstance(cache_spec, self.needs_exact_lengths)
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {cache_spec.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
@@ -217,11 +216,12 @@ class Support:
         return f"compute capability {first}.x" if first == last else f"compute capability {first}.x to {last}.x"
 
 
+# (whether the property is unsupported, the property in words, the supported values, its name in `limit_reasons`).
 Refusal = tuple[bool, str, str, str]
 
 
 def sizes_text(sizes: Sequence[int] | None) -> str:
-    """page_sizes or head_sizes as text."""
+    """Returns page_sizes or head_sizes as text."""
     if sizes is None:
         return "any"
     if isinstance(sizes, range):

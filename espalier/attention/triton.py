@@ -1,7 +1,8 @@
-"""The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device.
+"""The GPU backend: one kernel attends to committed and staged rows.
 
-Nothing here reads a length on the host.  Splits are computed once for each Prefix, for all layers and passes over it;
-with a window, once a pass.  The plan of a pass keeps the buffers of partial results for all layers of the pass.
+The committed rows are split among programs, and the device computes the splits: this module reads no lengths on the
+host.  Splits are computed once for each Prefix, for all layers and passes over it; with a window, once for each pass.
+All layers of a pass share the buffers of partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +47,7 @@ from espalier.kernels.ops.selection import (
     select_rows,
 )
 
-# The most index scores in memory at once (256 MiB).  A long prompt needs more, so its queries are processed in several
-# steps.
+# The largest number of index scores in memory at once (256 MiB).  The queries of a long prompt run in several steps.
 MAX_INDEX_SCORES = 2**26
 
 
@@ -79,9 +79,9 @@ class TritonAttention(AttentionPlan):
         step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
         parts = []
         for begin in range(0, max(queries.q.shape[1], 1), step):
-            some = slice(begin, begin + step)
-            asking = IndexerQueries(queries.q[:, some], queries.weights[:, some])
-            scores = index_scores.triton(asking, committed, bits[:, some])
+            of_step = slice(begin, begin + step)
+            step_queries = IndexerQueries(queries.q[:, of_step], queries.weights[:, of_step])
+            scores = index_scores.triton(step_queries, committed, bits[:, of_step])
             parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, topk))
         return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
@@ -95,13 +95,13 @@ class TritonAttention(AttentionPlan):
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
         make = partial(self._short_prefixes, spec, policy, k.shape[1])
-        rest = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
-        inputs = self.kernel_inputs(layer, q, (k, v), *rest)
-        of_choice = self._policy_of(spec, batch * queries, 1, width)
-        return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
+        short_prefixes = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
+        inputs = self.kernel_inputs(layer, q, (k, v), *short_prefixes)
+        chosen_rows_policy = self._policy_of(spec, batch * queries, 1, width)
+        return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """Returns the prefixes, empty for requests with more than topk rows (committed and staged together)."""
+        """Returns prefixes and splits.  A request with more than topk rows (staged rows count) has an empty prefix."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
@@ -121,7 +121,7 @@ class TritonAttention(AttentionPlan):
     def splits(self, spec: LayerSpec) -> KVSplits:
         """Returns the splits for layers with this spec.
 
-        Splits without a window are kept in the prefix, for all passes over it with the same policy.
+        Without a window, the prefix keeps the splits, and all passes over the prefix with the same policy share them.
         """
         key = self._policy(spec), spec.window
         if key not in self.splits_by_policy:
@@ -145,14 +145,14 @@ class TritonAttention(AttentionPlan):
         return kv_splits.triton(self.prefix.length, self.prefix.first_position, policy, self.nodes.positions, window)
 
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
-        """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
+        """Returns the counts of contiguous blocks, which the prefix keeps; None if the kernel does not use counts."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_blocks:
             block_rows, counts = block_rows_to_count(inputs), None
             if block_rows is not None:
                 pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
-                made_for = (inputs.splits.policy, count_contiguous_blocks, block_rows)
-                counts = self.prefix.get_or_make(made_for, partial(count_contiguous_blocks, inputs.splits, *pages))
+                counts_key = (inputs.splits.policy, count_contiguous_blocks, block_rows)
+                counts = self.prefix.get_or_make(counts_key, partial(count_contiguous_blocks, inputs.splits, *pages))
             self.contiguous_blocks[key] = counts
         return self.contiguous_blocks[key]
 
@@ -180,15 +180,15 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
 def _attend_chosen(
     run_kernel: AttentionKernel, inputs: AttentionInputs, chosen_rows: SelectedRows, policy: KVSplitPolicy
 ) -> Tensor:
-    """Implements AttentionPlan.attend over chosen rows with kernels.  The kernel of a layer runs twice.
+    """Implements AttentionPlan.attend over chosen rows.  The attention kernel of the layer runs twice.
 
-    The first launch attends to committed rows.  In this launch each query counts as one request.  The page table of
-    this request lists the rows that the query chose, with page_size 1.  The second launch attends to the chosen staged
-    rows.  A request with at most topk rows has no rows in the first launch.  The second launch attends to all its rows,
-    so the result is equal to full attention, bit for bit.
+    The first launch attends to the chosen committed rows.  In this launch, each query counts as a request.  The page
+    table of this request lists the rows that the query chose, with page_size 1.  The second launch attends to the
+    chosen staged rows.  A request with at most topk rows is an exception: it has no rows in the first launch, and the
+    second launch attends to all its rows.  So its result is equal to full attention, bit for bit.
 
-    inputs: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty
-    here).  policy: how the chosen rows are split over programs.
+    inputs: the staged rows of all requests, and the prefixes that _short_prefixes returned.
+    policy: how the chosen rows are split among programs.
     """
     counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions
     over_chosen = run_kernel(

@@ -1,9 +1,9 @@
 """TensorRT-LLM's Blackwell kernels, through flashinfer: K and V heads and latent rows.
 
-The kernels read page tables and lengths on the device.  Each request must have the same number of queries.  The
-log-sum-exp is base 2.  Queries over K and V heads see all rows of their request (causal=False).  The function for
-latent rows has causal masks only, in which the queries of one request see different rows.  So each query becomes a
-request of its own there, with the same pages.
+The kernels read page tables and lengths on the device.  All requests must have the same number of queries.  The
+log-sum-exp has base 2.  For K and V heads, queries attend to all rows of their request (causal=False).  The function
+for latent rows has only causal masks, in which the queries of one request see different rows.  So for latent rows, each
+query is passed as a separate request with the same pages.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# Bytes of the library's workspace.  The workspace starts as zeros, and all launches on a stream share it.
+# Bytes of the library's workspace.  The library needs it to start as zeros.  All launches on a stream share it.
 WORKSPACE_BYTES = 2**27
 
 
@@ -84,7 +84,7 @@ class TrtllmAttention(LibraryAttention):
 
     @property
     def _max_rows(self) -> int:
-        """The most rows that a request can have, from shapes alone."""
+        """The largest number of rows that the page table has room for in a request."""
         return self.tail_prefix.page_table.shape[1] * self.pages.page_size
 
     def _query_starts(self) -> Tensor:

@@ -419,7 +419,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
 
 def module_sizes(config: MTPConfig) -> ModelShape:
     """Returns the sizes of one MTP module's decoder layer."""
-    whole, index, experts = model_sizes(config.layer), config.num_layers, config.layer.experts
+    whole, index, experts = model_sizes(config.layer), config.num_target_layers, config.layer.experts
     has_experts = experts is not None and index in experts.layers
     return replace(
         whole,

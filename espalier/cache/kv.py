@@ -1,8 +1,8 @@
 """The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
-Only `commit` and `commit_layer` copy rows from staging to pages.  A page row is `page * page_size + offset`
-(kernels/ops/state.py); cache/pages.py tracks who holds which page.  A row whose destination is 0, a row of the dummy
-page, is not kept.  Row 0 stays zero, so a masked read of row 0 is finite.
+Only `commit` and `commit_layer` copy rows from staging to pages.  The index of a page row is page * page_size + offset
+(kernels/ops/state.py).  cache/pages.py tracks the holders of each page.  A staged row with destination 0 is not copied.
+Page row 0 stays zero: attention may read it for padding and multiply it by zero, and 0 · NaN would be NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """The planes of all layers of a group.  The rows of these layers have the same form.
+    """The planes of a group of layers with equal `cache_spec`.
 
-    planes: [layers, rows, heads, size], one tensor for each plane of a layer.
+    planes: for each plane of a layer (such as K and V), a tensor [layers, rows, heads, size].
     """
 
     layers: tuple[int, ...]
@@ -34,33 +34,33 @@ class LayerStack:
 def allocate_stacks(
     specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """Allocate one zeroed stack for each group of `layers` that keeps rows.  So one launch commits a whole group.
+    """Allocate a zeroed stack for each group of `layers` that keeps rows, so that one launch commits a whole group.
 
-    Layers that share another layer's rows have no stack.  dtype: the model's.
+    Layers that read another layer's rows are in no stack.  dtype: the model's.
     """
-    result = []
+    stacks = []
     for cache_spec, members in group_layers(
         specs, [layer for layer in layers if specs[layer].shares_with is None]
     ).items():
         if cache_spec.planes:
-            stacked = tuple(
+            planes = tuple(
                 torch.zeros(len(members), num_rows, *row, dtype=plane_dtype(cache_spec, name, dtype), device=device)
                 for name, row in cache_spec.planes.items()
             )
-            result.append(LayerStack(members, stacked))
-    return result
+            stacks.append(LayerStack(members, planes))
+    return stacks
 
 
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
-    """Returns views of each layer's planes [rows, heads, size].  Layers that share rows share planes."""
-    own = {layer: tuple(each[i] for each in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
+    """Returns views of each layer's planes [rows, heads, size].  Layers that read the same rows share planes."""
+    own = {layer: tuple(plane[i] for plane in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
     return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 
 
 class StagedKV:
-    """Staging: the rows of one pass for a range of layers, with `width` rows for each request of the batch.
+    """The staging buffers of a range of layers.  They hold the rows of the current pass.
 
-    layers: planes [rows, heads, size] by layer.
+    layers: each layer's planes [rows, heads, size].
     """
 
     def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
@@ -68,14 +68,14 @@ class StagedKV:
         self.layers = planes_by_layer(self.stacks, specs)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
-        # Only each layer's last sizes and views of `staged_planes` are kept, because prompts have many lengths.  On a
-        # CPU, making views in each round would take 3% of a small model's round.
+        # The last views that `staged_planes` returned for each layer, and their sizes.  On a CPU, new views in each
+        # round would take 3% of a small model's round.  Other views are not kept, because prompts have many lengths.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
     def staging_rows(self, positions: Tensor, width: int, first_row: int) -> Tensor:
         """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
-        Each request has `width` rows; the pass writes the request's rows first_row .. first_row+Q-1.  Raises
+        Each request has `width` staging rows.  The pass writes its rows first_row .. first_row+Q-1.  Raises
         EspalierError if the buffer is too small.
         """
         batch, queries = positions.shape
@@ -83,13 +83,13 @@ class StagedKV:
         return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
 
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
-        """A layer's staged rows up to this pass: for each plane [B, first_row+Q, heads, size].
+        """Returns a layer's staged rows up to the last row of this pass: for each plane [B, first_row+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
         """
         sizes = batch, width, first_row + queries
-        made_for, views = self._views.get(layer, (None, ()))
-        if made_for != sizes:
+        sizes_of_views, views = self._views.get(layer, (None, ()))
+        if sizes_of_views != sizes:
             self._require_room(batch, queries, width, first_row)
             planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
             views = tuple(plane[:, : first_row + queries] for plane in planes)
@@ -107,8 +107,8 @@ class StagedKV:
 class PagedKV:
     """The pages: committed rows of the target's layers, then of the draft's layers.
 
-    layers: planes [rows, heads, size] by layer.  scales: by layer, for layers with FP8 rows; 1 for an FP8 layer without
-    scales in the checkpoint.
+    layers: each layer's planes [rows, heads, size].  scales: the scales of each layer with FP8 rows; 1 if the
+    checkpoint has none.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PagedKV:
         }
 
     def rows(self, page_table: Tensor, positions: Tensor, is_kept: Tensor | None = None) -> Tensor:
-        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 unless `is_kept`."""
+        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; 0 where `is_kept` is false."""
         return page_rows(page_table, positions, self.page_size, is_kept)
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -148,9 +148,9 @@ class PagedKV:
         if not pages:
             return
         index = torch.tensor(pages, device=self.device)
-        for stacked in (each for stack in (*self.target_stacks, *self.draft_stacks) for each in stack.planes):
+        for planes in (planes for stack in (*self.target_stacks, *self.draft_stacks) for planes in stack.planes):
             # The tensor is filled as bytes, because PyTorch cannot fill FP8 tensors.
-            stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
+            planes.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
@@ -160,19 +160,19 @@ class PagedKV:
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows to page rows for one layer.  See commit."""
-        of_staged, of_pages = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
-        commit_rows(of_staged, of_pages, source, rows)
+        staged_planes, page_planes = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
+        commit_rows(staged_planes, page_planes, source, rows)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns the bytes that one position takes in the pages of all layers together.  dtype: the model's."""
+    """Returns the bytes that one token takes in the pages of all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Cache bytes that do not depend on the number of pages: staging, the slots' states, the dummy and spare state."""
+    """Returns the cache's bytes besides pages and snapshots: staging, and the states of the slots and the spare row."""
     states = table_rows(layout, 0) * bytes_per_state(target, dtype)
     states += layout.verify_rows * bytes_of_staged_node(target, dtype)
     rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)

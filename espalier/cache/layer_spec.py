@@ -1,4 +1,4 @@
-"""Declares the data that a layer keeps between passes.  Pages, staging, commits and memory sizes follow from it.
+"""Declares the data that a layer keeps between passes.  The sizes of pages, staging and states follow from it.
 
 A layer keeps either one row per token, in pages, or one state per slot (cache/states.py).
 """
@@ -33,7 +33,7 @@ INDEX_PLANE = "index"
 
 
 class RotatedHeads(NamedTuple):
-    """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows.  The caller has normed and rotated them."""
+    """q [N, heads, k_size], k and v [N, kv_heads, size] of N new rows, which are already normed and rotated."""
 
     q: Tensor
     k: Tensor
@@ -44,7 +44,7 @@ class RotatedHeads(NamedTuple):
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
 
-    dtype: of the planes; None for the model's dtype.  num_read_planes: attention reads so many of the first planes.
+    dtype: the planes' dtype; None for the model's.  num_read_planes: attention reads this number of first planes.
     """
 
     kind: ClassVar[str] = "K and V heads"
@@ -64,7 +64,7 @@ class KVHeads:
         return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns K and V, [..., kv_heads, size] each, from the layer's planes."""
+        """Returns K and V, [..., kv_heads, size] each: the layer's planes."""
         k, v = planes
         return k, v
 
@@ -79,9 +79,9 @@ class KVHeads:
     ) -> Tensor:
         """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
-        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes; it may
-        be overwritten.  RotatedHeads are written as they are, without rotation.  scales: of FP8 planes.
-        Returns q [N, heads, k_size].
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes.  The
+        tensor may be overwritten.  RotatedHeads are written without norm and rotation.
+        scales: the scales of FP8 planes.  Returns q [N, heads, k_size].
         """
         if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
@@ -93,11 +93,11 @@ class KVHeads:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values.
+    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V is its first v_size values.
 
-    dtype: of the latent's plane; None for the model's dtype.  index_size: values of the index key that the layer also
-    keeps, in the model's dtype; 0: no index key.  A query attends to the rows whose index keys have the highest scores
-    (kernels/ops/selection.py).
+    dtype: the dtype of the latent's plane; None for the model's dtype.
+    index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
+    index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
     """
 
     kind: ClassVar[str] = "a latent row"
@@ -140,8 +140,8 @@ class LatentKV:
     ) -> Tensor:
         """Norm and rotate new latents, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
 
-        q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
-        followed by the rotated part.  No key is computed: queries are multiplied by k_up.
+        q: [N, heads, nope + rope].  latent: [N, 1, size].  k_up: [heads, nope, v_size].  A head's key is k_up · latent,
+        followed by the rotated part.  No key is computed; instead, queries are multiplied by k_up.
         """
         # Both parts of a query are written into one tensor, so no copy joins them.
         out = q.new_empty(*q.shape[:2], self.size)
@@ -157,10 +157,10 @@ class LatentKV:
 class RecurrentState:
     """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
 
-    The convolution's channels are those of q and k [k_heads · k_size] and of v [heads · v_size], in this order.  heads:
-    0 for a layer that has a convolution alone.  taps: 1 for a layer without convolution.  delta: whether a new row
-    corrects the value that its key reads (the delta rule), or only adds.  units: whether q and k are scaled to unit
-    length, and q is divided by the root of k_size.  conv_channels: channels of the convolution if heads is 0.
+    The convolution's channels are q [k_heads · k_size], k [k_heads · k_size] and v [heads · v_size], in this order.
+    taps: 1 for no convolution.  heads: 0 for a layer that has only a convolution, with conv_channels channels.
+    delta: whether a new row replaces the value that its key reads from the state (the delta rule); else it only adds.
+    units: whether q and k are scaled to unit length, and q is divided by √k_size.
     """
 
     kind: ClassVar[str] = "a state"
@@ -187,12 +187,12 @@ class RecurrentState:
 
     @property
     def columns(self) -> ConvColumns:
-        """The channels' columns in inputs that have all channels in order."""
+        """The columns of q, k and v in inputs that have the channels in order."""
         return ordered_conv_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 CacheSpec = KVHeads | LatentKV | RecurrentState
-# A layer that mixes no rows: it has neither heads nor a convolution.
+# The spec of a layer that only has an MLP: it keeps neither heads nor a convolution.
 NO_MIXING = RecurrentState(taps=1)
 
 
@@ -200,13 +200,14 @@ NO_MIXING = RecurrentState(taps=1)
 class LayerSpec:
     """The attention or recurrence of one layer.
 
-    heads: query heads; cache_spec: the data that the layer keeps between passes.  window: a query at position p attends
-    to positions > p - window; None for all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a
-    logit s of attention, scale included, becomes softcap · tanh(s / softcap); None for no cap.  shares_with: the
-    earlier layer whose rows this layer reads instead of own rows.  Both layers have the same `cache_spec`.  topk: the
-    most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.  The index
-    keys are the layer's own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's
-    projection.
+    heads: the number of query heads.  cache_spec: the data that the layer keeps between passes.
+    window: a query at position p attends to positions > p - window; None for all positions.
+    scale: the factor of q·k; None for k_size ** -0.5.
+    softcap: a logit s of attention (scale included) becomes softcap · tanh(s / softcap); None for no cap.
+    shares_with: an earlier layer with the same `cache_spec`.  This layer reads that layer's rows and keeps none.
+    topk: a query attends to the topk rows with the highest index scores; None for all rows.  The scores come from this
+    layer's index keys, or from the last earlier layer with index keys.
+    v_is_k: whether V is computed from K's projection.
     """
 
     heads: int
@@ -232,9 +233,9 @@ class LayerSpec:
 
     @property
     def projected_heads(self) -> int:
-        """Heads of the layer's qkv projection."""
-        of_rows = 0 if self.shares_with is not None else 1 if self.v_is_k else 2
-        return self.heads + of_rows * self.row_spec.kv_heads
+        """The number of heads of the layer's qkv projection."""
+        num_kv_projections = 0 if self.shares_with is not None else 1 if self.v_is_k else 2
+        return self.heads + num_kv_projections * self.row_spec.kv_heads
 
     @cached_property
     def softmax_scale(self) -> float:
@@ -255,8 +256,7 @@ class LayerSpec:
 
 
 def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[CacheSpec, tuple[int, ...]]:
-    """Group layers with equal `cache_spec`, in order of appearance.  A group shares buffers and an attention
-    backend."""
+    """Returns the layers with each `cache_spec`.  The layers of a group share buffers and an attention backend."""
     groups: dict[CacheSpec, tuple[int, ...]] = {}
     for layer in layers:
         cache_spec = specs[layer].cache_spec
@@ -265,7 +265,7 @@ def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Cach
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """Returns the specs with rows of this dtype; None for the model's dtype.  Specs of states stay as they are."""
+    """Returns the specs with another dtype of rows; None for the model's dtype.  Specs of states are not changed."""
     return tuple(
         spec
         if isinstance(spec.cache_spec, RecurrentState)
@@ -282,7 +282,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
     """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
 
-    def own(cache_spec: CacheSpec) -> CacheSpec:
+    def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):
             return replace(cache_spec, kv_heads=len(shards.kv_heads_part(cache_spec.kv_heads)))
         if shards.count > 1 and not isinstance(cache_spec, LatentKV):
@@ -291,9 +291,10 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
             )
         return cache_spec
 
-    heads = "number of attention heads"
+    size_name = "number of attention heads"
     return tuple(
-        replace(spec, heads=len(shards.part(spec.heads, heads)), cache_spec=own(spec.cache_spec)) for spec in specs
+        replace(spec, heads=len(shards.part(spec.heads, size_name)), cache_spec=spec_of_rank(spec.cache_spec))
+        for spec in specs
     )
 
 

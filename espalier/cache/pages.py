@@ -1,7 +1,7 @@
 """Reference counts of pages, and the list of free pages.
 
-A holder of a page is a running request or the prefix tree.  A page is free when it has no holder.  This module has ids
-and counts only: the tensors are in cache/kv.py, and the scheduler and the prefix tree know which pages they hold.
+A holder of a page is a running request or the prefix tree.  A page is free when it has no holder.  This module has only
+page numbers and counts: cache/kv.py has the tensors, and the scheduler and the prefix tree know which pages they hold.
 """
 
 from collections import OrderedDict
@@ -11,22 +11,23 @@ DUMMY_PAGE = 0
 
 
 class OutOfPages(Exception):
-    """More pages were requested than are free.  The scheduler checks `free` first, then evicts, preempts or waits."""
+    """More pages were requested than are free.  The scheduler checks `num_free`, and evicts, preempts or waits."""
 
 
 class PageDefect(AssertionError):
-    """A bug in page counting: a free page is shared or released, or counts do not match holders."""
+    """A bug in the counts of pages: a free page is shared or released, or counts and holders do not agree."""
 
 
 class PagePool:
-    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never written, never free.
+    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never allocated, never free.
 
-    `allocate` takes the pages that were freed last, in the order in which they were held.  Before any page was freed it
-    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  Unused memory stays untouched, and
-    consecutive pages stay together, so that attention copies their rows as one block (kernels/attention/kv_splits.py).
+    `allocate` takes the pages that were released last, in the order in which their holder had them.  If no released
+    page is free, it takes the lowest numbers.  So allocations are deterministic and cost O(1) per page, pages that are
+    not needed are never written, and consecutive pages stay together.  Attention copies the rows of consecutive pages
+    as one block (kernels/attention/kv_splits.py).
 
-    on_page_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one
-    holder is left.
+    on_page_shared: a function that is called with (page, True) when a page gets its second holder, and with
+    (page, False) when only one holder is left.
     """
 
     def __init__(self, num_pages: int):
@@ -61,7 +62,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_released counts the calls.  A request that finds too few free pages waits until num_released changes.
+        num_released counts the calls.  If too few pages are free, a request waits until num_released changes.
         """
         self.num_released += 1
         for page in reversed([*pages]):
@@ -73,7 +74,7 @@ class PagePool:
                 self.on_page_shared(page, False)
 
     def reference_count(self, page: int) -> int:
-        """Returns number of holders of a page; 0 for a free page and for the dummy page."""
+        """Returns the number of holders of a page; 0 for a free page and for the dummy page."""
         return self._reference_counts[page]
 
     def is_free(self, page: int) -> bool:
@@ -87,7 +88,7 @@ class PagePool:
 
 
 class SnapshotRows:
-    """Tracks the rows of the state table that hold snapshots, and the page of the prefix tree of each snapshot.
+    """Tracks which rows of the state tables hold snapshots, and to which page of the prefix tree a snapshot belongs.
 
     rows: the table rows that may hold snapshots.
     """
@@ -95,22 +96,21 @@ class SnapshotRows:
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
         self._free_rows = list(self._rows)[::-1]
-        # Table row by page.  The least recently used page comes first.
+        # The table row of each page's snapshot.  The least recently used snapshot is first.
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
-        rows."""
+        """Take a free row, else that of the least recently used snapshot.  Returns None if requests hold all rows."""
         if self._free_rows:
             return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
-        """Give a held row back to the free rows."""
+        """Make a row free that a request held."""
         self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
-        """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
+        """Make a request's row the snapshot of a page of the tree.  If the page already has one, the row is freed."""
         if page in self._row_of_page:
             self.release(row)
         else:
@@ -121,7 +121,7 @@ class SnapshotRows:
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
     def mark_used(self, page: int) -> int:
-        """Return the row of a page's snapshot, and mark the snapshot as the most recently used."""
+        """Return the row of a page's snapshot.  The snapshot becomes the most recently used."""
         self._row_of_page.move_to_end(page)
         return self._row_of_page[page]
 
@@ -132,5 +132,5 @@ class SnapshotRows:
             self.release(row)
 
     def __len__(self) -> int:
-        """Returns the number of all snapshots that are attached to pages."""
+        """Returns the number of snapshots that are attached to pages."""
         return len(self._row_of_page)

@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree over full pages, so that requests with equal prefixes share pages.
 
-A node is one page.  A node's key holds the tokens of the page; the path from the root holds the tokens before the page.
-The tree only compares keys.  The tree holds a reference to each of its pages, so a page stays cached after its request
-has finished.  The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
+A node is one page.  Its key is the tokens of the page; the path from the root holds the tokens before the page.  The
+tree only compares keys.  The tree holds a reference to each of its pages, so a page stays cached after its request has
+finished.  The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,9 +16,10 @@ from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 class PageNode:
     """One cached page.
 
-    last_used: the clock at the page's last use; at least the clock of each node below.  has_draft_rows: whether a draft
-    ran over the page's tokens, and so over those of all ancestors.  num_pins: the number of children that cannot be
-    evicted, plus one if a request holds the page; only a node with 0 can be evicted.
+    last_used: the tree's clock at the page's last use; not smaller than last_used of its children.
+    has_draft_rows: whether a draft ran over the page's tokens.  Then it also ran over the tokens of all ancestors.
+    num_pins: the number of children that cannot be evicted, plus 1 if a request holds the page.  A node can be evicted
+    only if num_pins is 0.
     """
 
     page: int
@@ -31,7 +32,7 @@ class PageNode:
 
 
 def page_keys(tokens: Sequence[int], num_pages: int, page_size: int) -> Iterator[Hashable]:
-    """Keys of the first `num_pages` pages of these tokens."""
+    """Yields the keys of the first `num_pages` pages of these tokens."""
     for start in range(0, num_pages * page_size, page_size):
         yield tuple(tokens[start : start + page_size])
 
@@ -39,7 +40,7 @@ def page_keys(tokens: Sequence[int], num_pages: int, page_size: int) -> Iterator
 class PrefixTree:
     """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page.
 
-    on_removed: called with each page that leaves the tree.
+    on_removed: a function that is called with each page that leaves the tree.
     """
 
     def __init__(self, pool: PagePool, page_size: int):
@@ -48,8 +49,8 @@ class PrefixTree:
         self.on_removed: Callable[[int], None] = lambda page: None
         self._root = PageNode(DUMMY_PAGE)
         self._nodes: dict[int, PageNode] = {}
-        # A heap of (used, page): one entry for each leaf, and some for pages that are no leaves any more.  `used` may
-        # be older than the node's `last_used`.  A popped entry is corrected, so a match does not touch the heap.
+        # A heap of (last_used, page): an entry for each leaf, and entries of pages that are no longer leaves.  The
+        # entry's last_used may be older than the node's.  `_pop_oldest_leaf` corrects it, so `match` leaves the heap.
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
@@ -77,9 +78,9 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
         """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks these pages as used now.
 
-        has_draft_rows: whether a draft ran over all of these tokens.  The tree takes a reference to each page that is
-        new to it.  If another page with equal tokens is cached already, the tree keeps the cached page, unless only the
-        new page has draft rows.  The caller keeps its references and releases them as usual.
+        has_draft_rows: whether a draft ran over all of these tokens.  If a page with equal tokens after the same prefix
+        is already cached, the tree keeps the cached page, unless only the new page has draft rows.  The tree takes a
+        reference to each page that it adds.  The caller's references stay.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
@@ -96,9 +97,9 @@ class PrefixTree:
             self._queue_leaf(node)
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages that only the tree holds, least recently used leaf first.  Returns how many.
+        """Free up to `num_pages` pages that only the tree holds, the least recently used leaf first.  Returns how many.
 
-        A leaf that a request holds is skipped and stays, with its ancestors.  Each request has at most one such leaf.
+        A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf.
         """
         evicted = 0
         skipped = []
@@ -116,14 +117,14 @@ class PrefixTree:
     def num_evictable(self) -> int:
         """Number of pages that `evict` could free now.
 
-        The ancestors of a held page cannot be freed, even if no request holds them.  Such ancestors occur if a request
-        computed a prefix that was cached already.  The request holds its own copy, and its next page is inserted below
-        the cached page.
+        The ancestors of a page that a request holds cannot be freed, even if no request holds the ancestors.  This
+        occurs if a request computed a prefix that was already cached: the request holds its own copies of the cached
+        pages, and its next page is inserted below the cached pages.
         """
         return len(self._nodes) - self._num_pinned
 
     def pages(self) -> Iterator[int]:
-        """Every cached page once."""
+        """Returns an iterator over the cached pages."""
         return iter(self._nodes)
 
     def __len__(self) -> int:
@@ -167,16 +168,16 @@ class PrefixTree:
         self._release_page(old)
 
     def _on_page_shared(self, page: int, shared: bool) -> None:
-        """Update `num_evictable`: a first request now holds a page of the tree (shared), or none holds it any more.
+        """Updates `num_pins`.  shared: a request now holds a page of the tree; if false, no request holds it any more.
 
-        Walks up while nodes change between evictable and kept.  On average O(1) for each page of a prefix.
+        Goes up the tree while a node becomes evictable or stops to be.  On average O(1) for each page of a prefix.
         """
         node = self._nodes.get(page)
         change, count_after_change = (1, 1) if shared else (-1, 0)
         while node is not None and node is not self._root:
             node.num_pins += change
             if node.num_pins != count_after_change:
-                return  # it had, or still has, another keeper
+                return  # another pin was or is on this node
             self._num_pinned += change
             node = node.parent
 
@@ -196,12 +197,12 @@ class PrefixTree:
     def _pop_oldest_leaf(self) -> PageNode | None:
         """Pop the least recently used leaf from the heap.  The caller evicts it or queues it again."""
         while self._leaves:
-            used, page = heappop(self._leaves)
+            last_used, page = heappop(self._leaves)
             self._queued_pages.remove(page)
             node = self._nodes.get(page)
             if node is None or node.children:
                 continue
-            if node.last_used == used:
+            if node.last_used == last_used:
                 return node
             self._queue_leaf(node)
         return None
@@ -209,13 +210,13 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class PageBudget:
-    """Free pages, and the pages that the prefix tree can give up.  prefix_tree: None without a prefix cache."""
+    """The free pages, and the pages that the prefix tree can free.  prefix_tree: None without a prefix cache."""
 
     pool: PagePool
     prefix_tree: PrefixTree | None
 
     def evict_until_free(self, num_pages: int) -> bool:
-        """Evict cached pages that no request uses until num_pages are free.  Returns False if too few are free."""
+        """Evict cached pages until `num_pages` pages are free.  Returns False if too few pages can be freed."""
         missing = num_pages - self.pool.num_free
         if missing > 0 and self.prefix_tree is not None:
             self.prefix_tree.evict(missing)

@@ -1,8 +1,9 @@
 """The recurrent states of layers: one per slot, the staged nodes of trees, and the commit of an accepted path.
 
-Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  The last rows hold the snapshots of the
-prefix cache, and one row is spare. cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs
-of its nodes, and `commit` applies the inputs of the accepted path.  A pass of known tokens applies its rows at once.
+Row s of a state table belongs to slot s.  Row 0 belongs to the dummy slot and stays zero.  The rows after the slots
+hold the snapshots of the prefix cache (cache/pages.py tracks the owner of each snapshot).  The last row is the spare
+row, to which states are written that are not needed.  A verify pass stages the inputs of its nodes, and `commit`
+applies the inputs of the accepted path to the states.  A pass of known tokens applies its rows immediately.
 """
 
 from collections.abc import Sequence
@@ -35,9 +36,9 @@ ZERO_ROW = 0
 
 
 class SnapshotTargets(NamedTuple):
-    """The snapshots that a launch writes.  num_tokens: [B], the number of tokens after which the state is copied; row:
-    [B], the table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it
-    from fewer than num_tokens tokens to num_tokens or more."""
+    """The snapshots that a launch writes.
+    num_tokens: [B], the number of a request's tokens after which its state is copied, if this launch reaches it.
+    row: [B], the table row that gets the copy; 0 for no snapshot."""
 
     num_tokens: Tensor
     row: Tensor
@@ -45,11 +46,12 @@ class SnapshotTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class StateAccess:
-    """Which states a pass reads, and how many of its rows change them.
+    """The states that a pass reads, and the number of its rows that change them.
 
-    slots: [B]; length: [B], how many rows exist; None for a tree, whose path is committed later.  prefix_len: [B],
-    tokens before the first row; snapshots: to take in this pass, or None.  is_split: whether several rows of the batch
-    may hold consecutive pieces of one request (speculate/pieces.py).
+    slots: [B].  prefix_len: [B], the number of tokens before the first row.
+    length: [B], the number of rows that exist; None for a tree, whose accepted path is committed later.
+    snapshots: the snapshots to write in this pass, or None.
+    is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
@@ -60,7 +62,7 @@ class StateAccess:
 
     @cached_property
     def rows_before_snapshot(self) -> Tensor | None:
-        """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
+        """[B]: the number of rows of this pass before the snapshot; 0 if this pass writes no snapshot."""
         if self.snapshots is None or self.length is None:
             return None
         rows = self.snapshots.num_tokens - self.prefix_len
@@ -68,13 +70,13 @@ class StateAccess:
 
     @cached_property
     def continues_previous(self) -> Tensor:
-        """[B] bool: whether the previous row of the batch holds earlier tokens of the same request."""
+        """[B] bool: whether the previous row of the batch holds the preceding piece of the same request."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
     def is_last_row(self) -> Tensor:
-        """[B] bool: whether this row of the batch is its request's last, so that its state becomes the slot's state."""
+        """[B] bool: whether this row of the batch is its request's last piece, whose state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
         return has_rows & ~torch.cat(
@@ -84,18 +86,19 @@ class StateAccess:
     def path_rows(self, source: Tensor | None, width: int, spare_row: int) -> PathRows:
         """Returns the PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
-        continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
-        mark_row = None if self.snapshots is None else self.snapshots.row
-        marks = self.rows_before_snapshot, mark_row
-        return PathRows(self.slots, source, self.length, *marks, continues_previous, ends, width, spare_row)
+        continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
+        snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
+        return PathRows(self.slots, source, self.length, *snapshots, continues, is_last_row, width, spare_row)
 
 
 @dataclass
 class LayerStateTensors:
-    """The states of all layers with the same sizes.  For one layer, tensors have no first dimension.
+    """The states of all layers with the same sizes.  In the states of one layer, the tensors lack the first dimension.
 
-    recurrent_state: [layers, rows, heads, k_size, v_size], None without heads; conv_tail: [layers, rows, taps - 1,
-    channels].  inputs, rows: staging, [layers, n, ...] each.  rows is None without heads.
+    recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
+    conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
+    inputs, rows: the staged inputs of the convolution and of the recurrence, [layers, nodes, ...] each.  rows: None
+    without heads.
     """
 
     cache_spec: RecurrentState
@@ -113,9 +116,8 @@ class LayerStateTensors:
 class StateTable:
     """The state tables of all layers that keep states.
 
-    stacks: one tensor for all layers with states of the same sizes, so that one launch commits these layers; states:
-    views by layer.
-    num_rows: rows of each table, with the spare row.
+    stacks: layers with states of the same sizes share tensors, so that one launch commits these layers.  states: views
+    of each layer's tensors.  num_rows: the number of rows of each table, with the spare row.
     """
 
     def __init__(
@@ -128,14 +130,14 @@ class StateTable:
     ):
         self.num_rows = table_rows(layout, num_snapshots)
         self.first_snapshot, self.spare_row = layout.num_slots, self.num_rows - 1
-        keeping = [
+        layers_with_state = [
             layer
             for layer, spec in enumerate(specs)
             if isinstance(spec.cache_spec, RecurrentState) and spec.cache_spec != NO_MIXING
         ]
         self.stacks: list[LayerStateTensors] = []
         self.states: dict[int, LayerStateTensors] = {}
-        for cache_spec, layers in group_layers(specs, keeping).items():
+        for cache_spec, layers in group_layers(specs, layers_with_state).items():
             assert isinstance(cache_spec, RecurrentState)
             stack = _allocate_states(cache_spec, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
@@ -146,7 +148,7 @@ class StateTable:
         return range(self.first_snapshot, self.spare_row)
 
     def copy_rows(self, row_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy state rows one pair after another.  row_pairs: (source row, destination row)."""
+        """Copy rows of the state tables, pair after pair.  row_pairs: (source row, destination row)."""
         for stack in self.stacks:
             tensors = (stack.conv_tail,) if stack.recurrent_state is None else (stack.recurrent_state, stack.conv_tail)
             for values in tensors:
@@ -154,7 +156,7 @@ class StateTable:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, state_access: StateAccess, source: Tensor) -> None:
-        """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
+        """Apply the accepted paths: the first state_access.length [B] of the staged rows `source` [B, W]."""
         path = state_access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.conv_tail, stack.inputs, path, stack.cache_spec.columns)
@@ -164,8 +166,7 @@ class StateTable:
 
 @dataclass
 class PassStates:
-    """The states in one pass.  parents: [B, R], None if the pass has no tree; ancestor_bits: [B, R, W] int64, ancestor
-    bits."""
+    """The states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
 
     table: StateTable
     state_access: StateAccess
@@ -182,16 +183,16 @@ class PassStates:
         conv: ShortConv,
         columns: ConvColumns | None = None,
     ) -> Tensor:
-        """Convolve inputs [N, columns] of N new rows, `width` per request.  Keep the results for `read` and `commit`.
+        """Convolve the inputs of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
-        inputs: may be partial sums [parts, N, columns].
-        gates: [N, 2, heads], see StateRows, or a GateInputs from which the kernel computes them; None for a layer that
-        has only a convolution.  columns: None if the channels are in order.  Returns q [B, width, k_heads, k_size], or
-        the convolution's output [B, width, channels].
+        inputs: [N, columns], or partial sums [parts, N, columns].
+        gates: [N, 2, heads] (see StateRows), or the GateInputs from which the kernel computes them; None for a layer
+        that has only a convolution.  columns: None if the channels are in order.
+        Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
         """
         states, is_tree = self.table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
-        # A tail holds sums of the partial inputs.
+        # The convolution's tail needs whole inputs, so partial sums are added.
         inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         follows = self.state_access.continues_previous if self.state_access.is_split else None
@@ -210,9 +211,9 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip_factor: Tensor | None = None) -> Tensor:
-        """Returns [B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also advances the slots' states.
+        """Returns the rows' outputs [B, R, heads, v_size].  A pass of known tokens also updates the slots' states.
 
-        skip_factor: [heads], the factor of a row's v that is added to its output.
+        skip_factor: [heads]; skip_factor · v is added to a row's output.
         """
         rows, states = self._rows_by_layer.pop(layer), self.table.states[layer]
         assert states.recurrent_state is not None
@@ -230,19 +231,19 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns bytes of one row of the state table, for all layers together.  dtype: the model's."""
+    """Returns the bytes of one row of the state tables of all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.recurrent_state, states.conv_tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
+    """Returns the bytes that one node of a tree takes in the staging of all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
 
 
 def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStateTensors]:
-    """Returns the states of each layer without data: one row of the table, and one staged node."""
-    kept = [spec.cache_spec for spec in specs if isinstance(spec.cache_spec, RecurrentState)]
-    return [_allocate_states(cache_spec, 1, 1, 1, dtype, torch.device("meta")) for cache_spec in kept]
+    """Returns each layer's states with one table row and one staged node, on the meta device (without data)."""
+    state_specs = [spec.cache_spec for spec in specs if isinstance(spec.cache_spec, RecurrentState)]
+    return [_allocate_states(cache_spec, 1, 1, 1, dtype, torch.device("meta")) for cache_spec in state_specs]
 
 
 def _num_bytes(*tensors: Tensor | None) -> int:

@@ -73,10 +73,9 @@ def run(args: Namespace) -> int:
             f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
-    if target.probe_result is not None:
-        console.print(
-            Text(f"  it runs by transformers; modules that are replaced by ours: {target.probe_result.replaced}")
-        )
+    probed = target.probe_result
+    if probed is not None:
+        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {probed.replaced_modules}"))
     else:
         console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", DIM_STYLE))

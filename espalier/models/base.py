@@ -23,16 +23,16 @@ class Layer(Protocol):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         """Runs the layer on the residual stream of the pass's rows.
-        The layer calls `p.write` once, keeps only the rows `p.kept_rows`, then calls `p.attend` once.  A layer that
-        keeps only a convolution does not call `p.attend`.  A layer must not modify the residual tensor in place,
-        because that tensor may have been captured."""
+        The layer calls `p.write` once, drops all rows except `p.kept_rows`, then calls `p.attend` once.  A layer with
+        only a convolution does not call `p.attend`; a layer with only an MLP calls neither.  A layer may not modify the
+        residual tensor in place, because the tensor may be a captured input."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """The output of a target over the rows of a pass.
-    hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
+    hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed_row`.
     captured_inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is
     captured, it has as many rows as `hidden`."""
 

@@ -2,7 +2,7 @@
 
 A block consists of the root token and of mask tokens at the next positions.  In each layer, the rows of a block attend
 to one another and to the context rows.  Each token before the root has one context row: the K and V of the vector
-norm(fc(features of the target)) of that token.  Each layer has its own K and V projections.
+norm(fc(features of the target)) of that token, from the K and V projections of the layer.
 """
 
 import logging
@@ -36,8 +36,8 @@ Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkMod
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
 # An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  A "vanilla" head reads
-# the parent token.  A "gated" head also reads the block's hidden state at this depth.  An "rnn" head also reads all
-# earlier tokens of the path.
+# the parent token.  A "gated" head also reads the block's hidden state at the token's depth.  An "rnn" head reads both,
+# and all earlier tokens of the path.
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 # For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
-    layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, a window counts the context rows
-    before the root.
+    layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, layer.windows are the numbers of
+    context rows before the root.
     markov_rank: the rank of the Markov head; 0 if there is none.  markov_head_type: the head's markov_head_type."""
 
     layer: ModelConfig
@@ -90,11 +90,11 @@ def make_block_spec(
     )
 
 
-def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
-    """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
+def read_block(path: Path, config_json: Json, target: ModelConfig) -> BlockConfig:
+    """Returns the config of the draft at `path`, checked against the target's config.  Loads no weights.
     Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
-    read = _read_publisher_config if raw.get("speculators_model_type") is None else read_speculators_config
-    config = read(DraftFields(raw, path), target)
+    read = _read_publisher_config if config_json.get("speculators_model_type") is None else read_speculators_config
+    config = read(DraftFields(config_json, path), target)
     refuse_mismatch(config, target, path)
     return config
 
@@ -102,27 +102,27 @@ def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
 def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
     """Returns the config of a draft in the format of z-lab or of DeepSpec.  The caller checks it against the target."""
     is_deep_spec = architecture_of(dict(fields.raw)) == DEEP_SPEC_ARCHITECTURE
-    own = read_dflash_fields(fields, DFLASH_FIELDS)
-    layer = read_layer_config(fields, target, own.get("target_hidden_size"))
+    dflash_fields = read_dflash_fields(fields, DFLASH_FIELDS)
+    layer = read_layer_config(fields, target, dflash_fields.get("target_hidden_size"))
     if any(layer.windows):
         raise fields.error(
             "sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
-    causal = own.is_set("causal_head")
+    causal = dflash_fields.is_set("causal_head")
     for name in ("is_causal", "causal"):
         if fields.get(name) and not causal:
             raise fields.error(
                 f"{name} = {fields.get(name)!r} is not supported in this form, because public code disagrees about "
                 "it; use a draft without it, or convert it with speculators"
             )
-    every = fields.with_defaults(own.raw)
+    merged = fields.with_defaults(dflash_fields.raw)
     if not is_deep_spec:
-        ids = own.get("target_layer_ids") or _default_target_layers(target.num_layers, layer.num_layers)
-        every = DraftFields({**every.raw, "target_layer_ids": ids}, fields.path)
+        ids = dflash_fields.get("target_layer_ids") or _default_target_layers(target.num_layers, layer.num_layers)
+        merged = DraftFields({**merged.raw, "target_layer_ids": ids}, fields.path)
     spec = make_block_spec(
-        *(every, layer),
-        captured_layers=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
+        *(merged, layer),
+        captured_layers=tuple(k + 1 for k in merged.target_layers("target_layer_ids")),
         first_proposing_row=0 if is_deep_spec else 1,
         is_causal_layer=(causal,) * layer.num_layers,
     )
@@ -145,8 +145,7 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
         return BlockConfig(layer, spec)
     rank, kind = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing_row:
-        # In training, speculators updates the recurrent state with the root token twice: at the root's row and at depth
-        # 1.
+        # In training, speculators enters the root token twice into the recurrent state: at its own row and at depth 1.
         raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"
@@ -173,7 +172,7 @@ def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: i
 
 
 def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Returns the target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
+    """Returns the default target layers of z-lab's drafts: evenly spaced from layer 1 to the third from last."""
     if num_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3
@@ -192,8 +191,8 @@ def _read_markov_fields(fields: DraftFields) -> tuple[int, MarkovHeadType]:
 def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFields:
     """Returns the fields of `dflash_config`, an object in the config.json of z-lab's drafts.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
-    own, path = fields.nested_object("dflash_config"), fields.path
-    for name, value in own.raw.items():
+    dflash_fields, path = fields.nested_object("dflash_config"), fields.path
+    for name, value in dflash_fields.raw.items():
         if name not in supported or (name == "draft_shift" and value):
             raise fields.error(
                 f"dflash_config has {name} = {value!r}, which is not supported; supported fields are "
@@ -204,7 +203,7 @@ def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFi
             f"{path} holds {MASK_EMBEDDING}, a mask that is no token of the vocabulary; this is not supported: use a "
             "draft whose mask_token_id is a token"
         )
-    return own
+    return dflash_fields
 
 
 def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> None:
@@ -221,7 +220,7 @@ def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> Non
 
 @dataclass(frozen=True)
 class MarkovHead:
-    """DSpark's Markov head.  It scores a token given the parent token, by a product of two low-rank matrices.
+    """DSpark's Markov head: scores a token given the parent token, by a product of two low-rank matrices.
 
     parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
     hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
@@ -244,8 +243,8 @@ class MarkovHead:
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-    layer_specs: of this rank.  fc, context_norm: compute the vector of a context row.  context_kv: the K and V
-    projections of each layer, as views of the layer's stacked q, k and v weights.
+    layer_specs: the specs of this rank.  fc, context_norm: compute the vector of a context row.  context_kv: the K and
+    V projections of each layer, as views of the layer's stacked q, k and v weights.
     d2t: see DraftModel.  edge_scorer: None if the draft has no Markov head."""
 
     modules = ()
@@ -332,20 +331,20 @@ def _load_markov_head(weights: Weights, config: BlockConfig) -> MarkovHead | Non
     rank, hidden, kind = config.markov_rank, config.layer.hidden_size, config.markov_head_type
     if not rank:
         return None
-    before = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    after = weights.load_dense_matrix("markov_head.markov_w2", whole_part(config.spec.vocab_size), rank)
+    parent_vectors = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
+    token_vectors = weights.load_dense_matrix("markov_head.markov_w2", whole_part(config.spec.vocab_size), rank)
     if kind == "vanilla":
-        return MarkovHead(before, after)
+        return MarkovHead(parent_vectors, token_vectors)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
-    parts, read = MARKOV_PROJECTION_SIZES[kind]
-    whole = weights.load_dense_matrix(name, whole_part(parts * rank), hidden + read * rank)
-    bias = weights.load(f"{name}.bias", parts * rank)
-    hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
+    num_outputs, num_inputs = (multiple * rank for multiple in MARKOV_PROJECTION_SIZES[kind])
+    projection = weights.load_dense_matrix(name, whole_part(num_outputs), hidden + num_inputs)
+    bias = weights.load(f"{name}.bias", num_outputs)
+    hidden_projection, row_projection = split_projection_columns(projection, hidden, is_recurrent)
     return MarkovHead(
         *(
-            before,
-            after,
+            parent_vectors,
+            token_vectors,
             Linear(dense_weight(hidden_projection.contiguous()), bias),
             row_projection.contiguous(),
             is_recurrent,

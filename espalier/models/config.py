@@ -1,4 +1,4 @@
-"""Reads a model's config.json.  Every field that changes the computation is either applied or refused with an error.
+"""Reads a model's config.json.  A field that changes the computation is either applied or refused with an error.
 
 All families share this reader.  The defaults of missing fields differ by family, so each family file declares them.
 """
@@ -98,29 +98,27 @@ IGNORED_FIELDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family.  Each family file makes one or more.  Functions take the completed config
-    (config.json with `defaults` for missing fields), if not stated otherwise.
+    """The declaration of one model family.  Functions take the completed config (config.json with `defaults` for
+    missing fields), if not stated otherwise.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
     qkv_bias, out_bias: whether the attention's projections have a bias; by default, the value of attention_bias.
-    windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
-    included; by default, None for all layers.
+    windows: for each layer, the number of positions that a query attends to (its own position counts), or None for no
+    window; by default, None for all layers.
     qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
     qk_norm_over_all_heads: whether one norm covers all heads of q, and another all heads of k.
     layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
     norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
-    experts: returns the declaration of the expert layers; None for a model without experts.  Raises EspalierError for
-    experts that are not supported.
+    experts: returns the declaration of the expert layers, or None.  Raises EspalierError for unsupported experts.
     embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for 1/√head_size.
     residual_scale: the factor of each block's output before it is added to the residual.
     logit_scale: the factor of logits, before the soft cap.
-    layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
-    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers have the config's RoPE.
-    load_embedding: loads the token embedding; None for a table of vocab_size rows.
-    load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
-    load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
+    layer_ropes: for each layer, the RoPE fields that replace those of the config, and head_dim if the layer has another
+    head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
+    load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer; None for
+    layer_loading.py:load_embedding, load_layer and load_attention.
     layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
     (layer_loading.py:layer_specs_of).
     uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.
@@ -129,11 +127,10 @@ class Family:
     or because they do not change the output.
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
-    mlp_size_field: the field that holds the intermediate size of dense MLPs.
-    activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  Such
-    layers must have a norm before each block, attention and a gated MLP, because a draft builds its first layer itself.
-    normalise_fields: takes the stored config.json, and returns its fields under the names that all families share.
+    mlp_size_field, activation_field: the fields with the intermediate size and with the activation of dense MLPs.
+    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  The
+    layers must have a norm before each block, attention and a gated MLP, because eagle3.py builds the first layer.
+    normalise_fields: takes config.json, and returns its fields under the names that all families share.
     extra_layer_types: further values that `layer_types` may contain.
     stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text
     model, each with a description.  final_norm: the name of the last norm.
@@ -169,7 +166,7 @@ class Family:
     activation_field: str = "hidden_act"
     usable_in_drafts: bool = False
     multimodal_architectures: tuple[str, ...] = ()
-    normalise_fields: Callable[[Json], Json] = lambda raw: raw
+    normalise_fields: Callable[[Json], Json] = lambda config_json: config_json
     extra_layer_types: tuple[str, ...] = ()
     stored_names: StoredNames = SAME_NAMES
     ignored_weights: Mapping[str, str] = field(default_factory=dict)
@@ -180,21 +177,17 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for dynamic
-    RoPEs).
+    max_position: the longest context, in tokens, that the checkpoint was trained for (dynamic RoPEs: see RopeConfig).
     layer_ropes: the RoPE of each layer; rope: the RoPE of the first layer.
-    logit_cap: the soft cap of logits: a tanh bounds them to ±logit_cap; None for no cap.  softcap: the soft cap of
-    attention scores.
+    logit_cap, softcap: the soft caps of logits and of attention scores: a tanh bounds them to ±cap; None for no cap.
     eos_token_ids: all ids in config.json and generation_config.json, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
     one key-value head, and head_size is the size of a q or k head, before q is projected to the latent.
-    formats: the storage format of each matrix.
+    formats: the storage format of each matrix.  stored_names: how the checkpoint names the weights.
     embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
-    stored_names: how the checkpoint names the weights.
     activation: the activation of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
-    multimodal_architecture: the architecture of the multimodal checkpoint that contains this text model; None for a
-    text checkpoint.
+    multimodal_architecture: the architecture of the multimodal checkpoint with this text model; None for a text model.
     probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it.
     """
 
@@ -240,29 +233,35 @@ class ModelConfig:
         return declared_kv_dtype(self.raw)
 
 
-def architecture_of(raw: Json) -> str | None:
-    """The first name in `architectures`, or model_type if that field is missing; None if the value is no string."""
-    names = raw.get("architectures") or [raw.get("model_type")]
+def architecture_of(config_json: Json) -> str | None:
+    """Returns the first of `architectures`, or model_type if that field is missing; None if the value is no string."""
+    names = config_json.get("architectures") or [config_json.get("model_type")]
     name = names[0] if isinstance(names, list) else None
     return name if isinstance(name, str) else None
 
 
 def parse_config(
-    raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
+    config_json: Json,
+    family: Family,
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    generation: Json | None = None,
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     with path_in_errors(path):
-        return _parse_fields(raw, family, path, overrides or {}, generation or {})
+        return _parse_fields(config_json, family, path, overrides or {}, generation or {})
 
 
-def _parse_fields(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
-    raw = family.normalise_fields(raw)
+def _parse_fields(
+    config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json
+) -> ModelConfig:
+    config_json = family.normalise_fields(config_json)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
-    given = with_overrides(raw, overrides, known)
+    known_names = {*config_json, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, *ROPE_FIELDS}
+    overridden = with_overrides(config_json, overrides, {*known_names, "rope_theta"})
     # If the config has rope_scaling, transformers ignores the family's default rope_parameters, and so does this code.
-    replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
-    fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
+    unused_defaults = ("rope_parameters",) if overridden.get("rope_scaling") else ()
+    fields = {**{name: value for name, value in defaults.items() if name not in unused_defaults}, **overridden}
     require_field_types(fields)
     fields = _with_attention_fields(fields)
     refuse_unsupported(fields, family.supported_fields)
@@ -340,18 +339,18 @@ def _read_ropes(
     fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all layers support."""
-    own = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
-    read = []
-    for each in own:
-        if each is None:
-            read.append((RopeConfig(head_size, 1.0, "none"), max_position_embeddings))
+    layers = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
+    ropes_and_contexts = []
+    for layer_fields in layers:
+        if layer_fields is None:
+            ropes_and_contexts.append((RopeConfig(head_size, 1.0, "none"), max_position_embeddings))
             continue
-        merged = _with_attention_fields({**fields, **each})
+        merged = _with_attention_fields({**fields, **layer_fields})
         refuse_unsupported(merged, family.supported_fields)
-        size = each.get("head_dim", head_size)
+        size = layer_fields.get("head_dim", head_size)
         rotary_dim = latent.rope_size if latent else rotated_size(merged, size)
-        read.append(read_rope(merged, rotary_dim, max_position_embeddings))
-    return tuple(rope for rope, _ in read), min(context for _, context in read)
+        ropes_and_contexts.append(read_rope(merged, rotary_dim, max_position_embeddings))
+    return tuple(rope for rope, _ in ropes_and_contexts), min(context for _, context in ropes_and_contexts)
 
 
 def no_windows(fields: Json) -> LayerWindows:
@@ -392,8 +391,8 @@ def hybrid_windows(fields: Json) -> LayerWindows:
 def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
     types = fields.get("layer_types")
     if types is not None:
-        known = {"full_attention", "sliding_attention", *family.extra_layer_types}
-        unknown = sorted({str(t) for t in types} - known)
+        supported = {"full_attention", "sliding_attention", *family.extra_layer_types}
+        unknown = sorted({str(t) for t in types} - supported)
         if unknown:
             raise EspalierError(
                 f"layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
@@ -421,10 +420,10 @@ def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
 def _read_experts(fields: Json, family: Family) -> Experts | None:
     experts = family.experts(fields)
     if experts is not None:
-        for name, value, least in (("size", experts.intermediate_size, 1), ("shared size", experts.shared_size, 0)):
-            if not isinstance(value, int) or not least <= value <= MAX_SIZE:
+        for name, value, min_size in (("size", experts.intermediate_size, 1), ("shared size", experts.shared_size, 0)):
+            if not isinstance(value, int) or not min_size <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    f"experts of {name} {shown(value)}; an integer, {min_size} to {MAX_SIZE}, is needed; correct "
                     "the config"
                 )
     return experts

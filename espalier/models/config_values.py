@@ -1,4 +1,4 @@
-"""Checks single values of a config.json: their types and ranges.  config.py checks how values fit together."""
+"""Checks the types and ranges of single values of a config.json.  config.py checks whether values fit together."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,8 +11,8 @@ from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, rope_type_of, with_rope_type
 
-# The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
-# of the rotary tables.
+# The largest allowed values of sizes that take memory before weights are read: the number of layers, and the sizes of
+# heads, which are the columns of rotary tables.
 HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LARGEST_VALUES: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)}
 NUMBER_FIELDS = tuple(
@@ -52,8 +52,8 @@ def _is_instance_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# For each field: a function that checks the type of its value, and the type in words.  The value may be null if the
-# words end with "null".
+# For each field, a function that checks a value, and the allowed values in words.  If the words end with "null", the
+# value may be null.
 FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rms_norm_eps": (_is_positive, "a positive number"),
     "rope_theta": (_is_positive, "a positive number or null"),
@@ -156,12 +156,12 @@ def read_eos_token_ids(fields: Json, generation: Json) -> tuple[int, ...]:
 FAMILY_FIELDS = ("architectures", "model_type")
 
 
-def with_overrides(raw: Json, overrides: Mapping[str, Any], known_names: set[str]) -> Json:
-    """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
+def with_overrides(config_json: Json, overrides: Mapping[str, Any], known_names: set[str]) -> Json:
+    """Returns `config_json` with the overridden fields replaced.  Nested objects are merged field by field.
     Raises EspalierError for a name that is not in `known_names`."""
-    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
+    merged, overrides = with_rope_type(config_json), rope_overrides(config_json, overrides)
     for name, value in overrides.items():
-        if name in FAMILY_FIELDS and value != raw.get(name):
+        if name in FAMILY_FIELDS and value != config_json.get(name):
             raise EspalierError(
                 f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
             )

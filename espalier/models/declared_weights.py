@@ -1,7 +1,7 @@
 """Checks that ranks can divide a model, and counts the values of its matrices, from config.json alone.
 
-This module runs the code that loads layers, on weights without data.  That code declares the size of each matrix, and
-which part of the matrix a rank holds.  So families need no list of sizes.
+This module runs the code that loads layers on weights without data.  That code declares the size of each matrix, and
+the part of the matrix that a rank holds.  So families need no list of sizes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +35,8 @@ MAX_NAMED_COUNTS = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Raises EspalierError if `count` ranks cannot divide a model.  The message names a size that is not divisible, and
-    possible numbers of ranks."""
+    """Raises EspalierError if `count` ranks cannot divide a model.  The message names a size that `count` does not
+    divide, and possible numbers of ranks."""
     try:
         _require_divisible_sizes(config, count)
     except IndivisibleError as error:
@@ -51,12 +51,12 @@ def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
         )
-    if any(described.get("desc_act") for described in quantisation_of(config.raw).values()):
+    if any(quantisation.get("desc_act") for quantisation in quantisation_of(config.raw).values()):
         raise EspalierError(
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
             "a checkpoint without it"
         )
-    # All parts have equal sizes, so only the first rank's parts are checked.
+    # The parts of all ranks have equal sizes, so only the first rank's parts are checked.
     shards = Shards(0, count)
     specs_of_rank(layer_specs_of(config), shards)
     DeclaredWeights(config, shards).load_all()
@@ -77,8 +77,8 @@ def can_divide(config: ModelConfig, count: int) -> bool:
 
 
 def num_dense_values(config: ModelConfig) -> int:
-    """Returns the number of values in the matrices that every row is multiplied with: all matrices but those of routers
-    and of routed experts.  An embedding counts only if it is also the lm_head."""
+    """Returns the number of values in the matrices that every row is multiplied with: all matrices except routers and
+    routed experts.  The embedding counts only if it is also the lm_head."""
     probed = config.probe_result
     if probed is not None:
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -106,13 +106,13 @@ def num_mixer_values(config: ModelConfig) -> int:
 
 
 def _dense_weights(config: ModelConfig) -> "DeclaredWeights":
-    """Returns the weights as if all were stored as plain tensors, because the formats do not change their numbers."""
+    """Returns the weights as plain tensors.  The storage format does not change the number of values."""
     return DeclaredWeights(replace(config, formats=all_dense), SINGLE_RANK)
 
 
 class DeclaredWeights(Weights):
-    """A substitute for a checkpoint's weights without data.  Methods raise EspalierError for indivisible weights.
-    num_dense_values: see the function num_dense_values; of the matrices that were loaded so far."""
+    """A substitute for a checkpoint's weights, without data.  Methods raise EspalierError for indivisible weights.
+    num_dense_values: the number of values of the matrices that were loaded until now, without experts."""
 
     dtype = torch.float32
 
@@ -187,17 +187,17 @@ class DeclaredWeights(Weights):
         self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
         """Returns a placeholder: one expert with this rank's rows, which layers may reorder, and two columns."""
-        format, own = self.formats(name), as_rank_part(columns)
+        format, column_part = self.formats(name), as_rank_part(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):
             for part in map(as_rank_part, rows):
-                _require_divisible(format, partial(format.expert_tensors, count), part, own)
+                _require_divisible(format, partial(format.expert_tensors, count), part, column_part)
         placeholder = torch.zeros(1, sum(len(as_rank_part(size)) for size in rows), 1, dtype=torch.uint8)
         return QuantisedMatrix("int4", placeholder, placeholder, group_size=2)
 
-    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
-        dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
-        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META_DEVICE)
+    def _read_checked(self, name: str, declared: StoredTensor) -> Tensor:
+        dtype = declared.dtype[0] if isinstance(declared.dtype, tuple) else declared.dtype
+        return torch.empty(declared.shape, dtype=dtype or self.dtype, device=META_DEVICE)
 
     @contextmanager
     def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
@@ -213,9 +213,9 @@ def _require_divisible(
     rows: RankPart,
     columns: RankPart,
 ) -> None:
-    """Raises EspalierError if ranks cannot hold parts of a format's matrices, or not this part.
+    """Raises EspalierError if a rank cannot hold this part of a matrix in a format.
     tensors_of: returns the tensors that store a matrix of (rows, columns)."""
     if not format.supports_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")
-    for stored in tensors_of(rows.size, columns.size):
-        stored.part_slices(rows, columns)
+    for declared in tensors_of(rows.size, columns.size):
+        declared.part_slices(rows, columns)

@@ -1,7 +1,6 @@
-"""DFlash 2 drafts.  They extend DFlash (block.py) by convolutions over the rows of the block and by a selector of
-candidate tokens.
+"""DFlash 2 drafts: DFlash (block.py) with convolutions over the rows of a block, and a selector of candidate tokens.
 
-The normed input and the output of each sublayer are convolved over the rows of the block
+The normed input and the output of each sublayer are convolved: a row is combined with the rows before it in its block
 (kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest tokens of each
 depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of
 parent_codebook[u, r] · project(hidden)[r] · token_codebook[v, r].
@@ -51,9 +50,9 @@ DEFAULT_BLOCK_SIZE = 16
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(BlockConfig):
     """A DFlash 2 draft's config.json, checked against its target's.
-    conv_taps: the number of taps: how many input rows a convolution reads for one output row.  conv_group: how many
-    adjacent channels share a coefficient.
-    selector_rank: the rank of the codebooks.  selector_topk: how many tokens of a depth the selector scores.
+    conv_taps: the number of input rows that a convolution reads for one output row.  conv_group: the number of adjacent
+    channels that share a coefficient.
+    selector_rank: the rank of the codebooks.  selector_topk: the number of tokens of a depth that the selector scores.
     embedding_scale, logit_scale: the factors of embeddings and of logits.  logit_cap: the soft cap of logits,
     tanh(logit / cap) · cap; None for no cap."""
 
@@ -66,10 +65,10 @@ class DFlash2Config(BlockConfig):
     logit_cap: float | None = None
 
 
-def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
-    """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
+def read_dflash2(path: Path, config_json: Json, target: ModelConfig) -> DFlash2Config:
+    """Returns the config of the draft at `path`, checked against the target's config.  Loads no weights.
     Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
-    fields = DraftFields(raw, path)
+    fields = DraftFields(config_json, path)
     is_speculators = fields.get("speculators_model_type") is not None
     config = (_read_speculators_config if is_speculators else _read_z_lab_config)(fields, target)
     refuse_mismatch(config, target, path)
@@ -136,9 +135,9 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
             config.spec.vocab_size != vocab
         ),
     }
-    for what, is_wrong in wrong.items():
+    for problem, is_wrong in wrong.items():
         if is_wrong:
-            raise fields.error(f"{what}; correct the config, or use another draft")
+            raise fields.error(f"{problem}; correct the config, or use another draft")
 
 
 @dataclass(frozen=True)
@@ -150,25 +149,25 @@ class BlockConv:
     base: Tensor
     weight: Tensor
 
-    def convolve_input(self, normed: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
-        """Convolves normed rows [N, H], in blocks of `block_rows`.  Returns (the convolved rows [N, H], the
-        coefficients for the convolution of the sublayer's output)."""
-        return block_conv(normed, self.weight, self.base[0], block_rows)
+    def convolve_input(self, normed: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
+        """Convolves normed rows [N, H] with the rows before them in their own block of `block_width` rows.
+        Returns (the convolved rows [N, H], the coefficients for the convolution of the sublayer's output)."""
+        return block_conv(normed, self.weight, self.base[0], block_width)
 
 
 class PendingConvolution(NamedTuple):
-    """A sublayer's output that is not yet convolved.  One kernel convolves this output and adds it to the residual.
-    The output is a tensor or partial sums (RMSNorm.add_and_norm)."""
+    """A sublayer's output that is not yet convolved.  One kernel convolves the output, adds it to the residual and
+    computes the next norm.  output: [N, H], or partial sums (RMSNorm.add_and_norm)."""
 
     output: Tensor
     coefficients: Tensor
     base: Tensor
-    block_rows: int
+    block_width: int
 
     def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the convolved output, the norm of that sum).  See residual.py:PendingAdd."""
         assert isinstance(norm, RMSNorm)
-        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.block_rows)
+        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.block_width)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -185,21 +184,21 @@ class ConvolvedLayer(DecoderLayer):
         self.mlp_conv = mlp_conv
 
     def __call__(self, s: Residual, p: Pass) -> None:
-        block_rows = p.tokens.shape[1]
+        block_width = p.tokens.shape[1]
         rows, coefficients = self.attention_conv.convolve_input(
-            s.add_and_norm(self.attention_norm, PlainNormReader), block_rows
+            s.add_and_norm(self.attention_norm, PlainNormReader), block_width
         )
         q = self.attention.write_kv(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], block_rows))
-        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), block_rows)
-        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], block_rows))
+        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], block_width))
+        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), block_width)
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], block_width))
 
 
 @dataclass(frozen=True)
 class CandidateSelector:
-    """The candidate selector.  parent_codebook, token_codebook: [V, rank]; topk: how many tokens of a depth the
-    selector scores."""
+    """The candidate selector.  parent_codebook, token_codebook: [V, rank].  topk: the number of tokens of a depth that
+    the selector scores."""
 
     parent_codebook: Tensor
     token_codebook: Tensor
@@ -207,10 +206,10 @@ class CandidateSelector:
     topk: int
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # Any choice among equal logits is correct, because the choice only affects which tokens are drafted.
+        # If logits are equal, any of them may be chosen, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
-        after = self.token_codebook[ids] * self.project(hidden)[:, :, None]
-        return LowRankEdges(logits.gather(2, ids), self.parent_codebook, after, ids)
+        token_vectors = self.token_codebook[ids] * self.project(hidden)[:, :, None]
+        return LowRankEdges(logits.gather(2, ids), self.parent_codebook, token_vectors, ids)
 
 
 @dataclass(eq=False)
@@ -232,17 +231,17 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
         base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
         return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", whole_part(rows), hidden))
 
-    before, after = (
+    parent_codebook, token_codebook = (
         weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (whole_part(rank),), hidden, bias=False)
-    selector = CandidateSelector(before, after, project, config.selector_topk)
-    parts = load_block_fields(weights, config, target, position_rows)
-    parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
-    parts["layers"] = [
+    selector = CandidateSelector(parent_codebook, token_codebook, project, config.selector_topk)
+    draft_fields = load_block_fields(weights, config, target, position_rows)
+    draft_fields["embed"] = Embedding(draft_fields["embed"].weight, config.embedding_scale)
+    draft_fields["layers"] = [
         ConvolvedLayer(layer, *(load_conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
-        for layer in parts["layers"]
+        for layer in draft_fields["layers"]
     ]
-    draft = DFlash2Draft(**parts, edge_scorer=selector)
+    draft = DFlash2Draft(**draft_fields, edge_scorer=selector)
     weights.require_all_used()
     return draft

@@ -37,20 +37,18 @@ class DraftSpec:
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
-    max_steps: the largest depth of a tree: the number of levels that this pass proposes; None for no limit.
-    mask_token_id: the input token of all rows of this pass, except the root's row.
+    max_steps: the largest depth of a tree, which the one pass of a block draft proposes; None for no limit.
+    mask_token_id: the input token of all rows of a block, except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
-    is_causal_layer: for each layer of a block draft, whether a block row does not attend to later block rows.
-    windows_end_at_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of
-    each row ends at that row.
-    hidden_source: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at
-    token q - 1, where module 0 is the target; "target": the target's hidden state at token q - k.  With one module,
-    both are equal.
+    is_causal_layer: for each layer of a block draft, whether a block row attends to no later rows of its block.
+    windows_end_at_root: whether the sliding windows of all rows of a block end at the root, or each at its own row.
+    hidden_source: the hidden state that module k (counted from 1) reads at token q.  "chain": the output of module k -
+    1 at token q - 1, where module 0 is the target.  "target": the target's hidden state at token q - k.  With one
+    module, both are the same.
     target_output: the field of the target's ModelOutput that the draft reads.  "captured": the concatenated inputs of
     the layers `captured_layers`; "hidden": the last hidden state after the final norm; None if the draft reads no
     field.
-    captured_layers: indices of target layers whose inputs the draft reads; the index num_layers stands for the final
-    norm.
+    captured_layers: the target layers whose inputs the draft reads; the index num_layers stands for the final norm.
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
@@ -85,10 +83,9 @@ class DraftSpec:
     @property
     def num_recomputed_tokens(self) -> int:
         """The number of tokens of a cached prefix that the target computes again.
-        Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
-        states.  So after a prefix hit of m tokens, the target computes its rows from m - num_recomputed_tokens on.
-        (Rows 0 .. k-1 of module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of
-        the same token."""
+        After a prefix hit of m tokens, the modules continue with row m.  Row m of module k depends on the target's
+        hidden state at token m - k, and pages hold no hidden states.  So the target computes its rows from m - N on.
+        0 for a block draft without modules, whose rows depend only on the target's row of the same token."""
         return self.num_modules
 
     @property
@@ -123,7 +120,7 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """The output of a module: two tensors [B, Q, H], or [B, 1, H] in a pass with `needed`.
+    """The output of a module: two tensors [B, Q, H], or [B, 1, H] in a pass with `needed_row`.
     hidden: the hidden states that the rows of child nodes read.  normed: the input of the lm_head."""
 
     hidden: Tensor
@@ -177,20 +174,20 @@ class DraftModel(Protocol):
 
 
 class EdgeScorer(Protocol):
-    """The part of a block draft that scores a token given its parent (DSpark's Markov head, DFlash 2's selector)."""
+    """The part of a block draft that scores tokens given their parents: DSpark's Markov head or DFlash 2's selector."""
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
-        logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.  hidden: [B,
-        S, H], the inputs of the lm_head."""
+        logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.
+        hidden: [B, S, H], the inputs of the lm_head."""
         ...
 
 
 class BlockModel(DraftModel, Protocol):
     """A loaded block draft: one pass over a block of rows proposes all depths.
 
-    The rows of a block are the root and mask tokens at the next positions.  They attend to one another and to context
-    rows.  Each token before the root has one context row.  Context rows are kept in pages; block rows are not.
+    The rows of a block are the root and mask tokens at the next positions.  Block rows attend to rows of their block
+    and to context rows.  Each token before the root has one context row.  Pages keep context rows, but no block rows.
 
     edge_scorer: scores that depend on the parent token; None if the draft has no such scores.
     """
@@ -215,10 +212,10 @@ def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int,
     """Raises EspalierError for a draft whose sizes do not fit its target.
     hidden: the size of the target's hidden states that the draft reads.  vocab: the number of tokens that the draft
     embeds.  draft_vocab: the number of tokens that the draft can propose."""
-    for what, have, need in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
-        if have != need:
+    for name, size, needed in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
+        if size != needed:
             raise EspalierError(
-                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
+                f"{path} does not fit its target: {name} {size}, the target has {needed}; use the draft trained for it"
             )
     if not 1 <= draft_vocab <= target.vocab_size:
         raise EspalierError(
@@ -228,8 +225,8 @@ def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int,
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """Returns the target named in a draft's config.json in the format of speculators; None if no target is named.  With
-    this name, a user may give the draft without a target."""
+    """Returns the target that a draft's config.json names, in the format of speculators; None if it names no target.
+    If it names a target, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with add_path_to_errors(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

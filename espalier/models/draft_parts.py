@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
-    """Returns the draft's embedding, or the target's if the draft has none.
-    Raises EspalierError if the target's embedding has another shape."""
+    """Returns the draft's embedding, else the target's.  Raises EspalierError if the target's has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
         # The target's scale is not copied: a draft's scale is a field of the draft's own config.
@@ -36,7 +35,7 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
 
 
 def whole_embedding(target: CausalLM) -> Embedding:
-    """Gathers the target's embedding on every rank and returns it.  A tied head then uses the gathered weights."""
+    """Returns the target's embedding, gathered on every rank.  A tied head then uses the gathered tensor."""
     shards = target.embed.shards
     target.embed.gather_all_rows()
     if shards.count > 1 and target.config.tie_word_embeddings:
@@ -81,8 +80,8 @@ def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
     """Whether both tensors are stored, have a floating-point dtype, and have the same values."""
     if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
         return False
-    one, two = (weights.load_raw(each, *weights.shape(name)) for each in (name, other))
-    return one.dtype in PLAIN_DTYPES and torch.equal(one, two)
+    tensor, other_tensor = (weights.load_raw(stored, *weights.shape(name)) for stored in (name, other))
+    return tensor.dtype in PLAIN_DTYPES and torch.equal(tensor, other_tensor)
 
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
@@ -162,10 +161,10 @@ class DraftFields:
         """Returns the value of a field, which must be one of `choices`.  A missing field has the first choice.
         remedy: what the error tells the user to use."""
         value = self.raw.get(name, choices[0])
-        found = next((choice for choice in choices if choice == value), None)
-        if found is None:
+        chosen = next((choice for choice in choices if choice == value), None)
+        if chosen is None:
             raise self.error(f"{name} = {value!r} is not supported; use {remedy}")
-        return found
+        return chosen
 
     def target_layers(self, name: str) -> tuple[int, ...]:
         """Returns the value of a field that lists target layers."""
@@ -176,15 +175,15 @@ class DraftFields:
 
     def mask_token(self, vocab: int, names: Sequence[str] = ("mask_token_id",)) -> int:
         """Returns the id of the mask token, from the first field of `names` that config.json has."""
-        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
-        name, token = next(iter(given.items()), (names[0], None))
+        tokens = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        name, token = next(iter(tokens.items()), (names[0], None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
             raise self.error(
                 f"{name} = {token!r}; a token of the vocabulary, 0 .. {vocab - 1}, is needed as {' or '.join(names)}; "
                 "correct the config"
             )
-        if any(other != token for other in given.values()):
-            raise EspalierError(f"{self.path} names different masks: {given}; correct the config")
+        if any(other != token for other in tokens.values()):
+            raise EspalierError(f"{self.path} names different masks: {tokens}; correct the config")
         return token
 
     def draft_vocab(self, vocab: int) -> int:

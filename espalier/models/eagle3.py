@@ -1,13 +1,12 @@
 """The EAGLE-3 draft head (arXiv:2503.01840), in the formats of SafeAILab and of vLLM's speculators.
 
 The head is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the
-fused feature of the target or, inside a tree, the draft's own output at the parent.
+fused feature of the target or, inside a tree, the draft's output at the parent.
 
 P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is computed as in EAGLE-3 and proposes
-depth 1.
-The next rows are mask rows, which propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a
-learned vector that replaces the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept
-in pages.
+depth 1.  The next rows are mask rows, which propose depths 2, 3 and so on.  All mask rows have the same input: a mask
+token, and a learned vector that replaces the target's features.  A mask row attends to all earlier rows.  Pages keep no
+mask rows.
 """
 
 import math
@@ -71,12 +70,12 @@ class Eagle3Config:
     fc_norm: bool
 
 
-def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
-    """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
+def read_eagle3(path: Path, config_json: Json, target: ModelConfig) -> Eagle3Config:
+    """Returns the config of the head at `path`, checked against the target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    config = read_eagle_head(path, raw, target, TARGETS_WITH_INPUT_LAYER_IDS)
+    config = read_eagle_head(path, config_json, target, TARGETS_WITH_INPUT_LAYER_IDS)
     if config.layer.num_layers != 1:
-        raise DraftFields(raw, path).error(
+        raise DraftFields(config_json, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
             "a draft"
         )
@@ -85,12 +84,13 @@ def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
 
 
 def read_eagle_head(
-    path: Path, raw: Json, target: ModelConfig, targets_with_input_layer_ids: Sequence[str] | None
+    path: Path, config_json: Json, target: ModelConfig, targets_with_input_layer_ids: Sequence[str] | None
 ) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
     targets_with_input_layer_ids: the target architectures whose eagle_config lists layers by input; None for all."""
-    fields = DraftFields(raw, path)
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
+    fields = DraftFields(config_json, path)
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
+    flat = {**defaults, **config_json, **fields.layer_config()}
     eagle = fields.nested_object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
@@ -136,8 +136,8 @@ def _layer_family(flat_fields: DraftFields) -> Family:
     Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES."""
     named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.uses_mla == is_latent and family.usable_in_drafts)
-    by_type = {family.model_type: family for family in able}
+    usable = (family for family in FAMILIES.values() if family.uses_mla == is_latent and family.usable_in_drafts)
+    by_type = {family.model_type: family for family in usable}
     declared = flat_fields.get("model_type", "llama")
     if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:
         raise flat_fields.error(
@@ -216,8 +216,8 @@ class Eagle3Draft:
     """A loaded EAGLE-3 head.  The class is a DraftModel and also this model's only DraftModule
     (espalier/models/draft.py).
 
-    layer_specs: of this rank.
-    layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.
+    layer_specs: the specs of this rank.
+    layers: the first layer reads the normed embedding and the normed hidden state.  The kernel of `embed` norms both.
     """
 
     has_experts = False
@@ -331,11 +331,11 @@ def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> F
     wide = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
     fc = weights.linear("", ("fc",), (whole_part(hidden),), wide, config.fc_bias)
-    whole = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
+    all_features_norm = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
     names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]
-    parts = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
-    return FeatureFuser(fc, whole, parts)
+    norms = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
+    return FeatureFuser(fc, all_features_norm, norms)
 
 
 def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
@@ -368,7 +368,7 @@ class PEagleDraft(Eagle3Draft):
 
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
-    """Build the draft from its weights; see make_eagle3 for shared tensors and errors."""
+    """Builds the draft from its weights.  See make_eagle3 for tensors of the target and for errors."""
     name, size = "mask_hidden", len(config.spec.captured_layers) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
@@ -389,16 +389,16 @@ PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwe
 # If the config of a head with one of these architectures has a mask token, the head is a P-EAGLE head.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-# The number of depths of a head whose config does not have the number of depths in training.
+# The number of depths that a head proposes, if its config does not have the number of depths in training.
 DEFAULT_STEPS = 16
 
 
-def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
-    """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
+def read_peagle(path: Path, config_json: Json, target: ModelConfig) -> Eagle3Config:
+    """Returns the config of the head at `path`, checked against the target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    head = read_eagle_head(path, raw, target, targets_with_input_layer_ids=None)
-    # In the format of speculators, the number of tokens that the head was trained to propose.
-    fields = DraftFields(raw, path)
+    head = read_eagle_head(path, config_json, target, targets_with_input_layer_ids=None)
+    # In the format of speculators, proposal_methods has the number of tokens that the head was trained to propose.
+    fields = DraftFields(config_json, path)
     methods = fields.nested_object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")

@@ -49,20 +49,20 @@ class AssistantConfig:
     num_scored_clusters: int = 0
 
 
-def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
-    """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
-    fields = DraftFields(raw, path)
+def read_assistant(path: Path, config_json: Json, target: ModelConfig) -> AssistantConfig:
+    """Returns the config of the draft at `path`.  Raises EspalierError if the draft does not fit its target."""
+    fields = DraftFields(config_json, path)
     text = fields.nested_object("text_config").raw
     family = next((each for each in (FAMILY, GEMMA4_UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
     tied = fields.is_set("tie_word_embeddings", True)
-    without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
-    if named := [name for name in DISABLED_FIELDS if text.get(name)]:
-        raise fields.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
-    layer = parse_config({**text, **without, **quantisation_of(raw)}, family, path)
+    fixed_fields = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
+    if enabled := [name for name in DISABLED_FIELDS if text.get(name)]:
+        raise fields.error(f"{enabled[0]} = {shown(text[enabled[0]])} is not supported in an assistant; use 0")
+    layer = parse_config({**text, **fixed_fields, **quantisation_of(config_json)}, family, path)
     hidden = fields.integer("backbone_hidden_size")
     refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
-    of_target = layer_specs_of(target)
-    specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
+    target_specs = layer_specs_of(target)
+    specs = tuple(_spec_reading_target(spec, target_specs, path) for spec in layer_specs_of(layer))
     spec = DraftSpec(
         "assistant", specs, num_modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
     )
@@ -76,24 +76,23 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
 
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
-    """Returns `spec` with the target layer whose rows it reads.
-    That target layer is the last layer with rows of its own and with a window if `spec` has a window (without a window
-    if it has none).
+    """Returns `spec` with `shares_with` set to the target layer whose rows the draft layer reads.
+    This is the last target layer that keeps rows and has a window; if `spec` has no window, the last one without.
     Raises EspalierError if the target has no such layer."""
-    own = [
+    candidates = [
         i
-        for i, each in enumerate(target_specs)
-        if each.shares_with is None and (each.window is None) == (spec.window is None)
+        for i, target_spec in enumerate(target_specs)
+        if target_spec.shares_with is None and (target_spec.window is None) == (spec.window is None)
     ]
-    if not own or target_specs[own[-1]].cache_spec != spec.cache_spec:
-        keeps = target_specs[own[-1]].cache_spec if own else "no such layer"
+    if not candidates or target_specs[candidates[-1]].cache_spec != spec.cache_spec:
+        keeps = target_specs[candidates[-1]].cache_spec if candidates else "no such layer"
         raise EspalierError(
             f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {keeps}; use the draft "
             "trained for it"
         )
     # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before
     # that row.
-    return replace(spec, shares_with=own[-1], window=None if spec.window is None else spec.window + 2)
+    return replace(spec, shares_with=candidates[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ClusteredHead:
     num_scored_clusters: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, Q, H] -> scores [B, Q, V].  Tokens of all other clusters get a score below all computed scores."""
+        """x [B, Q, H] -> scores [B, Q, V].  Tokens without a computed score get a score below all computed scores."""
         tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
@@ -118,9 +117,8 @@ class ClusteredHead:
 @dataclass(eq=False)
 class Assistant:
     """A loaded assistant.  It is a DraftModel and also the only DraftModule of that model (espalier/models/draft.py).
-    embed: the target's embedding; input_projection: maps (embedding, hidden state) to H; output_projection: maps H to
-    the target's hidden size; score:
-    H -> logits."""
+    embed: the target's embedding.  input_projection: maps (embedding, hidden state) to H.  output_projection: maps H to
+    the target's hidden size."""
 
     has_experts = False
 
@@ -171,8 +169,8 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
     embed = weights.load("model.embed_tokens.weight", layer.vocab_size, hidden)
     head = embed
     if "lm_head.weight" in weights:
-        stored = weights.load("lm_head.weight", layer.vocab_size, hidden)
-        head = embed if layer.tie_word_embeddings else stored
+        untied_head = weights.load("lm_head.weight", layer.vocab_size, hidden)
+        head = embed if layer.tie_word_embeddings else untied_head
     draft = Assistant(
         config,
         embed=whole_embedding(target),

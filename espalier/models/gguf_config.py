@@ -50,7 +50,7 @@ CONFIG_FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Fields that a file may omit.  Missing fields have GGUF's defaults, not the family's.
+# Fields that a file may omit.  A missing field has GGUF's default, not the default of the family.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that other functions read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (
@@ -93,14 +93,14 @@ class GGUFArchitecture:
     extra_field_names: tuple[str, ...] = ()
 
     def hf_name(self, gguf_name: str) -> str:
-        """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; unknown names are returned."""
+        """Returns the name of the tensor `gguf_name` in a Hugging Face checkpoint; an unknown name is not changed."""
         module, _, kind = gguf_name.rpartition(".")
         if module in MODEL_MODULES:
             return f"{MODEL_MODULES[module]}.{kind}"
         block, _, rest = module.partition(".")
         layer, _, part = rest.partition(".")
-        known = {**LAYER_MODULES, **self.norm_modules}
-        return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else gguf_name
+        modules = {**LAYER_MODULES, **self.norm_modules}
+        return f"model.layers.{layer}.{modules[part]}.{kind}" if block == "blk" and part in modules else gguf_name
 
 
 # Metadata fields of Gemma 2 and 3 -> the equivalent fields of config.json.
@@ -121,10 +121,10 @@ def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
     # The file has no field for the scale of queries.
     is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
-    is_known = type(heads) is int and type(hidden) is int and heads > 0
-    scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
-    found = {theirs: field(ours) for ours, theirs in (GEMMA_FIELDS | GEMMA3_FIELDS).items()}
-    return {name: value for name, value in {**found, "query_pre_attn_scalar": scalar}.items() if value is not None}
+    are_valid = type(heads) is int and type(hidden) is int and heads > 0
+    scalar = hidden // heads if is_largest and are_valid else field("attention.key_length")
+    values = {config_name: field(gguf_name) for gguf_name, config_name in (GEMMA_FIELDS | GEMMA3_FIELDS).items()}
+    return {name: value for name, value in {**values, "query_pre_attn_scalar": scalar}.items() if value is not None}
 
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
@@ -169,18 +169,19 @@ def gguf_config(path: Path) -> Json:
     Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
-    own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
-    _refuse_unknown_fields(own, architecture, path, name)
+    prefix = f"{name}."
+    metadata = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    _refuse_unknown_fields(metadata, architecture, path, name)
     config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
-        **_default_fields(own),
-        **{theirs: own[ours] for ours, theirs in CONFIG_FIELDS.items() if ours in own},
-        **_size_fields(gguf, own),
-        **_rope_fields(gguf, own),
+        **_default_fields(metadata),
+        **{field: metadata[gguf_field] for gguf_field, field in CONFIG_FIELDS.items() if gguf_field in metadata},
+        **_size_fields(gguf, metadata),
+        **_rope_fields(gguf, metadata),
         **_special_token_fields(gguf.metadata),
         "dtype": _model_dtype(gguf),
-        **architecture.extra_fields(gguf, own.get),
+        **architecture.extra_fields(gguf, metadata.get),
         "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
     # A quantised embedding is not tied to the head: the embedding is dequantised to a table, and the head keeps the
@@ -251,18 +252,18 @@ def _rope_fields(gguf: GGUF, metadata: Json) -> Json:
 
 def _model_dtype(gguf: GGUF) -> str:
     """Returns the model's dtype: float32 or float16 if all matrices are stored in that dtype, else bfloat16."""
-    types = {place.type for place in gguf.tensors.values() if len(place.shape) > 1}
+    types = {info.type for info in gguf.tensors.values() if len(info.shape) > 1}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
 
 
 def _frequency_divisors(gguf: GGUF) -> list[float]:
-    place = gguf.tensors[FREQUENCY_TENSOR]
-    if place.type != 0 or len(place.shape) != 1:
+    info = gguf.tensors[FREQUENCY_TENSOR]
+    if info.type != 0 or len(info.shape) != 1:
         raise EspalierError(f"{gguf.path}: {FREQUENCY_TENSOR!r} is no list of float32; download the file again")
-    with place.file.open("rb") as file:
-        file.seek(place.begin)
-        content = file.read(4 * place.shape[0])
-    if len(content) != 4 * place.shape[0]:
+    with info.file.open("rb") as file:
+        file.seek(info.begin)
+        content = file.read(4 * info.shape[0])
+    if len(content) != 4 * info.shape[0]:
         raise EspalierError(f"{gguf.path} is cut short in {FREQUENCY_TENSOR!r}; download the file again")
     return np.frombuffer(content, "<f4").tolist()
 
@@ -271,32 +272,32 @@ def _special_token_fields(metadata: Mapping[str, Any]) -> Json:
     """Returns the fields for special tokens.  Generation stops at the end of texts and of chat messages, as in
     llama.cpp."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found: Json = {"eos_token_id": [end for end in ends if end is not None]}
+    fields: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{field}")) is not None:
-            found[name] = token
-    return found
+            fields[name] = token
+    return fields
 
 
 def _block_types(gguf: GGUF, architecture: GGUFArchitecture) -> dict[str, str]:
     """Returns the block format of each quantised matrix, by the matrix's name."""
     types = {}
-    for stored, place in gguf.tensors.items():
-        if place.type in PLAIN_TYPES:
+    for name, info in gguf.tensors.items():
+        if info.type in PLAIN_TYPES:
             continue
-        type = BLOCK_TYPES_BY_NUMBER.get(place.type)
+        type = BLOCK_TYPES_BY_NUMBER.get(info.type)
         if type is None:
             supported = ", ".join((*PLAIN_TYPES.values(), *BLOCK_TYPES))
             raise EspalierError(
-                f"{gguf.path}: tensor {shown(stored)} is of block type {place.type}, which is not supported; supported "
+                f"{gguf.path}: tensor {shown(name)} is of block type {info.type}, which is not supported; supported "
                 f"are {supported}: use another quantisation of the model"
             )
-        if place.shape[-1] % type.block_values:
+        if info.shape[-1] % type.block_values:
             raise EspalierError(
-                f"{gguf.path}: tensor {shown(stored)} has rows of {place.shape[-1]} values, which blocks of "
+                f"{gguf.path}: tensor {shown(name)} has rows of {info.shape[-1]} values, which blocks of "
                 f"{type.block_values} ({type.name}) do not divide; download the file again"
             )
-        types[architecture.hf_name(stored).removesuffix(".weight")] = type.name
+        types[architecture.hf_name(name).removesuffix(".weight")] = type.name
     if HEAD_TENSOR not in gguf.tensors and "model.embed_tokens" in types:
         types["lm_head"] = types["model.embed_tokens"]
     return types

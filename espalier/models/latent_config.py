@@ -16,8 +16,8 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
 )
 # The default of index_skip_topk_offset.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted but not used: each row of an MTP
-# layer makes its own choice.  The target's output does not depend on that choice.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration has no effect: every row of an MTP layer
+# chooses rows itself.  The target's output does not depend on this choice.
 INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -33,8 +33,8 @@ class IndexerConfig:
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
     values of an index key, and of each head of an index query.  interleaved: see
     espalier/kernels/ops/selection.py:IndexerInputs.
-    layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's
-    choice)."""
+    layer_types: for each layer, FULL_INDEXER (it has an indexer) or SHARED_INDEXER (an earlier layer's indexer
+    chooses its rows)."""
 
     topk: int
     heads: int
@@ -74,35 +74,36 @@ def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
     layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
     declared, pattern, freq, offset = (fields.get(name) for name in names)
-    read = [
+    declarations = [
         _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
-    if pattern is None and (freq is not None or not read):
-        read.append(_scheduled_indexer_types(fields, layers))
-    for other in read[1:]:
-        if other != read[0]:
-            layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
-            given = PATTERN_FIELD if pattern is not None else f"{FREQ_FIELD} = {freq!r} and {OFFSET_FIELD} = {offset!r}"
+    if pattern is None and (freq is not None or not declarations):
+        declarations.append(_scheduled_indexer_types(fields, layers))
+    types = declarations[0]
+    for other in declarations[1:]:
+        if other != types:
+            layer = next(i for i, (a, b) in enumerate(zip(types, other, strict=True)) if a != b)
+            field = PATTERN_FIELD if pattern is not None else f"{FREQ_FIELD} = {freq!r} and {OFFSET_FIELD} = {offset!r}"
             raise EspalierError(
-                f"{TYPES_FIELD} and {given} say different things of layer {layer} ({read[0][layer]} and {other[layer]}"
+                f"{TYPES_FIELD} and {field} say different things of layer {layer} ({types[layer]} and {other[layer]}"
                 f"); correct one, or pass model_overrides with {TYPES_FIELD}=null to go by the other"
             )
-    if layers and read[0][0] != FULL_INDEXER:
+    if layers and types[0] != FULL_INDEXER:
         raise EspalierError("layer 0 is 'shared', but no layer before it chooses rows; make it 'full'")
-    return read[0]
+    return types
 
 
 def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
-    unknown = [each for each in value if not isinstance(each, str) or each not in INDEXER_TYPES]
+    unknown = [kind for kind in value if not isinstance(kind, str) or kind not in INDEXER_TYPES]
     if unknown:
         raise EspalierError(f"{name} names {shown(unknown[0])}; supported are 'full' and 'shared'; correct it")
     if len(value) != layers:
         raise EspalierError(f"{name} has {len(value)} entries for num_hidden_layers = {layers}; make them agree")
-    return tuple(INDEXER_TYPES[each] for each in value)
+    return tuple(INDEXER_TYPES[kind] for kind in value)
 
 
 def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def load_experts(
 ) -> MixtureMLP:
     """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
     routing = experts.routing
-    # The router is read first: its shape reveals a wrong number of experts before the experts are read.
+    # The router is read first, because its shape shows whether the number of experts is right.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
         experts.storage
@@ -82,17 +82,17 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
     count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
         return _load_separate_experts(weights, experts, prefix, hidden)
-    own = _rank_part_of_size(weights, experts)
-    _, halves = stored_matrices([gate_up], (own, own))
+    part = _rank_part_of_size(weights, experts)
+    _, halves = stored_matrices([gate_up], (part, part))
     if weights.formats(gate_up).name != DENSE and not weights.has_plain_dtype(gate_up):
         return (
             weights.stacked_matrix(gate_up, "", count, halves, hidden),
-            weights.stacked_matrix(down, "", count, [hidden], own),
+            weights.stacked_matrix(down, "", count, [hidden], part),
             None,
         )
     return (
         weights.load_parts(gate_up, (count, 2 * size, hidden), 1, [as_rank_part(half) for half in halves]),
-        weights.load_parts(down, (count, hidden, size), 2, [own]),
+        weights.load_parts(down, (count, hidden, size), 2, [part]),
         None,
     )
 
@@ -114,29 +114,29 @@ def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
-    count, own, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
-    size = own.size
+    count, part, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
+    size = part.size
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _load_stacked_quantised(weights, experts, f"{prefix}experts", hidden)
         return *quantised, _load_stacked_biases(weights, experts, name, hidden)
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
-    gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
-    for expert, stored in enumerate(weights.load_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
-        gate_up[expert].view(2, len(own), hidden).copy_(
-            _split_gate_and_up(stored[:, own.scaled(2).slice]).permute(1, 2, 0)
+    gate_up, down = weights.empty(count, 2 * len(part), hidden), weights.empty(count, hidden, len(part))
+    for expert, matrix in enumerate(weights.load_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
+        gate_up[expert].view(2, len(part), hidden).copy_(
+            _split_gate_and_up(matrix[:, part.scaled(2).slice]).permute(1, 2, 0)
         )
-    for expert, stored in enumerate(weights.load_entries(f"{name}down_proj", count, size, hidden)):
-        down[expert].copy_(stored[own.slice].T)
+    for expert, matrix in enumerate(weights.load_entries(f"{name}down_proj", count, size, hidden)):
+        down[expert].copy_(matrix[part.slice].T)
     return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
 
 def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.has_biases:
         return None
-    count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
-    stored = weights.load(f"{name}gate_up_proj_bias", count, 2 * own.size)
-    gate_up_bias = _split_gate_and_up(stored[:, own.scaled(2).slice]).flatten(1)
+    count, part = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    interleaved_bias = weights.load(f"{name}gate_up_proj_bias", count, 2 * part.size)
+    gate_up_bias = _split_gate_and_up(interleaved_bias[:, part.scaled(2).slice]).flatten(1)
     down_bias = weights.bias_on_first_rank(weights.load(f"{name}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
@@ -146,20 +146,20 @@ def _load_stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
-    Rows of gate and rows of up alternate, like the columns of stacked dense experts."""
-    count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
-    down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
-    return gate_up.permute_rows_in_place(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
+    In the checkpoint, rows of gate and rows of up alternate.  In the result, all rows of gate come first."""
+    count, part = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [part.scaled(2)], hidden)
+    down = weights.stacked_matrix(name, ".down_proj", count, [hidden], part)
+    return gate_up.permute_rows_in_place(torch.arange(2 * len(part)).view(-1, 2).T.flatten()), down
 
 
 def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
-    """The part of each expert's intermediate size that this rank holds."""
+    """Returns this rank's part of the intermediate size of each expert."""
     return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
 
 def _split_gate_and_up(interleaved: Tensor) -> Tensor:
-    """[N, 2·I] with columns gate, up, gate, up, ... -> [N, 2, I], gate first."""
+    """Converts [N, 2·I], in which columns of gate and up alternate, to [N, 2, I], gate first."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
@@ -167,8 +167,8 @@ def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> 
     """Returns the spec of each layer, by its entry in `layer_types`.
     Layers with full attention store K and V heads.  other_specs: the specs of all other layer types."""
     cache_spec = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    of_type = {FULL_ATTENTION: LayerSpec(config.heads, cache_spec, scale=config.softmax_scale), **other_specs}
-    return tuple(of_type[kind] for kind in config.raw["layer_types"])
+    specs = {FULL_ATTENTION: LayerSpec(config.heads, cache_spec, scale=config.softmax_scale), **other_specs}
+    return tuple(specs[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -193,16 +193,16 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     """Loads the token embedding, or this rank's part of it.  scale: the factor of all embeddings."""
-    own = weights.shards.vocab_part(config.vocab_size)
-    table = weights.embedding_table("model.embed_tokens", own, config.hidden_size)
+    part = weights.shards.vocab_part(config.vocab_size)
+    table = weights.embedding_table("model.embed_tokens", part, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
-    """Loads a head.  Each rank holds a part of its rows, and all ranks get all logits."""
-    own = weights.shards.vocab_part(vocab_size)
-    head = weights.linear("", (name,), (own,), hidden_size, bias=False)
-    return head if own.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
+    """Loads a head.  Each rank holds a part of the head's rows, but its products return all logits on every rank."""
+    part = weights.shards.vocab_part(vocab_size)
+    head = weights.linear("", (name,), (part,), hidden_size, bias=False)
+    return head if part.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
 
 
 def tied_head(embed: Embedding, shards: Shards) -> Linear:
@@ -210,8 +210,8 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
     vocab_size, _ = embed.shape
     if shards.count == 1:
         return Linear(dense_weight(embed.weight))
-    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.vocab_part(vocab_size).slice]
-    return Linear(GatheredWeight(dense_weight(own), shards, vocab_size))
+    part = embed.weight if embed.shards.count > 1 else embed.weight[shards.vocab_part(vocab_size).slice]
+    return Linear(GatheredWeight(dense_weight(part), shards, vocab_size))
 
 
 def load_attention(
@@ -225,8 +225,8 @@ def load_attention(
     size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads_part(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
-    stored = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
-    qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
+    names_and_rows = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
+    qkv = weights.linear(prefix, *names_and_rows, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = all_heads_norms = sink = None
     if config.qk_norm and config.family.qk_norm_over_all_heads:
@@ -241,7 +241,7 @@ def load_attention(
 def _load_all_heads_norms(
     weights: Weights, config: ModelConfig, prefix: str, q_rows: RankPart, kv_rows: RankPart
 ) -> AllHeadsNorms:
-    """Loads the norms of q and of k over all heads.  Each rank loads the norm weights of its own heads."""
+    """Loads the norms of q and of k over all heads.  Each rank loads the part of the weights for its heads."""
     q, k = (
         RMSNorm(weights.load_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
@@ -300,12 +300,12 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the whole indexer of a layer on every rank.  Returns None for a layer without an indexer."""
+    """Loads the indexer of a layer, the whole indexer on every rank.  Returns None for a layer without an indexer."""
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
     if not index.has_own_indexer(layer):
-        # The checkpoint has weights for this layer's indexer if a model override changed the layer to a shared indexer.
+        # Checkpoints may have unused weights of this indexer: a model override can replace an indexer by a shared one.
         weights.allow_unused_prefixes((under,))
         return None
     return Indexer(
@@ -384,12 +384,12 @@ def load_mamba2(
     # The stored order of the channels is x, B, C.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
-    of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
+    bias_of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
     low, high = dt_limits
     return Mamba2(
         state,
         weights.linear(prefix, ("in_proj",), (inner + channels + state.heads,), hidden, bias),
-        ShortConv(conv[order].contiguous(), of_channels),
+        ShortConv(conv[order].contiguous(), bias_of_channels),
         weights.load_exact(f"{prefix}A_log", state.heads),
         weights.load_exact(f"{prefix}dt_bias", state.heads),
         weights.load_exact(f"{prefix}D", state.heads),

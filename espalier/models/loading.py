@@ -1,7 +1,7 @@
 """Loads a target model: finds the family, reads config.json, and builds the model from the weights.
 
 Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  The config of the text part is
-`text_config`. stored_names.py maps the names of its weights."""
+`text_config`, and stored_names.py maps the names of its weights."""
 
 import logging
 import re
@@ -40,23 +40,22 @@ RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|delt
 SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def _known_family(raw: Json, families: Mapping[str, Family]) -> Family | None:
-    """Returns the family of a config.json, by `architectures` or, if that field is missing, by `model_type`.  Returns
-    None if the family is unknown."""
-    name = architecture_of(raw)
-    by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
+def _known_family(config_json: Json, families: Mapping[str, Family]) -> Family | None:
+    """Returns the family of a config.json by `architectures` (if missing, by `model_type`); None if it is unknown."""
+    name = architecture_of(config_json)
+    by_type = {} if config_json.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
 
 
-def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
+def find_family(config_json: Json, families: Mapping[str, Family], path: Path) -> Family:
     """Returns the family of a config.json.  Raises EspalierError if no family supports it."""
-    if (family := _known_family(raw, families)) is not None:
+    if (family := _known_family(config_json, families)) is not None:
         return family
-    name, supported = architecture_of(raw), ", ".join(families)
-    if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
+    name, supported = architecture_of(config_json), ", ".join(families)
+    if name is None and not config_json.get("architectures") and "speculators_model_type" not in config_json:
         raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
-    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
+    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in config_json:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
     elif RECURRENT_NAMES.search(lowered):
         reason = "keeps recurrent state, which is not supported;"
@@ -65,28 +64,28 @@ def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
+def is_multimodal(config_json: Json, families: Iterable[Family]) -> bool:
     """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
-    return any(architecture_of(raw) in family.multimodal_architectures for family in families)
+    return any(architecture_of(config_json) in family.multimodal_architectures for family in families)
 
 
-def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
+def text_config(config_json: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
     Raises EspalierError if the text part is of another family."""
-    name, text = architecture_of(raw), raw.get("text_config")
+    name, text = architecture_of(config_json), config_json.get("text_config")
     if not isinstance(text, Mapping):
         raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
-    known = {family.model_type: family for family in families if name in family.multimodal_architectures}
-    kind = text.get("model_type", next(iter(known)))
-    if kind not in known:
+    by_type = {family.model_type: family for family in families if name in family.multimodal_architectures}
+    kind = text.get("model_type", next(iter(by_type)))
+    if kind not in by_type:
         raise EspalierError(
             f"{path}: the text part of {name} is of model_type {shown(kind)}, which is not supported; supported are "
-            f"{', '.join(known)}"
+            f"{', '.join(by_type)}"
         )
-    shared = {field: raw[field] for field in SHARED_FIELDS if raw.get(field) is not None}
+    shared = {field: config_json[field] for field in SHARED_FIELDS if config_json.get(field) is not None}
     # tie_word_embeddings is a field of the multimodal config, because the lm_head is not part of the text model.
-    tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
-    return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}
+    tied = {field: config_json[field] for field in ("tie_word_embeddings",) if field in config_json}
+    return {**shared, **text, **tied, "architectures": [by_type[kind].architecture], "model_type": kind}
 
 
 # The names of the FP8 scales of K and V in a layer's attention.  The first pair is from compressed-tensors, the second
@@ -103,10 +102,10 @@ def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVSc
     """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
     The result has one scale for each head of this rank.  cache_spec: what the layer stores, over all ranks.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
-    own = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
+    heads = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
-            k, v = (_load_scale_by_head(weights, f"{prefix}{name}", cache_spec.kv_heads)[own.slice] for name in names)
+            k, v = (_load_scale_by_head(weights, f"{prefix}{name}", cache_spec.kv_heads)[heads.slice] for name in names)
             # A latent row serves as K and as V and is stored once, with K's scale.
             return KVScales(k, k if isinstance(cache_spec, LatentKV) else v, weights.dtype)
     return None
@@ -116,8 +115,8 @@ def _load_scale_by_head(weights: Weights, name: str, kv_heads: int) -> Tensor:
     shape = weights.shape(name) if name in weights else (1,)
     size = kv_heads if prod(shape) == kv_heads else 1
     # In compressed-tensors, scales by head have the shape [kv_heads, 1, 1].
-    stored = shape if prod(shape) == kv_heads else (size,)
-    scale = weights.load_exact(name, *stored).to(torch.float32)
+    expected_shape = shape if prod(shape) == kv_heads else (size,)
+    scale = weights.load_exact(name, *expected_shape).to(torch.float32)
     return scale.reshape(size).expand(kv_heads).contiguous()
 
 
@@ -125,36 +124,36 @@ log = logging.getLogger(__name__)
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
-    """Reads config.json of a target directory, and the eos ids of its generation_config.json.
+    """Reads config.json in a target's directory, and the eos ids in its generation_config.json.
     model_impl: the code that runs the model.  "native": Espalier's own layers; "transformers": the model class of
-    transformers; "auto": Espalier's layers if the architecture is supported, else transformers.
+    transformers; "auto": Espalier's layers if they support the architecture, else transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
     state, and any other field that changes the computation in a way that is not supported."""
     path = Path(path)
-    raw = read_raw_config(path)
+    config_json = read_raw_config(path)
     file = path / "generation_config.json"
     with add_path_to_errors(path):
         generation = read_json(file) if file.exists() else None
-        if _runs_by_transformers(raw, model_impl):
-            return read_by_transformers(raw, path, overrides, generation)
-        has_other_parts = is_multimodal(raw, FAMILIES.values())
-        text = text_config(raw, FAMILIES.values(), path) if has_other_parts else raw
+        if _runs_by_transformers(config_json, model_impl):
+            return read_by_transformers(config_json, path, overrides, generation)
+        has_other_parts = is_multimodal(config_json, FAMILIES.values())
+        text = text_config(config_json, FAMILIES.values(), path) if has_other_parts else config_json
         config = parse_config(
             text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation
         )
         return (
-            replace(config, multimodal_architecture=architecture_of(raw), stored_names=TEXT_PART_NAMES)
+            replace(config, multimodal_architecture=architecture_of(config_json), stored_names=TEXT_PART_NAMES)
             if has_other_parts
             else config
         )
 
 
-def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
+def _runs_by_transformers(config_json: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
     return (
-        not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values()))
-        and causal_class_name(raw) is not None
+        not (_known_family(config_json, FAMILIES) or is_multimodal(config_json, FAMILIES.values()))
+        and causal_class_name(config_json) is not None
     )
 
 
@@ -163,10 +162,10 @@ def read_raw_config(path: Path) -> dict[str, Any]:
     For a GGUF file, returns an equivalent config.json (gguf_config.py)."""
     if is_gguf(path):
         return gguf_config(path)
-    raw = read_json(path / "config.json")
-    if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
-        return raw
-    return {**raw, **read_hf_quant_config(path)}
+    config_json = read_json(path / "config.json")
+    if any(config_json.get(name) is not None for name in QUANTISATION_FIELDS):
+        return config_json
+    return {**config_json, **read_hf_quant_config(path)}
 
 
 def load_target(
@@ -182,10 +181,9 @@ def load_target(
     shards: Shards = SINGLE_RANK,
 ) -> CausalLM:
     """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
-    position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
+    position_rows: the number of rows of the rotary tables, which hold positions 0 .. position_rows-1.
     max_context: the number of tokens of the longest text; by default position_rows.
-    captured_layers: indices of layers whose inputs every pass returns; the index num_layers stands for the final
-    norm."""
+    captured_layers: the layers whose inputs every pass returns; the index num_layers stands for the final norm."""
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in captured_layers if not 0 <= layer <= config.num_layers]
     if missing:
@@ -202,9 +200,9 @@ def load_target(
         log.info(
             "%s: only the text part of %s is loaded (other parts: %s)", path, config.multimodal_architecture, others
         )
-    for unread, what in config.family.ignored_weights.items():
-        if weights.has_prefix(unread):
-            log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
+    for prefix, description in config.family.ignored_weights.items():
+        if weights.has_prefix(prefix):
+            log.info("%s holds %s (%s*), which are not loaded", path, description, prefix)
     return make_target(weights, config, captured_layers, position_rows, max_context)
 
 
@@ -243,10 +241,10 @@ def make_target(
 def _log_longrope(config: ModelConfig, context: int) -> None:
     """Logs which frequencies of LongRoPE the model uses, because they change the model's output."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
-        which, other = ("long", "at most") if context > original else ("short", "more than")
+        used, other_limit = ("long", "at most") if context > original else ("short", "more than")
         log.info(
             "%s: LongRoPE's %s frequencies, because max_context is %d; with a max_context of %s %d, the others",
-            *(config.path, which, context, other, original),
+            *(config.path, used, context, other_limit, original),
         )
 
 
@@ -261,12 +259,12 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores a tied head, its values
-    must equal the embedding."""
+    """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores the tied head, both
+    tensors must have the same values."""
     if not config.tie_word_embeddings:
         return load_head(weights, "lm_head", config.vocab_size, config.hidden_size)
-    own, name = weights.shards.vocab_part(config.vocab_size), "lm_head.weight"
-    if name in weights and not torch.equal(weights.load_parts(name, embed.shape, 0, [own]), embed.weight):
+    part, name = weights.shards.vocab_part(config.vocab_size), "lm_head.weight"
+    if name in weights and not torch.equal(weights.load_parts(name, embed.shape, 0, [part]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'

@@ -56,42 +56,43 @@ class MTPConfig:
     spec: DraftSpec
 
     @property
-    def num_layers(self) -> int:
+    def num_target_layers(self) -> int:
         return self.layer.num_layers - self.spec.num_modules
 
     def prefix(self, module: int) -> str:
         """Returns the name prefix of a module's decoder layer weights.  module: counted from 0."""
-        return self.family.layer_prefix(module, self.num_layers)
+        return self.family.layer_prefix(module, self.num_target_layers)
 
     def weights_prefix(self, module: int) -> str:
         """Returns the name prefix of all weights of a module (MTPFamily.weights_prefix).  module: counted from 0."""
-        return self.family.weights_prefix(module, self.num_layers)
+        return self.family.weights_prefix(module, self.num_target_layers)
 
 
-def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
-    """Reads the config.json `raw` of the layers at `path` and checks it against the target's config.  Loads no weights.
+def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
+    """Returns the config of the layers at `path`, checked against the target's config.  Loads no weights.
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target."""
-    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in MTP_HEAD_ARCHITECTURES
-    if is_head:
-        base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
+    is_speculators = config_json.get("speculators_model_type") is not None
+    if is_speculators or architecture_of(config_json) in MTP_HEAD_ARCHITECTURES:
+        base = {"max_position_embeddings": target.max_position, **DraftFields(config_json, path).layer_config()}
         mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
     else:
-        same = raw.get("architectures") == target.raw.get("architectures")
-        base = (target.raw if path == target.path else _with_storage_fields(target.raw, raw)) if same else raw
-        family = FAMILIES[raw["architectures"][0]]
+        base = config_json
+        if config_json.get("architectures") == target.raw.get("architectures"):
+            base = target.raw if path == target.path else _with_storage_fields(target.raw, config_json)
+        family = FAMILIES[config_json["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **raw}, path).integer(NUM_MTP_LAYERS_FIELD, 1, MAX_MODULES)
-    hidden_source = DraftFields(raw, path).choice(
+    modules = DraftFields({**base, **config_json}, path).integer(NUM_MTP_LAYERS_FIELD, 1, MAX_MODULES)
+    hidden_source = DraftFields(config_json, path).choice(
         HIDDEN_SOURCE_FIELD, HIDDEN_SOURCES, " or ".join(map(repr, HIDDEN_SOURCES))
     )
     layer = parse_config(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
     refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)
-    num_layers = layer.num_layers - modules
+    num_target_layers = layer.num_layers - modules
     spec = DraftSpec(
         algorithm="mtp",
-        layer_specs=layer_specs_of(layer)[num_layers:],
+        layer_specs=layer_specs_of(layer)[num_target_layers:],
         num_modules=modules,
         hidden_source=hidden_source,
         target_output="hidden",
@@ -101,9 +102,9 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     return MTPConfig(layer, mtp, spec)
 
 
-def _with_storage_fields(target: Json, raw: Json) -> Json:
-    """Returns the target's config with the quantisation fields of `raw`, for MTP layers in a separate directory."""
-    return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
+def _with_storage_fields(target: Json, config_json: Json) -> Json:
+    """Returns the target's config with the quantisation fields of MTP layers that are in another directory."""
+    return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(config_json)
 
 
 def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
@@ -196,8 +197,8 @@ class MTPDraft:
 
 
 def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
-    """Builds the draft from the weights of its layers.  Other weights in the directory belong to the target.
-    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used."""
+    """Builds the draft from the weights of its layers.  All other weights in the directory belong to the target.
+    Raises EspalierError naming a weight of a module that is missing, misshapen or not used."""
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Embeddings and heads are cached by name, because modules may share them.
     load_embed = cache(partial(draft_embedding, weights, target.embed.shape, target))
@@ -224,18 +225,19 @@ def _load_module(
 ) -> MTPModule:
     """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: from 0 on."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
-    hidden, index, own = layer.hidden_size, config.num_layers + module, family.stored_index(module, config.num_layers)
+    hidden, index = layer.hidden_size, config.num_target_layers + module
+    stored_index = family.stored_index(module, config.num_target_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
     load = layer.family.load_layer or load_layer
     return MTPModule(
-        embed=load_embed(family.embed.format(own)),
+        embed=load_embed(family.embed.format(stored_index)),
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
         project=_load_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
-        head=load_named_head(family.head.format(own)),
+        head=load_named_head(family.head.format(stored_index)),
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
 

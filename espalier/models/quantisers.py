@@ -45,19 +45,19 @@ SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 VALUES_PER_STEP = 2**24
 NUMBER_PATTERN = re.compile("[0-9]+")
 HEAD_NAME = "lm_head"
-# Matrices that stay dense in targets and in drafts.  An indexer's weights_proj is dense in published checkpoints.
-KEPT_DENSE = (
+# The names of matrices that stay dense in targets and in drafts.  Published checkpoints have a dense weights_proj.
+DENSE_NAMES = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
-    # The gates of the delta rule are exponentials of these products, so errors would grow.
+    # The gates of the delta rule are exponentials of these matrices' products, so quantisation errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
-KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD_NAME)
+DENSE_IN_TARGETS = (*DENSE_NAMES, HEAD_NAME)
 # Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
-KEPT_IN_DRAFTS = (*KEPT_DENSE, *EDGE_MATRICES, "kernel_projection")
+DENSE_IN_DRAFTS = (*DENSE_NAMES, *EDGE_MATRICES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_MAX_EXPONENT = 2
 
@@ -86,25 +86,25 @@ class Quantiser:
     make_config: Callable[[str, Sequence[str]], Mapping[str, Any]]
     group_sizes: tuple[int, ...] = (1,)
     quantises_only_experts: bool = False
-    dense_pattern: str = _names_pattern(KEPT_IN_TARGETS)
+    dense_pattern: str = _names_pattern(DENSE_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
         """Returns this format for a target, or for a draft, in which the lm_head is quantised too."""
-        return replace(self, dense_pattern=_names_pattern(KEPT_IN_DRAFTS)) if is_draft else self
+        return replace(self, dense_pattern=_names_pattern(DENSE_IN_DRAFTS)) if is_draft else self
 
     def quantization_config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
         """Returns quantization_config.  columns: the number of columns of each matrix to quantise, by name."""
         groups = {name: self.group_size_for(count) for name, count in columns.items()}
-        full = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
+        config = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
         for group in self.group_sizes[1:]:
-            if names := [name for name, found in groups.items() if found == group]:
-                first = full["config_groups"]["group_0"]
-                of_group = {
+            if names := [name for name, group_size in groups.items() if group_size == group]:
+                first = config["config_groups"]["group_0"]
+                own_fields = {
                     "targets": _patterns_of_layers(names, groups),
                     "weights": first["weights"] | {"group_size": group},
                 }
-                full["config_groups"] = {**full["config_groups"], f"group_{group}": first | of_group}
-        return full
+                config["config_groups"] = {**config["config_groups"], f"group_{group}": first | own_fields}
+        return config
 
     def stays_dense(self, name: str) -> bool:
         """Whether a matrix stays dense in this format.  name: the matrix's name without `.weight`."""
@@ -128,11 +128,11 @@ class Quantiser:
         if self.quantises_only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
-        wanted = format.tensors(*dense.shape)
-        tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
-        made = format.matrix(tensors, [len(dense)], dense.shape[1])
-        assert isinstance(made, QuantisedMatrix)
-        return made
+        declared = format.tensors(*dense.shape)
+        tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in declared}
+        matrix = format.matrix(tensors, [len(dense)], dense.shape[1])
+        assert isinstance(matrix, QuantisedMatrix)
+        return matrix
 
     def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises experts [count, out, in].  The result is the same as after storing and loading the experts."""
@@ -172,15 +172,15 @@ def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to E4M3 with a scale for each BLOCK x BLOCK values.  The last blocks may be smaller."""
+    """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  The last may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
     for block in _row_blocks(matrix, device, FP8_BLOCK):
         tiles = F.pad(block, (0, -columns % FP8_BLOCK, 0, -len(block) % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
         tiles = tiles.unflatten(0, (-1, FP8_BLOCK))
         scale = _fp8_scale(tiles.abs().amax((1, 3)))
-        whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        codes.append(_encode_fp8(whole[: len(block), :columns]).to(matrix.device))
+        scaled = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        codes.append(_encode_fp8(scaled[: len(block), :columns]).to(matrix.device))
         scales.append(scale.to(matrix.device))
     return {".weight": _join_codes(codes), ".weight_scale_inv": torch.cat(scales)}
 
@@ -199,7 +199,7 @@ def _encode_fp8(values: Tensor) -> Tensor:
 
 
 def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to int4 in groups of columns (GROUPS), each with a symmetric scale (_best_scales)."""
+    """Quantises a matrix to int4, with a symmetric scale (_best_scales) for each group of columns (GROUP_SIZES)."""
     # Other engines expect the scales in the model's dtype.
     dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
     group = next(size for size in GROUP_SIZES if matrix.shape[1] % size == 0)
@@ -271,9 +271,9 @@ def _encode_e2m1(scaled: Tensor) -> Tensor:
 def _compressed_tensors(
     scheme: tuple[str, str, int, str, int | None], dense_pattern: str, dense_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config of compressed-tensors.  With a scale per row, inputs are quantised too.
+    """Returns quantization_config in the format of compressed-tensors.  With a scale per row, inputs are quantised too.
     scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group)."""
-    stored, kind, bits, strategy, group = scheme
+    format_name, kind, bits, strategy, group = scheme
     common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     common |= {"num_bits": bits, "type": kind}
     inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
@@ -281,9 +281,9 @@ def _compressed_tensors(
     group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": stored,
+        "format": format_name,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group_0, "format": stored}},
+        "config_groups": {"group_0": {**group_0, "format": format_name}},
         "ignore": [f"re:{dense_pattern}", *dense_names],
         "kv_cache_scheme": None,
     }
@@ -370,16 +370,16 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the files of the copy; see quantise.  config.json is last: a directory without it is not a model."""
-    written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
+    """Writes the files of the copy; see quantise.  config.json is last, because a directory without it is no model."""
+    report, weight_map, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
-        tensors = dict(_quantised_tensors(file, quantiser, device, written, columns))
+        tensors = dict(_quantised_tensors(file, quantiser, device, report, columns))
         write_weights(out / file.name, tensors)
-        places |= dict.fromkeys(tensors, file.name)
-        written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map |= dict.fromkeys(tensors, file.name)
+        report.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
         on_file_done()
     if (path / INDEX_FILE).exists():
-        index = {"metadata": {"total_size": written.written_bytes}, "weight_map": places}
+        index = {"metadata": {"total_size": report.written_bytes}, "weight_map": weight_map}
         (out / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for other in sorted(path.iterdir()):
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
@@ -387,7 +387,7 @@ def _write_copy(
             shutil.copyfile(other, out / other.name)
     full = {**config, "quantization_config": quantiser.quantization_config(columns)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
-    return written
+    return report
 
 
 def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) -> None:
@@ -408,11 +408,11 @@ def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_dra
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's experts are stacked, by the shapes of its tensors."""
+    """Whether a draft stores stacked experts, according to the shapes of its tensors."""
     for file in safetensors_files(path):
-        with safe_open(file, framework="pt") as stored:
-            names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
-            if any(len(stored.get_slice(name).get_shape()) > 2 for name in names):
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if ".experts." in name]  # noqa: SIM118
+            if any(len(opened.get_slice(name).get_shape()) > 2 for name in names):
                 return True
     return False
 
@@ -420,10 +420,10 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised_tensors(
     file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns`, the columns of each matrix."""
-    with safe_open(file, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118
-            tensor = stored.get_tensor(name)
+    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns`, the columns by matrix."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            tensor = opened.get_tensor(name)
             report.read_bytes += tensor.nbytes
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES

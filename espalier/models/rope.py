@@ -48,7 +48,7 @@ ROPE_PARAMETERS = (
     "finetuned",
     *DIVISOR_FIELDS,
 )
-# Fields of the attention that a RoPE's configuration may hold.  config.py moves them to the top level of the config.
+# Fields of attention that may be in the object of the RoPE.  config.py moves them to the top level of the config.
 ATTENTION_FIELDS = ("partial_rotary_factor", "llama_4_scaling_beta")
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
@@ -178,27 +178,27 @@ class RopeTables:
 
     def rows(self, positions: Tensor) -> Rotation:
         """Returns one row of cos and one of sin for each position of the flattened `positions`."""
-        found = gather_rows(positions.reshape(1, -1), self.cos[None], self.sin[None])[0]
-        return Rotation(*found.chunk(2, -1))
+        cos_and_sin = gather_rows(positions.reshape(1, -1), self.cos[None], self.sin[None])[0]
+        return Rotation(*cos_and_sin.chunk(2, -1))
 
 
 def with_rope_type(fields: Mapping[str, Any]) -> Json:
-    """Returns the fields of a config.json with the old name "type" of the RoPE type replaced by "rope_type"."""
-    named = dict(fields)
+    """Returns the fields of a config.json, in which the old field name "type" of a RoPE is replaced by "rope_type"."""
+    renamed = dict(fields)
     for field in ROPE_FIELDS:
         rope = fields.get(field)
         if isinstance(rope, Mapping) and "type" in rope:
-            rest = {name: value for name, value in rope.items() if name != "type"}
-            named[field] = {"rope_type": rope["type"], **rest}
-    return named
+            other_fields = {name: value for name, value in rope.items() if name != "type"}
+            renamed[field] = {"rope_type": rope["type"], **other_fields}
+    return renamed
 
 
-def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
-    """Returns the overrides, with the RoPE parameters moved to the one of ROPE_FIELDS that config.json uses.
+def rope_overrides(config_json: Json, overrides: Mapping[str, Any]) -> Json:
+    """Returns the overrides, with RoPE parameters moved to the field of ROPE_FIELDS that config.json has.
     Raises EspalierError for an override that would have no effect."""
     moved = with_rope_type(overrides)
     for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
-        if field not in moved or not raw.get(other) or raw.get(field):
+        if field not in moved or not config_json.get(other) or config_json.get(field):
             continue
         rope = moved.pop(field)
         if rope is None:
@@ -223,7 +223,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
     not supported."""
     new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
-        # The type "default" in rope_parameters is no contradiction, because users add rope_scaling to such configs.
+        # The type "default" in rope_parameters contradicts no type, because users add rope_scaling to such configs.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
@@ -273,8 +273,8 @@ def _require_values(parameters: Json, rope_type: object, max_position_embeddings
     """Raises EspalierError for an unsupported RoPE type or parameter, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
     if rope_type not in ROPE_TYPES or unknown:
-        what = f"rope type {rope_type!r}" if rope_type not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
-        raise EspalierError(f"{what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
+        problem = f"rope type {rope_type!r}" if rope_type not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
+        raise EspalierError(f"{problem} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
             isinstance(value, int | float)

@@ -45,8 +45,7 @@ DEFAULT_LAYER_NAMES = LayerNames()
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a layer's RMS norms.  before_x: the norm of the input of block x; after_x: the norm of its output; None
-    if there is no such norm."""
+    """Names of a layer's RMS norms: before a block, and after a block for its output.  None: there is no such norm."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
@@ -76,8 +75,7 @@ class Experts:
     storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
     has_biases: whether gate, up and down have biases.
     prefix: the prefix of the block's weights in a layer.
-    names: the names of an expert's matrices, for storage "apart".  joined_names: the names of the two stacked tensors,
-    for storage "joined".
+    names: the names of an expert's matrices ("apart").  joined_names: the names of the two stacked tensors ("joined").
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
@@ -104,17 +102,19 @@ class Experts:
 
 
 def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
-    """Returns the names of stored matrices, and the rows of each to read, for matrices that a layer stacks.
-    rows: the rows of each matrix.  If the checkpoint stores the matrices as one stacked matrix, there is only one name.
-    If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately."""
+    """For matrices that a layer stacks, returns the names of the stored matrices, and which rows of each are read.
+    rows: the rows of each matrix of the layer.  names: one name for each matrix, or one for all if the checkpoint also
+    stores them stacked.  If ranks divide such a stacked matrix, the rank's part of each matrix is read separately."""
     if len(names) == len(rows):
         return names, rows
     parts = [as_rank_part(size) for size in rows]
     total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
     if all(part.is_whole for part in parts):
         return names, (whole_part(total),)
-    own = [RankPart(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
-    return tuple(names) * len(parts), own
+    shifted = [
+        RankPart(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)
+    ]
+    return tuple(names) * len(parts), shifted
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class MTPFamily:
 
     prefix: the name prefix of the decoder layer's weights; "{}" stands for i, or for i plus the number of target
     layers.
-    outer_prefix: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
-    `prefix`.
+    outer_prefix: the name prefix of embed_norm, hidden_norm, project and norm, if all MTP layers share these weights;
+    by default `prefix`.
     numbered_after_target: whether "{}" includes the number of target layers.
-    embed_norm, hidden_norm, project, norm: the names of the norms of the two inputs, of their projection, and of the
-    last norm.
+    embed_norm, hidden_norm: the names of the norms of the two inputs.  project: the name of the projection of both
+    inputs.  norm: the name of the last norm.
     embed, head: the full names of the layer's own embedding and head; these weights may be missing.
     hidden_before_embedding: whether the first columns of `project` read the hidden state; by default they read the
     embedding.

@@ -42,14 +42,14 @@ class GGUFTensors(Mapping[str, Tensor]):
         gguf, config = read_gguf(path), gguf_config(path)
         self.architecture = architecture_of_gguf(gguf)
         self.heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCY_TENSOR}
-        if HEAD_TENSOR not in stored and not config["tie_word_embeddings"]:
-            stored[HEAD_TENSOR] = stored[EMBEDDING_TENSOR]
-        self.tensor_infos = {self.architecture.hf_name(name): place for name, place in stored.items()}
+        infos = {name: info for name, info in gguf.tensors.items() if name != FREQUENCY_TENSOR}
+        if HEAD_TENSOR not in infos and not config["tie_word_embeddings"]:
+            infos[HEAD_TENSOR] = infos[EMBEDDING_TENSOR]
+        self.tensor_infos = {self.architecture.hf_name(name): info for name, info in infos.items()}
         self._mapped_file = cache(_map_file)
-        for name, place in self.tensor_infos.items():
-            if place.begin + _nbytes(place) > place.file.stat().st_size:
-                raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
+        for name, info in self.tensor_infos.items():
+            if info.begin + _nbytes(info) > info.file.stat().st_size:
+                raise EspalierError(f"{info.file} is cut short in tensor {shown(name)}; download the file again")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensor_infos)
@@ -58,14 +58,14 @@ class GGUFTensors(Mapping[str, Tensor]):
         return len(self.tensor_infos)
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self.tensor_infos[name]
-        content = self._mapped_file(place.file)
-        raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
-        if place.type in PLAIN_TYPES:
+        info = self.tensor_infos[name]
+        content = self._mapped_file(info.file)
+        stored_bytes = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(info), offset=info.begin)
+        if info.type in PLAIN_TYPES:
             # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
-            tensor = raw.clone().view(PLAIN_TORCH_DTYPES[place.type]).reshape(place.shape)
+            tensor = stored_bytes.clone().view(PLAIN_TORCH_DTYPES[info.type]).reshape(info.shape)
         else:
-            tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].block_bytes)
+            tensor = stored_bytes.reshape(*info.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[info.type].block_bytes)
         return self._undo_conversion(name, tensor)
 
     def _undo_conversion(self, name: str, tensor: Tensor) -> Tensor:
@@ -79,17 +79,17 @@ class GGUFTensors(Mapping[str, Tensor]):
 
 def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
     """Reorders the rows of each head of a tensor [heads · size, ...].
-    In the input, the two rows of a rotated pair are adjacent.  In the result, the first rows of all pairs come before
-    the second rows."""
+    RoPE rotates pairs of rows.  In the input, the two rows of a pair are adjacent.  In the result, the first rows of
+    all pairs come before the second rows."""
     if len(tensor) % (2 * heads):
-        return tensor  # its shape is wrong, which loading says
+        return tensor  # loading refuses this wrong shape later
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
-def _nbytes(place: TensorInfo) -> int:
-    if place.type in PLAIN_TYPES:
-        return prod(place.shape) * PLAIN_TORCH_DTYPES[place.type].itemsize
-    return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])
+def _nbytes(info: TensorInfo) -> int:
+    if info.type in PLAIN_TYPES:
+        return prod(info.shape) * PLAIN_TORCH_DTYPES[info.type].itemsize
+    return prod(info.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[info.type].row_bytes(info.shape[-1])
 
 
 def _map_file(file: Path) -> mmap.mmap:
@@ -103,15 +103,15 @@ BIN_FILE = "pytorch_model.bin"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Returns the model's safetensors files: those of the index, else model.safetensors, else all files."""
+    """Returns the model's safetensors files: the files in the index, else model.safetensors, else all files."""
     index = path / INDEX_FILE
     if index.exists():
         files = read_json(index, MAX_FILE_BYTES).get("weight_map")
         if not isinstance(files, dict):
             raise EspalierError(f"{index} has no weight_map; download the file again")
         return sorted({named_file(path, file, index) for file in files.values()})
-    whole = path / "model.safetensors"
-    return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
+    single_file = path / "model.safetensors"
+    return [single_file] if single_file.exists() else sorted(path.glob("*.safetensors"))
 
 
 def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
@@ -132,7 +132,7 @@ def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
-        # With the permissions of the umask: `save_file` would create the file for its owner alone.
+        # `touch` creates the file with the permissions of the umask; `save_file` gives only its owner access.
         file.touch()
         mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
@@ -143,15 +143,14 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from None
 
 
-# The name of the embedding, which is never kept in blocks.
+# The name of the embedding.  In memory, it is never in GGUF's blocks.
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class WeightSize:
     """The size of a model's weights in memory.
-    num_cast_values: the number of values that are cast to the model's dtype.  kept_bytes: the bytes of tensors that
-    keep their stored dtype."""
+    num_cast_values: values that are cast to the model's dtype.  kept_bytes: bytes of tensors that are not cast."""
 
     num_cast_values: int = 0
     kept_bytes: int = 0
@@ -181,37 +180,37 @@ def count_weights_in(
     unreadable index or pytorch_model.bin.
     """
     if is_gguf(path):
-        return _count_gguf(path)
-    count, shards = WeightSize(), safetensors_files(path)
-    if not shards and (path / BIN_FILE).exists():
-        count = sum((_count_tensor(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
-    for file in shards:
+        return _size_of_gguf(path)
+    size, files = WeightSize(), safetensors_files(path)
+    if not files and (path / BIN_FILE).exists():
+        size = sum((_size_of_tensor(name, tensor, formats) for name, tensor in read_bin(path, True).items()), size)
+    for file in files:
         try:
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = stored_names.own_name(name)
-                    if own is None or own.startswith(ignored_prefixes):
+                    own_name = stored_names.own_name(name)
+                    if own_name is None or own_name.startswith(ignored_prefixes):
                         continue
                     # get_tensor maps the file into memory without reading data.
-                    count += _count_tensor(name, tensors.get_tensor(name), formats)
+                    size += _size_of_tensor(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
-    return count
+    return size
 
 
-def _count_gguf(path: Path) -> WeightSize:
+def _size_of_gguf(path: Path) -> WeightSize:
     """Returns the size of the weights of a GGUF file.  Quantised matrices keep their bytes; a quantised embedding
     becomes a table in the model's dtype."""
-    tensors, count = GGUFTensors(path), WeightSize()
-    for name, place in tensors.tensor_infos.items():
-        if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
-            count += WeightSize(prod(place.shape), 0)
+    tensors, size = GGUFTensors(path), WeightSize()
+    for name, info in tensors.tensor_infos.items():
+        if name == EMBEDDING_NAME or info.type in PLAIN_TYPES:
+            size += WeightSize(prod(info.shape), 0)
         else:
-            count += WeightSize(0, tensors[name].nbytes)
-    return count
+            size += WeightSize(0, tensors[name].nbytes)
+    return size
 
 
-def _count_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
+def _size_of_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
     keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
     return WeightSize(0, tensor.nbytes) if keeps else WeightSize(tensor.numel(), 0)

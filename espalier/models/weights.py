@@ -1,7 +1,7 @@
 """Reads weights from disk, one tensor at a time.
 
-Each weight is checked, cast and copied to the device.  For a weight that is missing, unused, truncated or of a wrong
-shape, an error names the file and the weight.
+Each weight is checked, cast and copied to the device.  If a weight is missing, unused, truncated or has a wrong shape,
+an error names the file and the weight.
 """
 
 import functools
@@ -33,7 +33,7 @@ from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import SINGLE_RANK, RankPart, Shards, SizeOrPart, as_rank_part
 
-# Stored tensors that may stay unused: buffers of old exporters, which Espalier computes; scales of queries, which
+# Stored tensors that may stay unused: buffers that old exporters stored and Espalier computes; scales of queries, which
 # Espalier never quantises; and scales of K and V in drafts.
 IGNORABLE_NAMES = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
@@ -52,12 +52,11 @@ class Weights:
     """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a
-    floating-point tensor is always dense, because some checkpoints have dense layers that their config.json does not
-    name.
-    shards: the number of ranks, and the part of each divided matrix that this rank holds.
-    allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored_names: maps the names in files to own names (stored_names.py); all methods take own names.
-    other_parts: the names of a multimodal model's parts that are not loaded.
+    floating-point tensor is always dense, because some checkpoints have dense layers that config.json does not name.
+    shards: the number of ranks, and which part of each divided matrix this rank holds.
+    allow_bin: whether pytorch_model.bin may be read (with weights_only), which many drafts have.
+    stored_names: maps the names in files (stored names) to own names (stored_names.py).  All methods take own names.
+    other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name.
     """
 
     shards: Shards = SINGLE_RANK
@@ -99,25 +98,25 @@ class Weights:
 
     def has_prefix(self, prefix: str) -> bool:
         """Whether the name of any stored tensor begins with `prefix`."""
-        return any(stored.startswith(prefix) for stored in self._names)
+        return any(name.startswith(prefix) for name in self._names)
 
     def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  No data is read.
-        For a tensor without rows (such as an input scale) only the name is checked, because a single value may be
-        stored as [] or as [1].  The other tensors determine both sizes."""
+        Of a tensor without a row dimension (such as an input scale) only the name is checked, because a single value
+        may have the shape [] or [1].  All other tensors depend on both sizes."""
         try:
-            wanted = self.format_of(name).tensors(rows, columns)
+            declared = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
             return False
-        stored = [(f"{name}{each.suffix}", None if each.row_dim is None else each.shape) for each in wanted]
-        return all(tensor in self and shape in (None, self.shape(tensor)) for tensor, shape in stored)
+        shapes = {f"{name}{tensor.suffix}": None if tensor.row_dim is None else tensor.shape for tensor in declared}
+        return all(own_name in self and shape in (None, self.shape(own_name)) for own_name, shape in shapes.items())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a stored weight.  No data is read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
-        file, stored = self._files[name]
-        return tuple(file.get_slice(stored).get_shape())
+        file, stored_name = self._files[name]
+        return tuple(file.get_slice(stored_name).get_shape())
 
     def load(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to the model's dtype, on the device.  Raises the errors of load_raw."""
@@ -129,9 +128,9 @@ class Weights:
 
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[RankPart]) -> Tensor:
         """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
-        stored = StoredTensor("", shape, row_dim=dim)
+        declared = StoredTensor("", shape, row_dim=dim)
         return self._cat_tensors(
-            [name] * len(parts), [stored] * len(parts), [stored.part_slices(part, part) for part in parts]
+            [name] * len(parts), [declared] * len(parts), [declared.part_slices(part, part) for part in parts]
         )
 
     def load_exact(self, name: str, *shape: int) -> Tensor:
@@ -179,15 +178,15 @@ class Weights:
         bias: bool,
         sums_over_ranks: bool = True,
     ) -> Linear:
-        """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
-        sums_over_ranks: if ranks divide the columns, whether the layer sums over the ranks; if false, the caller does.
+        """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each.  bias: whether they have
+        biases.  sums_over_ranks: if ranks divide the columns, whether the layer or the caller sums over the ranks.
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [as_rank_part(size) for size in rows]
-            stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
-            cuts = [each.part_slices(part, part) for each, part in zip(stored, parts, strict=True)]
-            biases = self._cat_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
+            declared = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
+            cuts = [tensor.part_slices(part, part) for tensor, part in zip(declared, parts, strict=True)]
+            biases = self._cat_tensors([f"{prefix}{name}.bias" for name in names], declared, cuts)
         if as_rank_part(columns).is_whole:
             return Linear(weight, biases)
         if sums_over_ranks:
@@ -201,17 +200,17 @@ class Weights:
     def weight(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Weight:
         """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
         Raises the errors of require_parts."""
-        parts = []
-        for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
-            own_names, own_rows = zip(*alike, strict=True)
-            stored = self._read_parts(format, own_names, own_rows, columns)
-            with self._matrix_names_in_errors(own_names):
-                parts.append(format.build(*stored))
-                parts[-1].require_kernels(self.dtype)
-        return parts[0] if len(parts) == 1 else StackedWeights(parts)
+        weights = []
+        for format, matrices in groupby(zip(names, rows, strict=True), lambda matrix: self.format_of(matrix[0])):
+            group_names, group_rows = zip(*matrices, strict=True)
+            build_arguments = self._read_parts(format, group_names, group_rows, columns)
+            with self._matrix_names_in_errors(group_names):
+                weights.append(format.build(*build_arguments))
+                weights[-1].require_kernels(self.dtype)
+        return weights[0] if len(weights) == 1 else StackedWeights(weights)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[SizeOrPart]) -> None:
-        """Raises EspalierError if there are several ranks, but no size is a RankPart (the rank's part of a size)."""
+        """Raises EspalierError if there are several ranks, but none of the sizes is a RankPart."""
         if self.shards.count > 1 and not any(isinstance(size, RankPart) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
@@ -234,15 +233,15 @@ class Weights:
         """Whether a tensor is stored as floating-point numbers without scales.  No data is read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
-        file, stored = self._files.get(name, (None, name))
-        return file is not None and file.get_slice(stored).get_dtype() in PLAIN_DTYPE_NAMES
+        file, stored_name = self._files.get(name, (None, name))
+        return file is not None and file.get_slice(stored_name).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor | QuantisedMatrix:
-        """Returns the stacked matrices as one dense or quantised matrix instead of a Weight.  See `weight`."""
+        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
         format = self._common_format(names)
-        stored = self._read_parts(format, names, rows, columns)
+        build_arguments = self._read_parts(format, names, rows, columns)
         with self._matrix_names_in_errors(names):
-            matrix = format.matrix(*stored)
+            matrix = format.matrix(*build_arguments)
             if not isinstance(matrix, Tensor):
                 require_supported_weight(matrix, self.dtype)
         return matrix
@@ -250,20 +249,20 @@ class Weights:
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns] whose tensors are stacked.  The tensors' names are name + matrix + a
+        """Returns `count` experts [rows, columns] whose tensors are stored stacked, with the names name + matrix + a
         suffix of the format.
 
-        rows: one or more parts of an expert's rows; the parts are concatenated.
+        rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
         """
-        format, parts, own = self.formats(name), [as_rank_part(each) for each in rows], as_rank_part(columns)
+        format, parts, column_part = self.formats(name), [as_rank_part(size) for size in rows], as_rank_part(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._matrix_names_in_errors([f"{name}{matrix}"]):
             tensors = {}
-            for stored in format.expert_tensors(count, parts[0].size, own.size):
-                whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
-                cuts = [whole[stored.part_slices(part, own)] for part in parts]
-                one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
-                tensors[stored.suffix] = one.to(self.device)
+            for declared in format.expert_tensors(count, parts[0].size, column_part.size):
+                tensor = self._read_checked(f"{name}{matrix}{declared.suffix}", declared)
+                cuts = [tensor[declared.part_slices(part, column_part)] for part in parts]
+                part_tensor = cuts[0] if len(cuts) == 1 else torch.cat(cuts, declared.row_dim or 0)
+                tensors[declared.suffix] = part_tensor.to(self.device)
             experts = format.expert_matrix(tensors)
             require_supported_weight(experts, self.dtype)
         return experts
@@ -295,20 +294,20 @@ class Weights:
     def _read_parts(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
-        """Returns the arguments of WeightFormat.build for stacked matrices: tensors by suffix, rows and columns."""
+        """Returns the arguments of WeightFormat.build for stacked matrices: the tensors, the rows and the columns."""
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
-        parts, of_columns = [as_rank_part(size) for size in rows], as_rank_part(columns)
+        parts, column_part = [as_rank_part(size) for size in rows], as_rank_part(columns)
         with self._matrix_names_in_errors(names):
-            wanted = [format.tensors(part.size, of_columns.size) for part in parts]
-            cuts = [[each.part_slices(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
-        for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
-            suffix = stored[0].suffix
-            tensors = {**tensors, suffix: self._cat_tensors([f"{name}{suffix}" for name in names], stored, own)}
-        if not all(part.is_whole for part in (*parts, of_columns)):
+            by_matrix = [format.tensors(part.size, column_part.size) for part in parts]
+            cuts = [[t.part_slices(part, column_part) for t in ts] for ts, part in zip(by_matrix, parts, strict=True)]
+        for declared, slices in zip(zip(*by_matrix, strict=True), zip(*cuts, strict=True), strict=True):
+            suffix = declared[0].suffix
+            tensors = {**tensors, suffix: self._cat_tensors([f"{name}{suffix}" for name in names], declared, slices)}
+        if not all(part.is_whole for part in (*parts, column_part)):
             with self._matrix_names_in_errors(names):
-                tensors = format.tensors_of_part(tensors, parts, of_columns)
-        return tensors, [len(part) for part in parts], len(of_columns)
+                tensors = format.tensors_of_part(tensors, parts, column_part)
+        return tensors, [len(part) for part in parts], len(column_part)
 
     @contextmanager
     def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
@@ -319,21 +318,21 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _cat_tensors(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
-        """Concatenates stored tensors, or their slices `cuts`, along row_dim.  If row_dim is None, the tensors are
-        stacked.
-
-        Each slice is copied directly to its place in the result; the rest of the file is not read.
-        """
-        cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in stored]
-        shapes = [[each.stop - each.start for each in cut] for cut in cuts]
+    def _cat_tensors(
+        self, names: Sequence[str], declared: Sequence[StoredTensor], cuts: Sequence[Slices] = ()
+    ) -> Tensor:
+        """Concatenates tensors along row_dim; if row_dim is None, the tensors are stacked.
+        declared: the declaration of each tensor.  cuts: the slices of each tensor to read; by default, all of it.
+        Each slice is copied directly to its place in the result; the rest of the file is not read."""
+        cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in declared]
+        shapes = [[part.stop - part.start for part in cut] for cut in cuts]
         # Shapes are checked before memory is allocated, because the sizes come from config.json.
-        for name, tensor in zip(names, stored, strict=True):
+        for name, tensor in zip(names, declared, strict=True):
             self.require_shape(name, tensor.shape)
-        first, dtype = stored[0], stored[0].dtype or self.dtype
+        first, dtype = declared[0], declared[0].dtype or self.dtype
         if isinstance(dtype, tuple):
-            found = {self._read_checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
-            dtype = functools.reduce(torch.promote_types, found)
+            dtypes = {self._read_checked(name, tensor).dtype for name, tensor in zip(names, declared, strict=True)}
+            dtype = functools.reduce(torch.promote_types, dtypes)
         if first.row_dim is None:
             stacked = torch.empty(len(names), *shapes[0], dtype=dtype, device=self.device)
             parts = stacked.unbind(0)
@@ -342,13 +341,13 @@ class Weights:
             shape = [*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]]
             stacked = torch.empty(shape, dtype=dtype, device=self.device)
             parts = stacked.split(lengths, dim)
-        for part, name, tensor, cut in zip(parts, names, stored, cuts, strict=True):
+        for part, name, tensor, cut in zip(parts, names, declared, cuts, strict=True):
             part.copy_(self._read_checked(name, tensor)[cut])
         return stacked
 
-    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
-        tensor = self.load_raw(name, *stored.shape)
-        dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
+    def _read_checked(self, name: str, declared: StoredTensor) -> Tensor:
+        tensor = self.load_raw(name, *declared.shape)
+        dtypes = PLAIN_DTYPES if declared.dtype is None else declared.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in expected:
             needed = ", ".join(str(dtype).removeprefix("torch.") for dtype in expected)
@@ -376,9 +375,9 @@ class Weights:
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
         """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: see `linear`."""
-        own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (own,) * activation.num_matrices), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, sums_over_ranks), activation)
+        part = self.shards.part(inner, "intermediate size")
+        gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (part,) * activation.num_matrices), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), part, bias, sums_over_ranks), activation)
 
     def allow_unused(self, names: Iterable[str]) -> None:
         """Allows these weights to stay unused."""
@@ -393,7 +392,7 @@ class Weights:
         self.allow_unused([name for name in self._unused if not name.startswith(prefixes)])
 
     def require_all_used(self) -> None:
-        """Raises EspalierError for a weight that was not loaded, because a missing weight would change the model."""
+        """Raises EspalierError for a weight that was not loaded, because the model would be wrong without it."""
         unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
         # Old GPTQ exporters stored a bias of zeros for every layer.
         biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
@@ -409,8 +408,8 @@ class Weights:
     def _log_warnings(self) -> None:
         """Logs the load_warning of each storage format."""
         matrices = {name.rpartition(".")[0] for name in self._names}
-        for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
-            log.warning("%s %s", self.path, note)
+        for warning in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
+            log.warning("%s %s", self.path, warning)
 
     def _open_file(self, shard: Path) -> None:
         try:
@@ -423,19 +422,19 @@ class Weights:
             raise EspalierError(
                 f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
-        for stored in names:
-            name = self.stored_names.own_name(stored)
+        for stored_name in names:
+            name = self.stored_names.own_name(stored_name)
             if name is None:
-                self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
+                self.other_parts.add(stored_name.removeprefix("model.").partition(".")[0])
             elif name in self._files:
-                raise EspalierError(f"weight {stored!r} is in two files of {self.path}; remove one of them")
+                raise EspalierError(f"weight {stored_name!r} is in two files of {self.path}; remove one of them")
             else:
-                self._files[name] = file, stored
+                self._files[name] = file, stored_name
 
     def _read_tensor(self, name: str) -> Tensor:
-        file, stored = self._files[name]
+        file, stored_name = self._files[name]
         try:
-            return file.get_tensor(stored)
+            return file.get_tensor(stored_name)
         except (SafetensorError, OSError) as error:
             raise EspalierError(
                 f"weight {name!r} in {self.path} is truncated or corrupt ({one_line(error)}); download it again"

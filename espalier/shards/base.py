@@ -1,7 +1,7 @@
 """The parts of a model that ranks hold, and the interface of the operations that join the ranks' results.
 
-A rank is a process that holds a part of every layer.  All ranks run the same launches.  The code that makes a weight
-declares the rank's part: it passes a `RankPart` in place of a number of rows or columns.
+A rank is a process that holds a part of every layer.  All ranks run the same launches.  The code that loads a weight
+declares the rank's part: it passes a `RankPart` instead of a number of rows or columns.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 
 @dataclass(frozen=True)
 class RankPart:
-    """Entries begin .. end-1, out of `size` entries."""
+    """One rank's part of a dimension with `size` entries: the entries begin .. end-1."""
 
     begin: int
     end: int
@@ -33,14 +33,13 @@ class RankPart:
         return slice(self.begin, self.end)
 
     def scaled(self, entries: int) -> "RankPart":
-        """Returns the part of a tensor that has `entries` entries for each of these entries."""
+        """Returns the same part of a dimension in which each entry is stored as `entries` entries."""
         return RankPart(self.begin * entries, self.end * entries, self.size * entries)
 
     def in_blocks_of(self, unit: int) -> "RankPart":
-        """Returns the part of a tensor with one entry for every `unit` of these entries; the last entry may cover
-        fewer.
+        """Returns the same part of a dimension in which `unit` entries are stored as one block.
 
-        Raises EspalierError for a part that begins or ends inside an entry.
+        The last block may be smaller.  Raises EspalierError for a part that begins or ends inside a block.
         """
         if self.begin % unit or (self.end % unit and self.end != self.size):
             raise EspalierError(
@@ -55,7 +54,7 @@ SizeOrPart = int | RankPart
 
 
 def whole_part(size: int) -> RankPart:
-    """Returns a RankPart of all entries, for a tensor that every rank holds whole."""
+    """Returns the RankPart with all entries, for a tensor of which every rank has a copy."""
     return RankPart(0, size, size)
 
 
@@ -65,13 +64,13 @@ def as_rank_part(size: SizeOrPart) -> RankPart:
 
 
 class Collectives(Protocol):
-    """Joins tensors of all ranks.  Each rank calls the same operations in the same order, with equal shapes.
+    """Joins tensors of all ranks.  All ranks call the same operations in the same order, with equal shapes.
 
-    The results have the same bits on every rank.  Subclasses with faster kernels override the last two operations.
+    The results have the same bits on every rank.  Classes with faster kernels override the last two operations.
     """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather x [...] of each rank into [ranks, ...], in the order of the ranks."""
+        """Gather each rank's x [...] into [ranks, ...], in the order of the ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -79,15 +78,16 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
+        """Ends an operation that waits for other ranks, with an error or a wrong result.  Another thread calls this."""
         ...
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns (total, its RMS norm), [N, H] each, from one kernel; None if `all_reduce` and a norm are as fast.
+        """Returns (total, its RMS norm), [N, H] each, computed by one kernel, where total is residual + the sum of
+        parts over the ranks.  Returns None if `all_reduce` and a separate norm are as fast.
 
-        total: residual + the sum of parts over the ranks.  parts: [N, H], or [parts, N, H], which is summed in order.
+        parts: [N, H], or partial sums [parts, N, H], which are added in order.
         """
         return None
 
@@ -98,15 +98,15 @@ class Collectives(Protocol):
 
 
 class IndivisibleError(EspalierError):
-    """A number of ranks that does not divide a size.  declared_weights.py adds the numbers that divide the model."""
+    """The number of ranks does not divide a size.  declared_weights.py adds the possible numbers to the message."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's share of a model: the `rank`-th part of `count` parts.  collectives: None for one rank, or before the
-    ranks are joined.
+    """One rank's part of a model that `count` ranks divide.  rank: the rank's number, from 0.  collectives: None for
+    one rank, or before the ranks are joined.
 
-    Parts are equal.  If `count` does not divide some size, the model is refused before its weights are read
+    All ranks have equal parts.  If `count` does not divide a size, the model is refused before its weights are read
     (models/declared_weights.py).
     """
 
@@ -115,11 +115,11 @@ class Shards:
     collectives: Collectives | None = None
 
     def part(self, size: int, size_name: str) -> RankPart:
-        """Returns the rank's part of `size` entries.  size_name: names the size in errors.  Raises IndivisibleError."""
+        """Returns the rank's part of `size` entries.  size_name: `size` in words.  Raises IndivisibleError."""
         if size % self.count:
             raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
-        own = size // self.count
-        return RankPart(self.rank * own, (self.rank + 1) * own, size)
+        part_size = size // self.count
+        return RankPart(self.rank * part_size, (self.rank + 1) * part_size, size)
 
     def kv_heads_part(self, num_kv_heads: int) -> RankPart:
         """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises IndivisibleError."""
@@ -136,21 +136,21 @@ class Shards:
         return RankPart(begin, end, vocab_size)
 
     def max_tokens_per_rank(self, vocab_size: int) -> int:
-        """Returns the length of the longest part of the vocabulary."""
+        """Returns the number of tokens in the longest part of the vocabulary."""
         return -(-vocab_size // self.count)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather x of each rank, see Collectives.all_gather."""
+        """Gather each rank's x; see Collectives.all_gather."""
         return x[None] if self.collectives is None else self.collectives.all_gather(x)
 
     def gather_tokens(self, x: Tensor, vocab_size: int) -> Tensor:
-        """Join x [N, the rank's tokens] of all ranks: [N, vocab_size]."""
+        """Join the ranks' x [N, the rank's tokens] to [N, vocab_size]."""
         if self.collectives is None:
             return x
         return self.collectives.gather_columns(x, self.max_tokens_per_rank(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, see Collectives.all_reduce."""
+        """Sum x over the ranks; see Collectives.all_reduce."""
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
 

@@ -1,6 +1,6 @@
 """Joins ranks on a CPU, through PyTorch's gloo over the loopback interface.
 
-Sums are gathered and added in the order of the ranks, so every rank holds the same bits.
+For a sum, each rank gathers all tensors and adds them in the order of the ranks, so all ranks get the same bits.
 """
 
 from datetime import timedelta
@@ -13,17 +13,17 @@ from torch.distributed import FileStore, ProcessGroupGloo
 
 from espalier.shards.base import Collectives
 
-# The most time for ranks to join, once all ranks are known to run.
+# The longest time for ranks to join, after all ranks have started.
 CONNECT_TIMEOUT = timedelta(seconds=60)
-# The most time of one operation.  The thread that watches the ranks ends it long before (engine/ranks.py).
+# The longest time of one operation.  engine/ranks.py watches the ranks, and ends a waiting operation much earlier.
 OPERATION_TIMEOUT = timedelta(days=1)
 
 
 class GlooCollectives(Collectives):
-    """Joins ranks through gloo.  file: the same for all ranks, on a disk that they all see."""
+    """Joins ranks through gloo.  file: a path that is the same for all ranks, on a disk that all ranks can access."""
 
     def __init__(self, file: Path, rank: int, num_ranks: int) -> None:
-        gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
+        gloo: Any = ProcessGroupGloo  # its type stub lacks most attributes
         options = gloo._Options()
         options._timeout = CONNECT_TIMEOUT
         # Only the loopback interface is used, with a free port.  The file tells the port to the other ranks.
@@ -37,8 +37,8 @@ class GlooCollectives(Collectives):
         gathered = x.new_empty(self.num_ranks, *x.shape)
         if x.numel():
             # Gathered as bytes, because gloo supports few dtypes.
-            own, all_ranks = (each.reshape(-1).view(torch.uint8) for each in (x.contiguous(), gathered))
-            self.group._allgather_base(all_ranks, own).wait()
+            x_bytes, gathered_bytes = (t.reshape(-1).view(torch.uint8) for t in (x.contiguous(), gathered))
+            self.group._allgather_base(gathered_bytes, x_bytes).wait()
         return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -49,4 +49,4 @@ class GlooCollectives(Collectives):
         return total.to(x.dtype)
 
     def abort(self) -> None:
-        """Does nothing, because an operation ends with an error when another rank's process has ended."""
+        """Does nothing: when another rank's process has ended, gloo's operations end with an error."""

@@ -1,6 +1,6 @@
 """Joins ranks on GPUs of one host, through NCCL.  A CUDA graph can capture these operations.
 
-NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank gets the same bits.
+NCCL computes each sum once, and sends it to all ranks.  So all ranks get the same bits.
 """
 
 import os
@@ -29,27 +29,27 @@ NCCL_ENVIRONMENT = MappingProxyType(
 
 
 class NcclCollectives(Collectives):
-    """Joins ranks through NCCL.  file: see GlooCollectives; device: the rank's own GPU.
+    """Joins ranks through NCCL.  file: see GlooCollectives.  device: the rank's GPU.
 
-    store: the key-value store of all ranks.
+    store: a key-value store that all ranks share.
     """
 
     def __init__(self, file: Path, rank: int, num_ranks: int, device: torch.device) -> None:
         os.environ.update(NCCL_ENVIRONMENT)
-        nccl: Any = ProcessGroupNCCL  # whose stub lacks most of it
+        nccl: Any = ProcessGroupNCCL  # its type stub lacks most attributes
         options = nccl.Options()
         options._timeout = OPERATION_TIMEOUT
         self.store = FileStore(str(file), num_ranks)
         self.store.set_timeout(CONNECT_TIMEOUT)
         self.num_ranks = num_ranks
-        # NCCL would wait for missing ranks forever, so all ranks must be there first.
+        # NCCL would wait forever for a missing rank, so this rank first waits until all ranks have started.
         self.store.set(f"rank {rank}", "is there")
-        self.store.wait([f"rank {each}" for each in range(num_ranks)])
+        self.store.wait([f"rank {index}" for index in range(num_ranks)])
         self.group = nccl(self.store, rank, num_ranks, options)
-        # Operations run on the caller's stream: otherwise that stream and another would have to wait for each other.
+        # Operations run on the caller's stream.  On another stream, the two streams would have to wait for each other.
         self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
-        for each in (self.sum_options, self.gather_options):
-            each.asyncOp = False
+        for operation_options in (self.sum_options, self.gather_options):
+            operation_options.asyncOp = False
         # The first operation joins the ranks.  It must run before a capture, which does not allow joining.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
@@ -71,6 +71,6 @@ class NcclCollectives(Collectives):
 
 
 def wait_on_stream(work: Any) -> None:
-    """Make the current stream wait for an operation.  work: None if the operation is on that stream."""
+    """Make the current stream wait for an operation.  work: None if the operation runs on the current stream."""
     if work is not None:
         work.wait()

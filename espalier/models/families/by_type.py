@@ -11,10 +11,10 @@ RopeBases = Mapping[str, tuple[str, float]]
 
 
 def layer_types_of(fields: Json, is_full: Callable[[int], bool]) -> list[str]:
-    """Returns the type of each layer, from `layer_types`.  is_full: if that field is missing, decides whether a layer,
-    counted from 1, has full attention."""
-    given, count = fields.get("layer_types"), fields["num_hidden_layers"]
-    return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
+    """Returns the type of each layer, from `layer_types`.  is_full: decides, if that field is missing, whether a layer
+    (counted from 1) has full attention."""
+    declared, count = fields.get("layer_types"), fields["num_hidden_layers"]
+    return list(declared or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
 def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
@@ -29,19 +29,19 @@ def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
 def ropes_by_type(fields: Json, layer_types: Sequence[str], bases: RopeBases) -> list[Json]:
     """Returns the RoPE fields of each layer, by the layer's type.  As in transformers, rope_scaling applies only to
     layers with full attention."""
-    given = fields.get("rope_parameters") or {}
-    for name, value in given.items():
+    parameters = fields.get("rope_parameters") or {}
+    for name, value in parameters.items():
         if name not in bases or not isinstance(value, Mapping | None):
             raise EspalierError(
                 f"rope_parameters has {name!r}: {shown(value)}; this family has an object for {FULL_ATTENTION!r} and "
                 f"one for {SLIDING_ATTENTION!r}; put the parameters of a layer type into its object"
             )
-    own = {
-        kind: {"rope_scaling": None, "rope_parameters": _rope_of_type(fields, kind, bases, given.get(kind) or {})}
+    ropes = {
+        kind: {"rope_scaling": None, "rope_parameters": _rope_of_type(fields, kind, bases, parameters.get(kind) or {})}
         for kind in bases
     }
-    own[FULL_ATTENTION]["rope_scaling"] = fields.get("rope_scaling")
-    return [own[kind] for kind in layer_types]
+    ropes[FULL_ATTENTION]["rope_scaling"] = fields.get("rope_scaling")
+    return [ropes[kind] for kind in layer_types]
 
 
 def _rope_of_type(fields: Json, kind: str, bases: RopeBases, rope: Json) -> Json:

@@ -38,8 +38,8 @@ def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozense
         ("scoring_func", fields.get("scoring_func") or scoring, (scoring,)),
     ):
         if value not in supported:
-            known = " or ".join(map(repr, supported))
-            raise EspalierError(f"{name} = {value!r} is not supported, only {known}; use another model")
+            values = " or ".join(map(repr, supported))
+            raise EspalierError(f"{name} = {value!r} is not supported, only {values}; use another model")
     size, num_shared = fields["moe_intermediate_size"], fields["n_shared_experts"] or 0
     if not isinstance(num_shared, int):
         raise EspalierError(f"n_shared_experts = {num_shared!r}; an integer or null is needed; correct the config")

@@ -62,7 +62,7 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
-        # Rows without a token have token -1.  Their outputs are never read, so any token may replace it.
+        # Rows without a token have token -1.  Their outputs are never read, so any token may replace -1.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
         s.per_layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
@@ -194,19 +194,19 @@ def _sizes_by_layer(fields: Json) -> list[Json]:
 
 def _ropes(fields: Json) -> list[Json]:
     """Returns the RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
-    kinds, given = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
+    kinds, parameters = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
     for name in ("rope_theta", "rope_scaling"):
         if fields.get(name) is not None:
             raise EspalierError(f"{name} = {shown(fields[name])} has no effect in Gemma 4; set it in rope_parameters")
     for kind in kinds:
-        if not isinstance(given.get(kind), Mapping):
+        if not isinstance(parameters.get(kind), Mapping):
             raise EspalierError(
-                f"rope_parameters has {shown(given.get(kind))} for {kind!r}; Gemma 4 needs an object for each type of "
-                "layer; correct it"
+                f"rope_parameters has {shown(parameters.get(kind))} for {kind!r}; Gemma 4 needs an object for each "
+                "type of layer; correct it"
             )
     sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes_by_layer(fields)]
-    own = {kind: _without_ignored_share(given[kind]) for kind in set(kinds)}
-    return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
+    ropes = {kind: _without_ignored_share(parameters[kind]) for kind in set(kinds)}
+    return [{"rope_parameters": ropes[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
 def _without_ignored_share(parameters: Json) -> Json:
@@ -313,7 +313,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
         shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
         shards.kv_heads_part(spec.cache_spec.kv_heads).scaled(size),
     )
-    [own] = specs_of_rank([spec], shards)
+    [rank_spec] = specs_of_rank([spec], shards)
     names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_with is not None else 2 if spec.v_is_k else 3]
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
@@ -327,7 +327,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
         weights.allow_unused_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
-    return Attention(qkv, out, own.projected_heads, rope, norms)
+    return Attention(qkv, out, rank_spec.projected_heads, rope, norms)
 
 
 def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> ParallelMLP:

@@ -1,7 +1,7 @@
 """Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits are multiplied by
 factors from config.json.
 
-In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
+In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and, in some models, experts.
 """
 
 from collections.abc import Sequence
@@ -75,28 +75,28 @@ COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
 )
-# Infinity in a config.json of transformers, because JSON has no such number.
+# How transformers writes infinity into a config.json, because JSON has no such number.
 INFINITY = {"__float__": "Infinity"}
 
 
-def _normalise_fields(raw: Json) -> Json:
+def _normalise_fields(config_json: Json) -> Json:
     """Returns the fields, with the layer types of other families, and with the size of a Mamba-2 head."""
-    fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
+    fields, types = dict(config_json), config_json.get("layer_types") or config_json.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    sizes: list[Any] = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
-    if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
+    sizes: list[Any] = [config_json.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
+    if config_json.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
         hidden, heads, expand = sizes
         fields["mamba_d_head"] = expand * hidden // heads
-    return with_numeric_limits(fields)
+    return with_numeric_time_step_limit(fields)
 
 
-def with_numeric_limits(fields: Json) -> Json:
-    """Returns the fields with INFINITY in time_step_limit replaced by a number."""
+def with_numeric_time_step_limit(fields: Json) -> Json:
+    """Returns the fields, in which INFINITY in time_step_limit is replaced by the number."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
         return fields
-    return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
+    return {**fields, "time_step_limit": [float("inf") if limit == INFINITY else limit for limit in limits]}
 
 
 def require_mamba_sizes(fields: Json, count_fields: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
@@ -108,7 +108,7 @@ def require_mamba_sizes(fields: Json, count_fields: Sequence[str], heads_and_gro
     hybrid_windows(fields)
     limits = fields["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
-    if not are_two or not all(isinstance(each, int | float) for each in limits):
+    if not are_two or not all(isinstance(limit, int | float) for limit in limits):
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
@@ -129,9 +129,9 @@ def _ropes(fields: Json) -> list[Json | None]:
 
 
 def _recurrent_state(config: ModelConfig) -> RecurrentState:
-    raw = config.raw
-    heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
-    return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
+    fields = config.raw
+    heads, groups, size = fields["mamba_n_heads"], fields["mamba_n_groups"], fields["mamba_d_state"]
+    return RecurrentState(fields["mamba_d_conv"], heads, groups, size, fields["mamba_d_head"], delta=False, units=False)
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -145,9 +145,9 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     """Loads the first block of a layer: attention or Mamba-2.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    raw = config.raw
-    biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
-    size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
+    fields = config.raw
+    biases = {"bias": bool(fields["mamba_proj_bias"]), "conv_bias": bool(fields["mamba_conv_bias"])}
+    size, eps, limits = config.hidden_size, config.rms_norm_eps, fields["time_step_limit"]
     return load_mamba2(weights, f"{prefix}mamba.", _recurrent_state(config), size, eps, dt_limits=limits, **biases)
 
 

@@ -36,17 +36,17 @@ def _layer_types(fields: Json) -> list[str]:
 
 def _heads_by_layer(fields: Json) -> list[int]:
     """Returns the number of query heads of each layer.  Raises EspalierError for invalid numbers."""
-    layers, given = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
-    if given is None:
+    layers, by_layer = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
+    if by_layer is None:
         return [fields["num_attention_heads"]] * layers
     kv_heads = fields["num_key_value_heads"]
-    is_list = isinstance(given, list) and len(given) == layers
-    if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in given):
+    is_list = isinstance(by_layer, list) and len(by_layer) == layers
+    if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in by_layer):
         raise EspalierError(
-            f"num_attention_heads_per_layer = {shown(given)}; a multiple of num_key_value_heads = {kv_heads} is needed "
-            f"for each of {layers} layers; correct it"
+            f"num_attention_heads_per_layer = {shown(by_layer)}; a multiple of num_key_value_heads = {kv_heads} is "
+            f"needed for each of {layers} layers; correct it"
         )
-    return given
+    return by_layer
 
 
 def _windows(fields: Json) -> LayerWindows:
@@ -78,20 +78,20 @@ def _experts(fields: Json) -> Experts:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    cache_spec = KVHeads(config.kv_heads, config.head_size, config.head_size)
     layers = zip(_heads_by_layer(config.raw), config.windows, strict=True)
-    return tuple(LayerSpec(heads, keeps, window) for heads, window in layers)
+    return tuple(LayerSpec(heads, cache_spec, window) for heads, window in layers)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     heads = _heads_by_layer(config.raw)[layer]
-    made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
-    assert isinstance(made.attention, Attention)
-    own = weights.shards.part(heads, HEADS_SIZE_NAME)
-    rows = own if config.raw["gating"] in PER_HEAD_GATING else own.scaled(config.head_size)
+    decoder_layer = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
+    assert isinstance(decoder_layer.attention, Attention)
+    heads_part = weights.shards.part(heads, HEADS_SIZE_NAME)
+    rows = heads_part if config.raw["gating"] in PER_HEAD_GATING else heads_part.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
-    made.attention.output_gate = OutputGate(project, _softplus)
-    return made
+    decoder_layer.attention.output_gate = OutputGate(project, _softplus)
+    return decoder_layer
 
 
 def _softplus(x: Tensor) -> Tensor:

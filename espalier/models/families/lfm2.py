@@ -25,10 +25,11 @@ RENAMED_FIELDS = {
 }
 
 
-def _normalise_fields(raw: Json) -> Json:
+def _normalise_fields(config_json: Json) -> Json:
     """Returns the fields under the names of other families, with `layer_types`."""
-    fields = {**raw, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}}
-    count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
+    renamed = {other: config_json[name] for name, other in RENAMED_FIELDS.items() if name in config_json}
+    fields = {**config_json, **renamed}
+    count, attending = config_json.get("num_hidden_layers"), config_json.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
         attending = range(count) if attending is None else attending
         fields["layer_types"] = [FULL_ATTENTION if layer in attending else CONV_LAYER for layer in range(count)]
@@ -46,14 +47,14 @@ def _checked_windows(fields: Json) -> LayerWindows:
 
 def _mlp_size(config: ModelConfig) -> int:
     """Returns the intermediate size of the MLP.  The size in the config may need an adjustment."""
-    size, raw = config.intermediate_size, config.raw
-    if not raw["block_auto_adjust_ff_dim"]:
+    size, fields = config.intermediate_size, config.raw
+    if not fields["block_auto_adjust_ff_dim"]:
         return size
     size = 2 * size // 3
-    if raw["block_ffn_dim_multiplier"] is None:
+    if fields["block_ffn_dim_multiplier"] is None:
         return size
-    unit = raw["block_multiple_of"]
-    return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
+    unit = fields["block_multiple_of"]
+    return -(-int(fields["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
 def _experts(fields: Json) -> Experts:

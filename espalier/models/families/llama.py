@@ -1,8 +1,8 @@
 """Llama 2 and 3.x (full attention in every layer, biases only if the config has them), and similar families.
 
 SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 norm only the outputs of blocks, and
-have one norm for all of q and one for all of k; OLMo 3 has windows and RoPE by layer type.  EXAONE 4 (text) norms only
-the outputs of blocks; in its models with a window, only sliding layers have RoPE.
+have one norm over all heads of q and one over all heads of k; OLMo 3 has windows and RoPE by layer type.  EXAONE 4
+(text) norms only the outputs of blocks; in its models with a window, only sliding layers have RoPE.
 """
 
 from dataclasses import replace
@@ -38,15 +38,15 @@ ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION:
 
 def _layers_with_rope(fields: Json) -> list[bool]:
     """Returns for each layer whether it has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
-    layers, given = fields["num_hidden_layers"], fields["no_rope_layers"]
-    if given is None:
+    layers, flags = fields["num_hidden_layers"], fields["no_rope_layers"]
+    if flags is None:
         require_counts(fields, ("no_rope_layer_interval",))
         return [layer % fields["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
-    if not isinstance(given, list) or len(given) < layers or not set(map(repr, given)) <= {"0", "1"}:
+    if not isinstance(flags, list) or len(flags) < layers or not set(map(repr, flags)) <= {"0", "1"}:
         raise EspalierError(
-            f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"
+            f"no_rope_layers = {shown(flags)}; 0 or 1 is needed for each of {layers} layers; correct it"
         )
-    return [bool(value) for value in given[:layers]]
+    return [bool(flag) for flag in flags[:layers]]
 
 
 SMOLLM3 = replace(

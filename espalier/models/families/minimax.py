@@ -1,6 +1,6 @@
-"""MiniMax-M2: experts in every layer, chosen by sigmoid with a correction bias, and one norm for all of q or of k.
+"""MiniMax-M2: experts in every layer, chosen by sigmoid with a correction bias.  One norm over all heads of q or of k.
 
-Checkpoints name the experts as Mixtral's do.  Part of each head is rotated.
+Experts have the names of Mixtral's experts.  RoPE rotates a part of each head.
 """
 
 from espalier.errors import EspalierError, shown
@@ -12,13 +12,13 @@ from espalier.models.stored_names import MLPNames
 DEFAULT_HEAD_SIZE = 128
 
 
-def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields with `partial_rotary_factor`; published configs have `rotary_dim` in its place."""
-    if raw.get("rotary_dim") is None:
-        return raw
-    fields = {"head_dim": DEFAULT_HEAD_SIZE, **raw}
+def _normalise_fields(config_json: Json) -> Json:
+    """Returns the fields with `partial_rotary_factor`; published configs have `rotary_dim` instead."""
+    if config_json.get("rotary_dim") is None:
+        return config_json
+    fields = {"head_dim": DEFAULT_HEAD_SIZE, **config_json}
     share = positive_integer(fields, "rotary_dim") / positive_integer(fields, "head_dim")
-    return {"partial_rotary_factor": share, **{name: raw[name] for name in raw if name != "rotary_dim"}}
+    return {"partial_rotary_factor": share, **{name: config_json[name] for name in config_json if name != "rotary_dim"}}
 
 
 def _experts(fields: Json) -> Experts:

@@ -36,16 +36,16 @@ def _windows(fields: Json) -> LayerWindows:
 def _ropes(fields: Json) -> list[Json | None]:
     """Returns the RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.  As in transformers, all
     other layers have the base in rope_parameters."""
-    layers, given = fields["num_hidden_layers"], fields.get("layer_rope_theta")
-    if given is None:
+    layers, thetas = fields["num_hidden_layers"], fields.get("layer_rope_theta")
+    if thetas is None:
         return [None if _has_full_attention(fields, layer) else {} for layer in range(layers)]
     base = (fields.get("rope_parameters") or fields).get("rope_theta", 10000.0)
-    if not isinstance(given, list) or len(given) != layers or any(theta not in (0, base) for theta in given):
+    if not isinstance(thetas, list) or len(thetas) != layers or any(theta not in (0, base) for theta in thetas):
         raise EspalierError(
-            f"layer_rope_theta = {shown(given)}; 0 or the model's rope_theta, {base}, is needed for each of {layers} "
+            f"layer_rope_theta = {shown(thetas)}; 0 or the model's rope_theta, {base}, is needed for each of {layers} "
             "layers; correct it"
         )
-    return [{} if theta else None for theta in given]
+    return [{} if theta else None for theta in thetas]
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
@@ -56,17 +56,17 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     # The checkpoint stores weight - 1 for the norms of layers, but not for the last norm.
-    made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
+    new_layer = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive_number(config.raw, "post_norm_eps"), config.head_size
-    assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
-    made.post_attention_norm = RMSNorm(made.post_attention_norm.weight, eps)
-    made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
-    ones = torch.ones_like(weights.empty(size))
-    made.attention.norms = HeadNorms(ones * positive_number(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
+    assert isinstance(new_layer.attention, Attention) and new_layer.post_attention_norm and new_layer.post_mlp_norm
+    new_layer.post_attention_norm = RMSNorm(new_layer.post_attention_norm.weight, eps)
+    new_layer.post_mlp_norm = RMSNorm(new_layer.post_mlp_norm.weight, eps)
+    ones, q_scale = torch.ones_like(weights.empty(size)), positive_number(config.raw, "qk_scale_factor")
+    new_layer.attention.norms = HeadNorms(ones * q_scale, ones, config.rms_norm_eps)
     rows = weights.shards.part(config.heads, HEADS_SIZE_NAME).scaled(size)
     project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
-    made.attention.output_gate = OutputGate(project, torch.sigmoid)
-    return made
+    new_layer.attention.output_gate = OutputGate(project, torch.sigmoid)
+    return new_layer
 
 
 FAMILY = Family(

@@ -8,7 +8,12 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
-from espalier.models.families.granite import FULL_ATTENTION, LINEAR_LAYER, require_mamba_sizes, with_numeric_limits
+from espalier.models.families.granite import (
+    FULL_ATTENTION,
+    LINEAR_LAYER,
+    require_mamba_sizes,
+    with_numeric_time_step_limit,
+)
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import SingleBlockLayer
 from espalier.models.layers.linear import Embedding
@@ -31,12 +36,13 @@ COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim
 RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
-def _normalise_fields(raw: Json) -> Json:
+def _normalise_fields(config_json: Json) -> Json:
     """Returns the fields under the names of other families, with `layer_types`.  rms_norm_eps is removed, because
     transformers does not read it in this family."""
-    own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
-    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}})
-    types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
+    fields = {name: value for name, value in config_json.items() if name != "rms_norm_eps"}
+    fields |= {other: config_json[name] for name, other in RENAMED_FIELDS.items() if name in config_json}
+    fields = with_numeric_time_step_limit(fields)
+    types = fields.get("layer_types") or config_json.get("hybrid_override_pattern")
     if isinstance(types, list | str):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         fields["num_hidden_layers"] = len(types)
@@ -92,8 +98,9 @@ def _recurrent_state(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, no_kv = _recurrent_state(config), LayerSpec(0, NO_MIXING)
-    return specs_by_type(config, {LINEAR_LAYER: LayerSpec(state.heads, state), MOE_LAYER: no_kv, MLP_LAYER: no_kv})
+    state, mlp_spec = _recurrent_state(config), LayerSpec(0, NO_MIXING)
+    state_spec = LayerSpec(state.heads, state)
+    return specs_by_type(config, {LINEAR_LAYER: state_spec, MOE_LAYER: mlp_spec, MLP_LAYER: mlp_spec})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> SingleBlockLayer:
@@ -112,9 +119,9 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
-    raw = config.raw
-    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "dt_limits": raw["time_step_limit"]}
-    return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **how)
+    fields = config.raw
+    options = {"bias": False, "conv_bias": bool(fields["use_conv_bias"]), "dt_limits": fields["time_step_limit"]}
+    return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **options)
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:

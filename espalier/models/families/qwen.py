@@ -22,8 +22,8 @@ QWEN_WINDOW_DEFAULTS = {
 
 
 def qwen_windows(fields: Json) -> LayerWindows:
-    """Returns the window of each layer if `use_sliding_window` is set.  Sliding layers: by `layer_types`, else from
-    layer `max_window_layers` on."""
+    """Returns the window of each layer, if `use_sliding_window` is set.  `layer_types` says which layers are sliding;
+    without that field, the layers from `max_window_layers` on are sliding."""
     return windows_if_enabled(fields, lambda layer: layer >= fields["max_window_layers"])
 
 
@@ -79,7 +79,7 @@ def expert_layers(fields: Json) -> frozenset[int]:
 
 
 def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
-    """Returns the routing; None without experts.  default_num_experts: the number of experts if no field has it."""
+    """Returns the routing; None without experts.  default_num_experts: the default of the number of experts."""
     # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
     num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)
@@ -91,11 +91,11 @@ def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
 def experts_with_shared(fields: Json, default_num_experts: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None for a model without experts.
     default_num_experts: see read_routing."""
-    how = read_routing(fields, default_num_experts)
-    if how is None:
+    routing = read_routing(fields, default_num_experts)
+    if routing is None:
         return None
-    shared, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(fields), how, fields["moe_intermediate_size"], shared, "shared_expert", gate)
+    shared_size, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
+    return Experts(expert_layers(fields), routing, fields["moe_intermediate_size"], shared_size, "shared_expert", gate)
 
 
 QWEN2_MOE = replace(
@@ -123,8 +123,8 @@ QWEN2_MOE = replace(
 
 
 def _experts(fields: Json) -> Experts | None:
-    how = read_routing(fields, default_num_experts=128)
-    return None if how is None else Experts(expert_layers(fields), how, fields["moe_intermediate_size"])
+    routing = read_routing(fields, default_num_experts=128)
+    return None if routing is None else Experts(expert_layers(fields), routing, fields["moe_intermediate_size"])
 
 
 QWEN3_MOE = replace(

@@ -40,19 +40,20 @@ QWEN_MTP = MTPFamily(
 )
 
 
-def normalise_fields(raw: Json) -> Json:
+def normalise_fields(config_json: Json) -> Json:
     """Returns the fields, with `layer_types`, the number of MTP layers, and a RoPE without image fields."""
-    count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
-    types = raw.get("layer_types")
+    count, interval = config_json.get("num_hidden_layers"), config_json.get("full_attention_interval") or 4
+    types = config_json.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
         types = [FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR_LAYER for layer in range(count)]
-    mtp = next((raw[name] for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if name in raw), 1)
+    mtp_fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    mtp = next((config_json[name] for name in mtp_fields if name in config_json), 1)
     ropes = {
-        name: {key: value for key, value in raw[name].items() if key not in IMAGE_ROPE_FIELDS}
+        name: {key: value for key, value in config_json[name].items() if key not in IMAGE_ROPE_FIELDS}
         for name in ("rope_parameters", "rope_scaling")
-        if isinstance(raw.get(name), dict)
+        if isinstance(config_json.get(name), dict)
     }
-    return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
+    return {**config_json, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
 def checked_windows(fields: Json) -> LayerWindows:
@@ -68,13 +69,13 @@ def checked_windows(fields: Json) -> LayerWindows:
 
 
 def recurrent_state(config: ModelConfig) -> RecurrentState:
-    raw = config.raw
+    fields = config.raw
     return RecurrentState(
-        taps=raw["linear_conv_kernel_dim"],
-        heads=raw["linear_num_value_heads"],
-        k_heads=raw["linear_num_key_heads"],
-        k_size=raw["linear_key_head_dim"],
-        v_size=raw["linear_value_head_dim"],
+        taps=fields["linear_conv_kernel_dim"],
+        heads=fields["linear_num_value_heads"],
+        k_heads=fields["linear_num_key_heads"],
+        k_size=fields["linear_key_head_dim"],
+        v_size=fields["linear_value_head_dim"],
     )
 
 
@@ -106,29 +107,29 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     """Loads the gated delta rule.
     Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
     z, b and a separately."""
-    keeps, hidden = recurrent_state(config), config.hidden_size
-    inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
+    state, hidden = recurrent_state(config), config.hidden_size
+    inner, is_grouped = state.heads * state.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
-    def load_joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
-        names, sizes = ((whole,), (sum(rows),)) if is_grouped else (parts, rows)
+    def load_joined(joined_name: str, separate_names: tuple[str, str], rows: tuple[int, int]) -> Linear:
+        names, sizes = ((joined_name,), (sum(rows),)) if is_grouped else (separate_names, rows)
         return weights.linear(prefix, names, sizes, hidden, bias=False)
 
     return DeltaNet(
-        keeps,
-        load_joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
-        load_joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
+        state,
+        load_joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (state.channels, inner)),
+        load_joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (state.heads, state.heads)),
         is_grouped,
-        ShortConv(weights.load(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
-        weights.load_exact(f"{prefix}A_log", keeps.heads),
-        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
-        weights.norm(f"{prefix}norm", keeps.v_size, config.rms_norm_eps),
+        ShortConv(weights.load(f"{prefix}conv1d.weight", state.channels, 1, state.taps)[:, 0]),
+        weights.load_exact(f"{prefix}A_log", state.heads),
+        weights.load_exact(f"{prefix}dt_bias", state.heads),
+        weights.norm(f"{prefix}norm", state.v_size, config.rms_norm_eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias=False),
     )
 
 
 def experts(fields: Json) -> Experts | None:
-    beside_shared = experts_with_shared(fields, default_num_experts=512)
-    return None if beside_shared is None else replace(beside_shared, storage="joined")
+    declared = experts_with_shared(fields, default_num_experts=512)
+    return None if declared is None else replace(declared, storage="joined")
 
 
 FAMILY = replace(

@@ -1,7 +1,7 @@
-"""Finds out, by tests on tiny random models and without a checkpoint's weights, what a class of transformers does.
+"""Tests on tiny random models, without a checkpoint's weights, whether a class of transformers can be a target.
 
-A class can be a target if the nodes of a tree, run in one pass after a prefix, get the same logits as the plain model
-returns for each path.  The tests are all that is known about a class.
+A class can be a target if a pass over the nodes of a tree, after a prefix, computes the same logits as the plain model
+computes for each path.  Nothing else is known about a class.
 """
 
 import copy
@@ -40,7 +40,7 @@ AttentionCall = tuple[nn.Module, Tensor, Tensor, LayerSpec]
 LOGITS_TOLERANCE = 1e-4
 # The sizes of a tiny model, and the largest model that counts as tiny.
 TINY_HEADS, TINY_HEAD_SIZE, MAX_TINY_LAYERS, MAX_TINY_WEIGHTS = 4, 16, 12, 50_000_000
-# Sizes that classes derive from each other.  They are the tiny values even where the config has smaller ones.
+# Sizes that classes compute from one another.  They get the tiny values even if the config has smaller values.
 DERIVED_SIZES = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
 # The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
 TINY_SIZES: tuple[tuple[str, int], ...] = (
@@ -59,9 +59,9 @@ TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 
 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
-    """Returns a config of the same class with tiny sizes, and the first layers, up to one of each type.
-    Raises EspalierError if the class refuses it."""
-    # Without the config's RoPE the class uses its default: factors may fit the config's true sizes alone.
+    """Returns a config of the same class with tiny sizes, and only the first layers, with one layer of each type.
+    Raises EspalierError if the class refuses the tiny config."""
+    # The config's RoPE is left out, because its factors may only fit the true sizes.  The class then uses its default.
     left_out = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(left_out)}
     num_layers = config.num_hidden_layers
@@ -113,9 +113,9 @@ def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> boo
     args: the arguments of a call.  Both run with these rows, and with small rows, for which a norm's eps matters."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
-    except Exception:  # any: the module is not Espalier's code, and `make` may not be for it
+    except Exception:  # any exception: the module is not Espalier's code, and `make` may not fit the module
         return False
-    return all(one.shape == other.shape and torch.allclose(one, other, 1e-5, 1e-5) for one, other in pairs)
+    return all(ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-5, 1e-5) for ours, theirs in pairs)
 
 
 def run_with_mask(
@@ -145,7 +145,7 @@ def run_with_mask(
         calls.append((module, k, v, spec))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         if k.shape[1] != seen.shape[2]:
-            # A class that attends over other rows is refused by its calls or its logits.
+            # The class attends to other rows than those of the pass.  It is refused later, for its calls or logits.
             return q.new_zeros(*q.shape[:3], v.shape[3])
         distances = positions[:, :, None] - positions[:, None]
         visible = seen if window is None else seen & (distances < window)
@@ -224,18 +224,18 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was measured of a class with a config.
+    """The properties of a class with a config.
 
-    replacements: see TransformersTarget.  replaced: how many modules of each class they replace, in words.
-    can_capture: whether a layer's input is one row [H] for each token.
-    num_weights: the number of values in all matrices; expert_weights: the number in experts' matrices.
+    replacements: see TransformersTarget.  replaced_modules: the number of replaced modules of each class, in words.
+    can_capture: whether the input of every layer is one row [H] for each token.
+    num_weights: the number of values in all matrices.  expert_weights: the number of values in the experts' matrices.
     num_experts, top_k: 1 without experts.
     """
 
     config: Any
     specs: tuple[LayerSpec, ...]
     replacements: Mapping[type, MakeForward]
-    replaced: str
+    replaced_modules: str
     can_capture: bool
     vocab_size: int
     num_weights: int
@@ -271,8 +271,8 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         full = model_class(meta).eval()
     classes = [type(module) for module in full.modules()]
-    matrices = [each for each in full.parameters() if each.ndim > 1]
-    experts = [each for each in matrices if each.ndim == 3]
+    matrices = [parameter for parameter in full.parameters() if parameter.ndim > 1]
+    experts = [matrix for matrix in matrices if matrix.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
         target = TransformersTarget(full, {})
@@ -282,41 +282,42 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         config=config,
         specs=tuple(spec for *_, spec in calls),
         replacements=replacements,
-        replaced=", ".join(f"{classes.count(kind)} {kind.__name__}" for kind in replacements),
+        replaced_modules=", ".join(f"{classes.count(kind)} {kind.__name__}" for kind in replacements),
         can_capture=can_capture,
         vocab_size=target.head.shape[0],
-        num_weights=sum(each.numel() for each in matrices),
-        expert_weights=sum(each.numel() for each in experts),
+        num_weights=sum(matrix.numel() for matrix in matrices),
+        expert_weights=sum(matrix.numel() for matrix in experts),
         num_experts=experts[0].shape[0] if experts else 1,
         top_k=getattr(config, "num_experts_per_tok", None) or 1,
     )
 
 
-def causal_class_name(raw: Json) -> str | None:
-    """Returns the name of transformers' causal class for a config.json; None if its architecture is another.
-    The code that comes with a checkpoint does not count."""
+def causal_class_name(config_json: Json) -> str | None:
+    """Returns the name of transformers' causal class for a config.json; None if the config has another architecture.
+    Code that comes with a checkpoint is ignored."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")))
-    return name if raw.get("architectures") in (None, [], [name]) else None
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config_json.get("model_type")))
+    return name if config_json.get("architectures") in (None, [], [name]) else None
 
 
 def read_by_transformers(
-    raw: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
+    config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
     Raises EspalierError, with the reason, if no class can run it."""
     from transformers import CONFIG_MAPPING
 
-    name = causal_class_name(raw)
+    name = causal_class_name(config_json)
     if name is None:
         raise EspalierError(
-            f"{path}: {architecture_of(raw)!r} is not transformers' causal model of model_type "
-            f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
+            f"{path}: {architecture_of(config_json)!r} is not transformers' causal model of model_type "
+            f"{config_json.get('model_type')!r}; update transformers, or use a text generation model that it has"
         )
-    config_class = CONFIG_MAPPING[raw["model_type"]]
-    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
-    full = with_overrides(raw, overrides or {}, known_fields)
+    config_class = CONFIG_MAPPING[config_json["model_type"]]
+    class_fields = {*config_class().to_dict(), *config_class.attribute_map}
+    known_fields = {*class_fields, *config_json, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
+    full = with_overrides(config_json, overrides or {}, known_fields)
     if any(full.get(field_name) is not None for field_name in QUANTISATION_FIELDS):
         raise EspalierError(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
@@ -325,7 +326,7 @@ def read_by_transformers(
     # Fields that begin with "_" may name code.
     fields = {field_name: value for field_name, value in full.items() if not field_name.startswith("_")}
     try:
-        probed = probe(raw["model_type"], json.dumps(fields, sort_keys=True))
+        probed = probe(config_json["model_type"], json.dumps(fields, sort_keys=True))
     except EspalierError as error:
         raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
     config, first = probed.config, probed.specs[0]
@@ -344,13 +345,13 @@ def read_by_transformers(
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
         "eos_token_id": full.get("eos_token_id"),
     }
-    family = Family(name, raw["model_type"], {}, layer_specs=lambda config: probed.specs)
+    family = Family(name, config_json["model_type"], {}, layer_specs=lambda config: probed.specs)
     eos_source = None if "eos_token_id" in (overrides or {}) else generation
     return replace(parse_config(plain, family, path, None, eos_source), raw=full, probe_result=probed)
 
 
 def longest_context(config: Any) -> Any:
-    """Returns the number of positions up to which a learned embedding reaches, or LongRoPE's frequencies stay."""
+    """Returns the largest number of positions: those of a learned embedding, or of LongRoPE's short frequencies."""
     ropes = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
     limits = [rope["original_max_position_embeddings"] for rope in by_layer_type if rope.get("rope_type") == "longrope"]

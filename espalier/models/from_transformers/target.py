@@ -1,7 +1,7 @@
-"""A decoder of the transformers library as a target: its layers write to the pass, and attend through the pass.
+"""A decoder of the transformers library as a target.  Its attention layers write to a Pass and attend through the Pass.
 
-Espalier's layers run in place of transformers' layers if both compute the same.  Transformers' own loader reads the
-weights, and code that comes with a checkpoint never runs.
+Modules of transformers are replaced by Espalier's if both compute the same.  Transformers loads the weights.  Code that
+comes with a checkpoint never runs.
 """
 
 import copy
@@ -34,7 +34,7 @@ from espalier.models.weights import IGNORABLE_NAMES, Weights
 
 # The name of Espalier's attention in transformers' AttentionInterface.
 ATTENTION_NAME = "espalier"
-# Returns, for a module of transformers, what runs in place of its forward.
+# A function from a module of transformers to the function that runs instead of the module's forward.
 MakeForward = Callable[[Any], Callable[..., Tensor]]
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ def refusal_reason(reason: str) -> Iterator[None]:
 
 @dataclass
 class ForwardContext:
-    """What the layers of a running forward pass need.
+    """The data that the layers need during a forward pass.
 
-    attend: computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size].
-    q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.  mask, options: transformers' own.
-    live: [B · Q] bool, the rows that go to experts.  inputs: the captured inputs by layer, added by the layers.
+    attend: computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size], with
+    q [B, heads, Q, k_size] and k, v [B, kv_heads, Q, size] of the new rows.  mask, options: from transformers.
+    live: [B · Q] bool, the rows that experts compute.  inputs: the captured inputs by layer; layers add entries.
     """
 
     attend: Callable[..., Tensor]
@@ -76,7 +76,7 @@ def attend(
 
 
 def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-    """Runs a layer, and captures its input and its output, which are the inputs `layer` and `layer + 1`."""
+    """Runs a layer and captures its input.  Also captures its output, as the input of layer `layer + 1`."""
     inputs = FORWARD_CONTEXT.get().inputs
     # A copy, because a class may write to the residual that it gets.
     inputs[layer] = hidden_states.clone()
@@ -113,7 +113,7 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     return run_experts
 
 
-# Each of these may compute the same as a norm or experts of transformers.
+# Each function may compute the same as a norm or the experts of transformers.
 REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
     *(partial(norm_of, offset=offset) for offset in (0.0, 1.0)),
     *(partial(experts_of, activation=activation) for activation in (SILU, GELU_TANH)),
@@ -123,8 +123,8 @@ REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
 class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
-    replacements: by class of transformers, what runs in place of a module's forward.
-    captured_layers: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
+    replacements: for a module's class, the function that makes the replacement of the module's forward.
+    captured_layers: the layers whose inputs a pass returns; the number of layers stands for the last layer's output.
     config, layer_specs: set by the loader.
     """
 
@@ -140,11 +140,11 @@ class TransformersTarget:
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: self.head.shape[0]])
         for module in model.modules():
-            # A norm without parameters is not replaced: some classes of norms have weights in some places only.
+            # A norm without parameters is not replaced: in some norm classes, only some modules have a weight.
             if type(module) in replacements and any(True for _ in module.parameters()):
                 module.forward = self.head if module is head else replacements[type(module)](module)
             if isinstance(module.forward, Linear):
-                # Its weight may be a copy, and other code reads only the dtype and device of the original.
+                # The Linear may hold a copy of the weight.  Other code reads only dtype and device of the original.
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
             if (kind := getattr(module, "rope_type", None)) is not None:
                 # A RoPE that changes with the longest position would read positions on the host.  max_position limits
@@ -156,7 +156,7 @@ class TransformersTarget:
             self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
         self._decoder, self._decoder_forward = decoder, decoder.forward
-        # So the whole model computes logits from the hidden states that it is given.  Copies of this object share the
+        # With this forward, the whole model computes logits from hidden states.  Copies of this object share the
         # decoder, so the decoder holds the class of its outputs.
         decoder.forward = lambda *args, inputs_embeds, **options: decoder.output_class(last_hidden_state=inputs_embeds)
 
@@ -176,12 +176,12 @@ class TransformersTarget:
         return out.last_hidden_state, context.inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] -> logits [..., V], with the scales and bounds that the class applies to them."""
+        """Hidden states [..., H] -> logits [..., V], with the scales and soft caps of the class."""
         rows = self.model(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def __call__(self, p: Pass) -> ModelOutput:
-        # Nodes past the end of a context may have positions that the model does not have.  They are never accepted.
+        # Nodes after the end of the context may have positions that the model does not have.  They are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
         last = len(self.layer_specs)
@@ -194,14 +194,14 @@ class TransformersTarget:
     def _attend(
         self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *inputs: Tensor, **options: Any
     ) -> Tensor:
-        """Computes an attention call through the pass.  layers: those that have not attended yet."""
+        """Computes an attention call through the pass.  layers: the layers that have not attended yet."""
         (layer, spec), (q, k, v, _), sink = next(layers), inputs, options.get("s_aux")
         if spec.shares_with is not None:
             # A layer that shares rows writes no heads.
             k, v = k[:, :0], v[:, :0]
-        ready = RotatedHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
+        heads = RotatedHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
         sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
-        attended = p.attend(layer, p.write(layer, ready), sink)
+        attended = p.attend(layer, p.write(layer, heads), sink)
         kept = p.kept_rows(layer)
         if kept is None:
             return attended
@@ -235,12 +235,12 @@ def load_by_transformers(
         )
     if state is None:
         Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
-        stored = count_weights_in(path, config.formats).num_cast_values
+        num_stored = count_weights_in(path, config.formats).num_cast_values
         # from_pretrained allocates memory for missing weights before it reports them.
-        if probed.num_weights > 2 * stored:
+        if probed.num_weights > 2 * num_stored:
             raise EspalierError(
-                f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
-                "belong together: download both again"
+                f"{path}: config.json describes {probed.num_weights} weights, and the files hold {num_stored}; they do "
+                "not belong together: download both again"
             )
     reason = f"{path}: transformers cannot load the model; download the checkpoint again"
     with refusal_reason(reason), ExitStack() as stack:
@@ -263,14 +263,14 @@ def load_by_transformers(
             trust_remote_code=False,
         )
     unused = [name for name in report["unexpected_keys"] if not IGNORABLE_NAMES.search(name)]
-    for names, what in ((report["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
+    for names, problem in ((report["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(
-                f"{path}: weight {min(names)!r}{more} {what} of {config.architecture}; config.json and weights "
+                f"{path}: weight {min(names)!r}{more} {problem} of {config.architecture}; config.json and weights "
                 "do not belong together: download both again"
             )
-    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
+    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced_modules)
     target = TransformersTarget(model.to(device).eval().requires_grad_(False), probed.replacements, captured_layers)
     target.config, target.layer_specs = config, probed.specs
     return target

@@ -36,12 +36,12 @@ class AllHeadsNorms(NamedTuple):
             return torch.cat((self.q(q), self.k(k), v), 1)
         exact = torch.promote_types(qkv.dtype, torch.float32)
         squares = torch.stack([part.to(exact).square().mean(1) for part in (q, k)], 1)
-        of_q, of_k = (self.shards.all_reduce(squares) / self.shards.count).split(1, 1)
-        return torch.cat((_norm_by_mean_square(self.q, q, of_q), _norm_by_mean_square(self.k, k, of_k), v), 1)
+        q_mean, k_mean = (self.shards.all_reduce(squares) / self.shards.count).split(1, 1)
+        return torch.cat((_norm_by_mean_square(self.q, q, q_mean), _norm_by_mean_square(self.k, k, k_mean), v), 1)
 
 
 def _norm_by_mean_square(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
-    """Norms x, which has only a part of the columns.  mean_square: [N, 1], the mean over all ranks."""
+    """Norms x, this rank's part of the columns.  mean_square: [N, 1], the mean of the squares over all ranks."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 
@@ -55,7 +55,7 @@ class OutputGate(NamedTuple):
 
 class AttentionBlock:
     """The base class of attention blocks: a Mixer (espalier/models/layers/decoder.py) whose rows attend to other rows.
-    sink: the logits of the attention sinks; see espalier/attention/base.py:Attention.attend."""
+    sink: the logits of the attention sinks; see espalier/attention/base.py:AttentionPlan.attend."""
 
     __slots__ = ()
     sink: Tensor | None = None
@@ -89,9 +89,8 @@ class AttentionBlock:
 class Attention(AttentionBlock):
     """The attention block with K and V heads.
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
-    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.
-    `norms` or `all_heads_norms` is None, or both.
-    output_gate: None if there is no gate."""
+    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.  At
+    least one of `norms` and `all_heads_norms` is None.  output_gate: None if there is no gate."""
 
     qkv: Linear
     out: Linear

@@ -28,7 +28,7 @@ class Mixer(NormReader, Protocol):
     """A block that mixes the rows of a request, such as attention or a recurrence."""
 
     def __call__(self, layer: int, rows: Any, /, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Writes rows to the cache, drops all rows except `p.kept_rows` (`s.keep_rows`), then attends.
+        """Writes rows to the cache, drops all rows of `s` except `p.kept_rows`, then attends.
         layer: the layer's index in the pass.  rows: the result of norm_input.
         Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
         ...
@@ -77,7 +77,7 @@ class DecoderLayer:
     """A layer of two blocks: x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
     index: the layer's index in the pass, from 0.
     attention: an attention block, or another mixer such as a recurrence or a short convolution.
-    attention_norm: None for the first layer of a draft head, because the embedding returns its normed input.
+    attention_norm: None for the first layer of a draft head, because the embedding computes the layer's normed input.
     post_attention_norm, post_mlp_norm: the norm of a block's output, applied before the residual addition; None if
     there is no such norm.
     residual_scale: the factor of a block's output."""

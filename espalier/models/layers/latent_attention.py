@@ -1,8 +1,8 @@
 """The attention block of layers that store a latent row for each token (MLA).  Queries multiply the latents directly.
 
-The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent.  Each query is multiplied by k_up once, and keys
-are never computed.  Likewise, a head's output is v_up · (the weighted sum of latents).  So all heads read the same row
-of the cache (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent.  Each query is multiplied by k_upᵀ once, and keys
+are never computed.  In the same way, a head's output is v_up · (the weighted sum of latents).  So all heads read the
+same row of the cache (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
 from dataclasses import dataclass
@@ -75,15 +75,15 @@ class Indexer:
 
     def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexerInputs:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
-        parts = router_logits(rows.x, self.score_weights)
-        # The published factor of scores is omitted, because it does not change the choice.
-        weights = add_partial_sums(parts, parts.dtype)
+        partial_sums = router_logits(rows.x, self.score_weights)
+        # The factor of scores in the paper is left out, because it does not change which rows are chosen.
+        weights = add_partial_sums(partial_sums, partial_sums.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
         return IndexerInputs(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
-# The eps of the norms of both latents, a constant in the publishers' code.  All other norms have rms_norm_eps of
-# config.json.
+# The eps of the norms of the queries' latent and of the latent row, a constant in the publishers' code.  All other
+# norms have config.json's rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 

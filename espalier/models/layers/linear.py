@@ -30,7 +30,7 @@ class Linear:
         return self.weight.shape
 
     def rows_from(self, first_row: int) -> "Linear":
-        """Returns a layer for the outputs first_row .. out-1, in the same memory."""
+        """Returns a layer for the outputs from `first_row` on, whose weight is in the same memory."""
         return Linear(self.weight.rows_from(first_row), None if self.bias is None else self.bias[first_row:])
 
     @property
@@ -77,7 +77,7 @@ class Embedding:
     scale: the factor of every embedding, a number that is exact in the model's dtype.  row_norm: the norm of every
     embedding, applied before the factor; None if there is no norm.
     vocab_size, shards: set if there are several ranks.  `weight` then holds the rank's part of the vocabulary
-    (Shards.tokens)."""
+    (Shards.vocab_part)."""
 
     weight: Tensor
     scale: float = 1.0
@@ -105,18 +105,18 @@ class Embedding:
 
     def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers the embeddings of tokens from all ranks.  Returns (the row of each token in a table, the table)."""
-        own = self.shards.vocab_part(self.shape[0])
+        part = self.shards.vocab_part(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
-        if len(own):
-            local = tokens.flatten() - own.begin
-            is_own = (local >= 0) & (local < len(own))
-            rows = F.embedding(local.clamp(0, len(own) - 1), self.weight).masked_fill_(~is_own[:, None], 0)
+        if len(part):
+            local = tokens.flatten() - part.begin
+            is_local = (local >= 0) & (local < len(part))
+            rows = F.embedding(local.clamp(0, len(part) - 1), self.weight).masked_fill_(~is_local[:, None], 0)
         return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
 
     def gather_all_rows(self) -> None:
         """Gathers all rows of the embedding on every rank.
-        A draft needs all rows, because it reads embeddings at each of its levels, without communication between ranks.
+        A draft needs all rows, because it reads embeddings in every level, without communication between ranks.
         """
         vocab_size, _ = self.shape
         if self.shards.count > 1:

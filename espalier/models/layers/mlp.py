@@ -70,15 +70,15 @@ class GatedMLP:
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
-# A router has few outputs.  For few rows, the router's product is therefore split along the inputs, and `route` adds
-# the partial sums.  For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
+# A router has few outputs.  So for few rows, its product is split along the inputs, and `route` adds the partial sums.
+# For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
-    x: [N, hidden], the normed rows; expert_rows: the same rows in the form that the routed experts take; logits: the
-    router's logits, in the form that `route` takes."""
+    x: [N, hidden], the normed rows.  expert_rows: the same rows in the form that the routed experts take.
+    logits: the router's logits, in the form that `route` takes."""
 
     x: Tensor
     expert_rows: InputRows
@@ -89,9 +89,8 @@ class RoutedRows(NamedTuple):
 class MixtureMLP:
     """The mixture-of-experts MLP: the weighted sum of each row's experts, plus the output of the shared experts.
 
-    router: [E, H].  router_bias: [E] (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
-    activation has no gate.  down: [E, H, I].
-    gate_up and down are dense or quantised.
+    router: [E, H].  router_bias: [E] (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the activation has
+    no gate.  down: [E, H, I].  gate_up and down are dense or quantised.
     shared_expert: the MLP of the shared experts, which computes every row.  shared_expert_gate: [1, H]; the output of
     shared_expert is multiplied by the sigmoid of shared_expert_gate · row.
     biases, activation: the biases and the activation of the routed experts.  expert_scales: [E], the factors of routing
@@ -121,14 +120,14 @@ class MixtureMLP:
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
-        For a few rows, one kernel computes the norm and the router.  If the experts take quantised inputs, the kernel
-        of the norm also quantises them."""
+        For a few rows, one kernel computes the norm and the router's logits.  If the experts take quantised inputs, the
+        kernel of the norm also quantises the norm."""
         rounding = rounding_in_norm(self.gate_up, x)
-        own = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
-        if own is not None and norm.weight is not None:
-            total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
+        summed = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
+        if summed is not None and norm.weight is not None:
+            total, normed, rounded, logits = norm_router.triton(summed, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
-        total, normed, rounded = norm.add_norm_and_round(delta if own is None else own, x, rounding)
+        total, normed, rounded = norm.add_norm_and_round(delta if summed is None else summed, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def route_rows(self, x: Tensor) -> RoutedRows:
@@ -138,8 +137,8 @@ class MixtureMLP:
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
         live: [N] bool, the rows that experts compute; None for all rows."""
-        parts = self._sum_of_experts(*routed, live)
-        return parts if self.shards.count == 1 else UnsummedOutput(parts, self.shards, routed.x.dtype)
+        partial_sums = self._sum_of_experts(*routed, live)
+        return partial_sums if self.shards.count == 1 else UnsummedOutput(partial_sums, self.shards, routed.x.dtype)
 
     def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.router_bias, self.routing, self.expert_scales)

@@ -27,7 +27,7 @@ BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the kernel that computes rows [len(x), size] also quantises them for a product."""
+    """Whether the kernel that computes the norm of rows [len(x), size] also quantises the norm for a product."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
     return can_round_norm(size, rounding)
@@ -38,8 +38,8 @@ class RMSNorm:
 
     The weight has x's dtype, or float32.
 
-    On a CPU, for float32 and float64, constants that depend on weight and eps are computed once, because computing them
-    takes as long as norming a row.
+    On a CPU, for float32 and float64, the constants that depend on weight and eps are computed once, because this takes
+    as long as the norm of a row.
     """
 
     __slots__ = ("weight", "eps", "_constants")
@@ -57,7 +57,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
-        """Returns the results of add_and_norm.  The norm is RoundedRows if the kernel can quantise it.
+        """Returns the results of add_and_norm.  If the kernel can quantise the norm, the norm is RoundedRows.
         rounding: how the layer that reads the norm quantises its input (Linear.rounding)."""
         if isinstance(delta, NormedOutputs) or not is_rounded_in_launch(residual, residual.shape[1], rounding):
             return self.add_and_norm(delta, residual)
@@ -68,13 +68,13 @@ class RMSNorm:
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
         """Returns the results of add_and_norm, and the norm quantised by the same kernel.
-        rounding: how the norm is quantised; None to return the norm itself.  If set, x must be on a GPU with a width
-        that `can_round_norm` accepts."""
+        rounding: how the norm is quantised; None to return the norm twice.  If set, the residual must be on a GPU, with
+        a width that `can_round_norm` accepts."""
         if rounding is not None and not isinstance(delta, NormedOutputs):
-            given = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
-            total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
-            assert kept is not None
-            return total, kept, rounded
+            arguments = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
+            total, norm, rounded = rounded_norm.triton(*arguments, return_norm=True)
+            assert norm is not None
+            return total, norm, rounded
         total, norm = self.add_and_norm(delta, residual)
         return total, norm, norm
 
@@ -113,12 +113,12 @@ class NormedOutputs:
 
     def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one kernel computes all results."""
-        outputs = [(sum_over_ranks(output), own) for output, own in self.outputs]
+        outputs = [(sum_over_ranks(output), output_norm) for output, output_norm in self.outputs]
         if has_fused_add_norm(x):
-            of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
-            behind = None if self.norm is None else _norm_weight(self.norm)
-            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
-        normed = [own(add_partial_sums(output, x.dtype)) for output, own in outputs]
+            with_weights = tuple((output, _norm_weight(output_norm)) for output, output_norm in outputs)
+            sum_norm = None if self.norm is None else _norm_weight(self.norm)
+            return add_normed(with_weights, sum_norm, x, self.scale, tuple(map(_norm_weight, norms)))
+        normed = [output_norm(add_partial_sums(output, x.dtype)) for output, output_norm in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
         total = (x if self.scale == 1 else x * self.scale) + added
@@ -153,13 +153,13 @@ class NoNorm:
         if isinstance(delta, NormedOutputs):
             total, _ = delta.add_and_norms(residual, ())
             return total, total
-        own = sum_if_unsummed(delta)
-        total = residual if own is None else residual + add_partial_sums(own, residual.dtype)
+        summed = sum_if_unsummed(delta)
+        total = residual if summed is None else residual + add_partial_sums(summed, residual.dtype)
         return total, total
 
 
 def sum_if_unsummed(delta: Tensor | UnsummedOutput | None) -> Tensor | None:
-    """Returns delta.  An UnsummedOutput delta is first summed over the ranks."""
+    """Returns delta; an UnsummedOutput is first summed over the ranks."""
     return None if delta is None else sum_over_ranks(delta)
 
 

@@ -26,8 +26,8 @@ from espalier.models.layers.norm import (
 from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import UnsummedOutput
 
-# The largest number of rows for which a convolution reads partial sums of its input.  The convolution reads each
-# partial sum once for each tap, so for more rows it is faster to add the partial sums first.
+# The largest number of rows for which a convolution reads partial sums of its input.  For more rows, it is faster to
+# add the partial sums first, because the convolution reads each partial sum once for each tap.
 MAX_ROWS_WITH_PARTIAL_SUMS = 32
 
 
@@ -91,14 +91,14 @@ class GatedConv:
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        before, behind, inputs = self.input_projection(rows).chunk(3, -1)
-        convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
+        input_gate, output_gate, inputs = self.input_projection(rows).chunk(3, -1)
+        convolved = p.write(layer, input_gate * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
-        return self.out.residual_delta(select_kept_rows(behind, layer, p) * convolved)
+        return self.out.residual_delta(select_kept_rows(output_gate, layer, p) * convolved)
 
 
 class DeltaNetInput(NamedTuple):
-    """normed: the block's normed input, as qkvz takes it.  ba: its product with the projection ba."""
+    """normed: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
 
     normed: InputRows
     ba: Tensor
@@ -109,8 +109,8 @@ class DeltaNet:
     """The gated delta rule.
 
     qkvz: the stacked projections of q, k, v and the output gate z.  ba: the stacked projections of b and a.
-    is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0, then all rows of head 1,
-    ...  If false, all rows of q come first, then all rows of k, ...
+    is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0 come first, then all rows
+    of head 1, and so on.  If false, all rows of q come first, then all rows of k, and so on.
     A_log, dt_bias: [heads], float32 or float64.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
     sigmoid(b).  norm: the norm of each head's output, which is then multiplied by silu(z).
     v_heads_per_k_head: the number of v heads per k head.  columns, z_column: the first columns of q, k, v and of z in
@@ -136,27 +136,27 @@ class DeltaNet:
         self.columns = state_spec.columns
         self.z_column = state_spec.channels
         if self.is_grouped:
-            of_group = self.v_heads_per_k_head * state_spec.v_size
-            step = 2 * state_spec.k_size + 2 * of_group
+            group_size = self.v_heads_per_k_head * state_spec.v_size
+            step = 2 * state_spec.k_size + 2 * group_size
             self.columns = state_spec.columns._replace(
                 k_column=state_spec.k_size, v_column=2 * state_spec.k_size, k_head_stride=step, v_group_stride=step
             )
-            self.z_column = 2 * state_spec.k_size + of_group
+            self.z_column = 2 * state_spec.k_size + group_size
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, DeltaNetInput]:
         """Returns (x + delta, the input made from the norm of that sum).  See residual.py:NormReader.  For a few rows,
         one kernel computes the norm and the product with ba.  The norm's kernel also quantises the input of qkvz."""
         rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
-        of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
-        own = None if of_ba is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)
-        if of_ba is not None and own is not None and norm.weight is not None:
-            total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
-            return total, DeltaNetInput(of_qkvz, ba)
-        total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
-        return total, DeltaNetInput(of_qkvz, self.ba.partial_sums(normed))
+        ba_weight = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
+        summed = None if ba_weight is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)
+        if ba_weight is not None and summed is not None and norm.weight is not None:
+            total, _, qkvz_rows, ba = norm_router.triton(summed, x, norm.weight, norm.eps, ba_weight, rounding, x.dtype)
+            return total, DeltaNetInput(qkvz_rows, ba)
+        total, normed, qkvz_rows = norm.add_norm_and_round(delta if summed is None else summed, x, rounding)
+        return total, DeltaNetInput(qkvz_rows, self.ba.partial_sums(normed))
 
     def __call__(self, layer: int, inputs: DeltaNetInput, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  inputs: of the N rows.  See decoder.py:Mixer."""
+        """Returns the block's output for the kept rows.  inputs: the result of norm_input.  See decoder.py:Mixer."""
         project = self.qkvz.partial_sums if len(inputs.normed) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
         qkvz = project(inputs.normed)
         q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)

@@ -1,7 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so each
-row is read once."""
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so that it
+reads each row only once."""
 
 from typing import Any, Protocol
 
@@ -33,8 +33,7 @@ class Residual:
     x: [N, H], the residual.  delta: the previous block's output, which the next norm adds to x.
     live: [N] bool, whether a row has a token.  Experts skip rows without a token.
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
-    per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families
-    without it.
+    per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; or None.
     captured_inputs: the captured inputs of layers, by layer index."""
 
     __slots__ = ("x", "delta", "live", "first_input", "per_layer_inputs", "captured_inputs", "_captured_layer")
@@ -53,7 +52,7 @@ class Residual:
         norm: None for a first block whose input the embedding computes."""
         if norm is None:
             rows, self.first_input = self.first_input, None
-            assert rows is not None, "only the first block of a draft head reads what the embedding made"
+            assert rows is not None, "only the first block of a draft head reads the embedding's first_input"
             return rows
         if self.delta is None or isinstance(self.delta, Tensor | UnsummedOutput | NormedOutputs):
             self.x, rows = reader.norm_input(norm, self.delta, self.x)
@@ -70,7 +69,7 @@ class Residual:
         norm: RMSNorm | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Stores a block's output, [N, H] or partial sums of it.  The next norm adds this output to x.
+        """Stores a block's output, [N, H] or partial sums.  The next norm adds this output to x.
         norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
         """
         if norm is not None or scale != 1:

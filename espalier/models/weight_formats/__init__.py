@@ -55,10 +55,10 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
 }
 
 
-def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+def quantisation_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a config.json that describe quantised weights.
     A draft in the format of speculators has these fields at the top level, not in `transformer_layer_config`."""
-    return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
+    return {name: config_json[name] for name in QUANTISATION_FIELDS if config_json.get(name) is not None}
 
 
 def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
@@ -68,14 +68,14 @@ def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
 
 
 def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
-    """Returns the format of each matrix, from a completed config.json.  The result takes names in the checkpoint.
+    """Returns the format of each matrix, from a completed config.json.  The function takes names in the checkpoint.
     Raises EspalierError naming a format that is not in FORMATS."""
     field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = fields.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
     if not isinstance(method, str | None) or method not in FORMATS:
-        known = " or ".join(repr(name) for name in FORMATS)
+        supported = " or ".join(repr(name) for name in FORMATS)
         raise EspalierError(
-            f"{field} = {method!r} is not supported, only {known}; use an unquantised copy of the model (bfloat16)"
+            f"{field} = {method!r} is not supported, only {supported}; use an unquantised copy of the model (bfloat16)"
         )
     return FORMATS[method](quantisation or {})

@@ -2,8 +2,8 @@
 
 A weight multiplies rows by a matrix that is kept in the format's own layout.  A format declares the tensors that store
 a matrix in a checkpoint, and builds a weight from them.  For each tensor it declares which dimensions are the matrix's
-rows and columns, and how many rows and columns one entry covers.  With these declarations, the loader checks, stacks
-and shards the tensors of every format in the same way.
+rows and columns, and how many rows and columns one entry of the tensor stores.  With these declarations, the loader
+checks, stacks and divides the tensors of all formats in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +21,9 @@ from espalier.shards import RankPart
 
 
 class Weight(ABC):
-    """A matrix [out, in].  nbytes: bytes of the matrix's tensors in memory.
+    """A matrix [out, in].  nbytes: the bytes of the matrix's tensors in memory.
     A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
-    None, `apply`, `parts` and `gated` also take RoundedRows with this rounding."""
+    None, `apply`, `partial_sums` and `gated` also take RoundedRows with this rounding."""
 
     __slots__ = ("shape", "nbytes")
     format: str
@@ -48,7 +48,7 @@ class Weight(ABC):
         return self.apply(x, bias)
 
     def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
-        """Returns the result of `parts`, or UnsummedOutput if ranks divide the columns (sharded.py)."""
+        """Returns the result of `partial_sums`, or UnsummedOutput if ranks divide the columns (sharded.py)."""
         return self.partial_sums(x, bias)
 
     def num_partial_sums(self, rows: int) -> int:
@@ -71,13 +71,13 @@ class Weight(ABC):
         return None
 
     def rows_from(self, first_row: int) -> "Weight":
-        """Returns rows first .. out-1 of the matrix as a weight in the same memory."""
+        """Returns the matrix's rows from `first_row` on, as a weight in the same memory."""
         return LastRowsWeight(self, first_row)
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  Each product computes all rows and drops the first
-    ones."""
+    """The last rows of a weight whose format cannot be sliced.  Each product computes all rows and drops those before
+    first_row."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -106,20 +106,19 @@ class StackedWeights(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = [weight.shape[0] for weight in self.stacked_weights]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
-        return torch.cat([weight.apply(x, own) for weight, own in zip(self.stacked_weights, biases, strict=True)], 1)
+        return torch.cat([weight.apply(x, bias) for weight, bias in zip(self.stacked_weights, biases, strict=True)], 1)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
 
-    suffix: the tensor's name is the matrix's name and this suffix.
-    dtype: None for a floating-point tensor, which is cast to the model's dtype.  Otherwise the tensor must have this
-    dtype, or one of these dtypes, and is not cast.
-    row_dim: the dimension that corresponds to the matrix's rows; None if every row of the matrix needs the whole
-    tensor.
-    column_dim: the dimension that corresponds to the matrix's columns.  rows_per_entry, columns_per_entry: the numbers
-    of rows and columns of the matrix that one entry of the tensor covers.
+    suffix: the tensor's name is the matrix's name plus this suffix.
+    dtype: the tensor's dtype, or several allowed dtypes; such a tensor is not cast.  None for a floating-point tensor,
+    which is cast to the model's dtype.
+    row_dim, column_dim: the dimension that stores the matrix's rows or columns; None if each row or column of the
+    matrix needs all entries.
+    rows_per_entry, columns_per_entry: the numbers of rows and columns of the matrix that one entry stores.
     """
 
     suffix: str
@@ -146,7 +145,7 @@ class StoredTensor:
 class WeightFormat(ABC):
     """A storage format of matrices.  Matrices may be stacked if their formats compare equal.
 
-    supports_shards: whether ranks may hold parts of a matrix: the format's StoredTensors declare rows and columns.
+    supports_shards: whether ranks may hold parts of a matrix.  StoredTensors then declare row_dim and column_dim.
     """
 
     name: ClassVar[str]
@@ -172,14 +171,14 @@ class WeightFormat(ABC):
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
-        tensors: the tensors on the device, by suffix.  Tensors with a row_dim are concatenated along this dimension.
-        Other tensors are stacked: an additional first dimension has one entry for each matrix."""
+        tensors: the tensors of all matrices on the device, by suffix.  Tensors with a row_dim are concatenated along
+        this dimension.  Other tensors are stacked along an additional first dimension."""
 
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, as arguments of `build`.  If a tensor holds the matrix's shape,
-        the result holds the part's shape."""
+        """Returns the tensors of a part of a matrix, for `build`.  tensors: sliced to the part already.  A subclass
+        corrects tensors whose values depend on the part, such as a tensor with the matrix's shape."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:

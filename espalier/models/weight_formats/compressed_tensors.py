@@ -57,16 +57,16 @@ class PackedFormat(QuantisedFormat):
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
-        of_groups = None if self.group_size is None else 1
+        group_dim = None if self.group_size is None else 1
         tensors = [
             StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, columns_per_entry=NIBBLES_OF_INT32),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, columns_per_entry=group),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, group_dim, columns_per_entry=group),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.has_zero_points:
             require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
-            zeros = StoredTensor(".weight_zero_point", shape, torch.int32, 0, of_groups, NIBBLES_OF_INT32, group)
+            zeros = StoredTensor(".weight_zero_point", shape, torch.int32, 0, group_dim, NIBBLES_OF_INT32, group)
             tensors.append(zeros)
         if self.has_g_idx:
             tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
@@ -76,11 +76,11 @@ class PackedFormat(QuantisedFormat):
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
         _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
-        own = torch.tensor([(len(part), len(columns)) for part in rows])
-        parts = {**tensors, ".weight_shape": own}
+        shapes = torch.tensor([(len(part), len(columns)) for part in rows])
+        part_tensors = {**tensors, ".weight_shape": shapes}
         if self.has_g_idx and not columns.is_whole:
-            parts[".weight_g_idx"] = column_groups_of_part(tensors[".weight_g_idx"], columns, self.group_size)
-        return parts
+            part_tensors[".weight_g_idx"] = column_groups_of_part(tensors[".weight_g_idx"], columns, self.group_size)
+        return part_tensors
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         _require_shapes(tensors[".weight_shape"], rows, columns)
@@ -88,8 +88,8 @@ class PackedFormat(QuantisedFormat):
         zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.has_zero_points else None
         order = common_column_order(tensors[".weight_g_idx"], group) if self.has_g_idx else None
         if order is not None:
-            stored = codes
-            codes = pack_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
+            packed = codes
+            codes = pack_rows(lambda begin, end: unpack_nibbles(packed[begin:end])[:, order], len(packed))
         return make_nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
 
@@ -105,12 +105,12 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "compressed-tensors".
     Raises EspalierError naming a scheme that is not supported."""
     _refuse_fields(quantisation, "sparsity_config", "transform_config")
-    ignored, shared = module_names(quantisation, "ignore"), quantisation.get("format")
+    ignored, default_format = module_names(quantisation, "ignore"), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []
     config_groups = read_object(quantisation, "config_groups")
     for group in (read_object(config_groups, name) for name in config_groups):
         targets = module_names(group, "targets")
-        groups.append((targets, _read_scheme(group, group.get("format") or shared)))
+        groups.append((targets, _read_scheme(group, group.get("format") or default_format)))
     if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
 
@@ -135,7 +135,7 @@ def _refuse_fields(quantisation: Mapping[str, Any], *names: str) -> None:
 
 
 def _read_scheme(group: Mapping[str, Any], format_name: str | None) -> WeightFormat:
-    """Returns the format for one entry of config_groups.  format_name: the entry's `format`."""
+    """Returns the format for an entry of config_groups.  format_name: the `format` of the entry or of the config."""
     weights = read_object(group, "weights")
     inputs = None if group.get("input_activations") is None else read_object(group, "input_activations")
     if group.get("output_activations") is not None:
@@ -187,11 +187,11 @@ def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "d
 
 
 def _read_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
-    for what, args in (("weights", weights), ("input_activations", inputs or weights)):
-        read = {name: args.get(name) for name in ("num_bits", "type", "strategy", "group_size")}
-        if read != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP_SIZE}:
+    for args_name, args in (("weights", weights), ("input_activations", inputs or weights)):
+        scheme = {name: args.get(name) for name in ("num_bits", "type", "strategy", "group_size")}
+        if scheme != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP_SIZE}:
             raise EspalierError(
-                f"quantization_config: {what} of NVFP4 with {read} are not supported, only 4 bits (float) by "
+                f"quantization_config: {args_name} of NVFP4 with {scheme} are not supported, only 4 bits (float) by "
                 f"'tensor_group' of {NVFP4_GROUP_SIZE}"
             )
     return Nvfp4Format(COMPRESSED_TENSORS_SUFFIXES, has_input_scales=inputs is not None)
@@ -205,5 +205,5 @@ def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> 
             "only by 'group' or 'channel', without input_activations"
         )
     group = read_group_size(weights, 128) if strategy == "group" else None
-    ordered = weights.get("actorder") in ("group", "dynamic", True)
-    return PackedFormat(group, has_zero_points=weights.get("symmetric") is False, has_g_idx=ordered)
+    has_g_idx = weights.get("actorder") in ("group", "dynamic", True)
+    return PackedFormat(group, has_zero_points=weights.get("symmetric") is False, has_g_idx=has_g_idx)

@@ -1,10 +1,10 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
-On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear takes 2 to 4 times as long for the
-few rows of a decoding step (docs/log.md).  The two kernels' results agree within float32 rounding.
+On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout, because F.linear takes 2 to 4 times as long for
+the few rows of a decoding step (docs/log.md).  The results of both kernels agree within float32 rounding.
 
-On a GPU, a table of measurements decides for each shape and number of rows whether Espalier's kernel or F.linear is
-used (kernels/layers/linear_plans.py).
+On a GPU, a table of measurements (kernels/layers/linear_plans.py) decides for each shape and number of rows whether
+Espalier's kernel or F.linear is used.
 """
 
 import platform
@@ -25,7 +25,7 @@ PACKED_FOR_ROWS = 16
 
 
 class DenseWeight(Weight):
-    """A weight [out, in] for F.linear."""
+    """A weight [out, in] that F.linear multiplies."""
 
     __slots__ = ("tensor",)
     format = DENSE

@@ -1,11 +1,11 @@
 """Storage formats with values in E2M1 (FP4): GPT-OSS's MXFP4 experts, and NVFP4.
 
-MXFP4 has blocks of 32 values, each block with a power of two (OCP Microscaling Formats 1.0).  NVFP4 has groups of 16
-columns, each group with a scale in E4M3, and one more factor in float32 for the whole matrix.
+MXFP4 has a scale, a power of two, for each block of 32 values (OCP Microscaling Formats 1.0).  NVFP4 has a scale in
+E4M3 for each group of 16 columns, and one factor in float32 for the matrix.
 
-compressed-tensors divides NVFP4's scales by the stored factor; ModelOpt multiplies scales by it.  Most checkpoints also
-declare 4-bit inputs, which only Blackwell supports.  Here, as in other engines on Hopper, inputs keep the model's
-dtype, and loading logs a warning.
+compressed-tensors divides NVFP4's scales by the stored factor; ModelOpt multiplies scales by the factor.  Most
+checkpoints also declare 4-bit inputs, which only Blackwell supports.  Here, as in other engines on Hopper, inputs keep
+the model's dtype, and loading logs a warning.
 """
 
 import fnmatch
@@ -37,7 +37,7 @@ from espalier.models.weight_formats.quantised import (
 MXFP4_BLOCK_SIZE = 32
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# The quant_algo of a config in which `quantized_layers` has the algorithm of each matrix.
+# With this quant_algo, the field `quantized_layers` has the algorithm of each matrix.
 MIXED_ALGORITHM = "MIXED_PRECISION"
 
 
@@ -119,7 +119,7 @@ MODELOPT_SUFFIXES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2",
 class Nvfp4Format(QuantisedFormat):
     """A matrix in NVFP4.  has_input_scales: whether scales of 4-bit inputs are stored, which Espalier ignores."""
 
-    names: Nvfp4Suffixes
+    suffixes: Nvfp4Suffixes
     has_input_scales: bool = False
     name = NVFP4_NAME
     supports_shards = True
@@ -130,39 +130,40 @@ class Nvfp4Format(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
-        names = self.names
-        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_input_scales else ()
+        suffixes = self.suffixes
+        inputs = (StoredTensor(suffixes.input_scale, (1,), torch.float32),) if self.has_input_scales else ()
         return (
-            # Ranks hold whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
+            StoredTensor(suffixes.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
             StoredTensor(
-                names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
+                suffixes.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
             ),
-            StoredTensor(names.factor, (1,), torch.float32),
+            StoredTensor(suffixes.factor, (1,), torch.float32),
             *inputs,
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, factor = tensors[self.names.scales], tensors[self.names.factor].flatten().double()
+        scales, factor = tensors[self.suffixes.scales], tensors[self.suffixes.factor].flatten().double()
         wrong = factor[~((factor > 0) & factor.isfinite())]
         if wrong.numel():
             raise EspalierError(
-                f"{self.names.factor.lstrip('.')} has the value {float(wrong[0])}; a positive number is needed: the "
+                f"{self.suffixes.factor.lstrip('.')} has the value {float(wrong[0])}; a positive number is needed: the "
                 "file is corrupt, download it again"
             )
         if bool((scales.view(torch.uint8) >= FIRST_INVALID_SCALE).any()):
             raise EspalierError(
-                f"{self.names.scales.lstrip('.')} has a value that is negative or no number; the file is corrupt, "
+                f"{self.suffixes.scales.lstrip('.')} has a value that is negative or no number; the file is corrupt, "
                 "download it again"
             )
-        each = factor if self.names.factor_use == "multiplied" else 1 / factor
+        matrix_scales = factor if self.suffixes.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
-        row_scales = each.repeat_interleave(lengths)
-        return make_nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
+        row_scales = matrix_scales.repeat_interleave(lengths)
+        return make_nibble_matrix(
+            "nvfp4", tensors[self.suffixes.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales
+        )
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        names = self.names
-        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.input_scale))
+        suffixes = self.suffixes
+        return dtype.itemsize == 1 or name.endswith((suffixes.scales, suffixes.factor, suffixes.input_scale))
 
 
 MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
@@ -197,7 +198,7 @@ def _read_format(scheme: Mapping[str, Any]) -> WeightFormat:
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:
-    """Returns additional fields of config.json from a directory's hf_quant_config.json; {} without the file."""
+    """Returns the fields of config.json that a directory's hf_quant_config.json adds; {} if there is no such file."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}
@@ -223,12 +224,12 @@ def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | No
         return FP8_KV
     if scheme is None or scheme == "static":
         return FP8_KV if scheme else None
-    wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
-    read = scheme if isinstance(scheme, Mapping) else {}
-    wrong = [name for name, values in wanted.items() if read.get(name) not in values]
+    supported = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
+    scheme_fields = scheme if isinstance(scheme, Mapping) else {}
+    unsupported = [name for name, values in supported.items() if scheme_fields.get(name) not in values]
     # ModelOpt's checkpoints have one scale per layer, but their config has no field for this.
-    strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
-    if wrong or strategy not in KV_SCALE_STRATEGIES:
+    strategy = scheme_fields.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
+    if unsupported or strategy not in KV_SCALE_STRATEGIES:
         raise EspalierError(
             f"quantization_config: kv_cache_scheme {scheme!r} is not supported, only static FP8 by "
             f"{' or '.join(map(repr, KV_SCALE_STRATEGIES))}; set kv_dtype to the model's dtype"

@@ -24,8 +24,8 @@ from espalier.models.weight_formats.quantised import (
 )
 
 FP8_NAME = "fp8"
-# The suffixes of a matrix's scale and of its inputs' scale_suffix: in most checkpoints, in transformers' copies of
-# Mistral's models, in Mistral's own checkpoints.
+# The name suffixes of a matrix's scale and of the scale of its inputs: in most checkpoints, in transformers' copies of
+# Mistral's models, and in Mistral's own checkpoints.
 SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),
@@ -39,11 +39,10 @@ STACK_SCALE_SUFFIX = "_scale_inv"
 class Fp8Format(QuantisedFormat):
     """A matrix in FP8: `.weight` [out, in] in E4M3, multiplied by scales.
     block_shape: the numbers (rows, columns) that share a scale; None stands for all rows or all columns.
-    scale_suffix: the name suffix of the scales [ceil(out / rows), ceil(in / columns)], or [1] if a matrix has one
-    scale.
-    inputs: "static" if the checkpoint stores the scale of inputs, [1]; "dynamic" if it is computed for each row; None
-    if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic scale; None for
-    all columns."""
+    scale_suffix: the name suffix of the scales, [ceil(out / rows), ceil(in / columns)], or [1] for one scale.
+    inputs: "static" if the checkpoint stores a scale of inputs, [1]; "dynamic" if scales are computed for each input
+    row; None if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic
+    scale; None for all columns."""
 
     block_shape: tuple[int | None, int | None]
     scale_suffix: str = ".weight_scale"
@@ -54,12 +53,12 @@ class Fp8Format(QuantisedFormat):
     supports_shards = True
 
     def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "Fp8Format":
-        scale = (
+        suffixes = (
             next((pair for pair in SCALE_SUFFIXES if is_stored(pair[0])), None)
             if self.block_shape == (None, None)
             else None
         )
-        return self if scale is None else replace(self, scale_suffix=scale[0], input_scale_suffix=scale[1])
+        return self if suffixes is None else replace(self, scale_suffix=suffixes[0], input_scale_suffix=suffixes[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         rows_per_scale, column_block = self.block_shape
@@ -67,9 +66,9 @@ class Fp8Format(QuantisedFormat):
             scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
         else:
             shape = (-(-rows // rows_per_scale), -(-columns // (column_block or columns)))
-            of_columns = None if column_block is None else 1
+            column_dim = None if column_block is None else 1
             scale = StoredTensor(
-                self.scale_suffix, shape, SCALE_DTYPES, 0, of_columns, rows_per_scale, column_block or columns
+                self.scale_suffix, shape, SCALE_DTYPES, 0, column_dim, rows_per_scale, column_block or columns
             )
         static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
@@ -100,7 +99,7 @@ class Fp8Format(QuantisedFormat):
         (rows_per_scale, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert rows_per_scale is not None and column_block is not None
         if codes.shape[1] % rows_per_scale:
-            # If an expert begins inside a block of the stacked rows, scales are repeated to have one scale per row.
+            # Experts begin inside blocks of the stacked rows.  So scales are repeated: one scale for each row.
             scales, rows_per_scale = scales.repeat_interleave(rows_per_scale, 1)[:, : codes.shape[1]].contiguous(), 1
         inputs = None if self.inputs is None else InputScales(self.group_size)
         return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, rows_per_scale, input_scales=inputs))
@@ -113,17 +112,17 @@ class Fp8Format(QuantisedFormat):
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(rows) == 1 or not any(count % rows_per_scale for count in rows):
             return scales, rows_per_scale
-        # If a matrix begins inside a block of the stacked rows, scales are repeated to have one scale per row.
-        starts = [-(-count // rows_per_scale) for count in rows]
-        own = (
+        # A matrix begins inside a block of the stacked rows.  So scales are repeated: one scale for each row.
+        num_blocks = [-(-count // rows_per_scale) for count in rows]
+        row_scales = (
             part.repeat_interleave(rows_per_scale, 0)[:count]
-            for part, count in zip(scales.split(starts), rows, strict=True)
+            for part, count in zip(scales.split(num_blocks), rows, strict=True)
         )
-        return torch.cat(list(own)), 1
+        return torch.cat(list(row_scales)), 1
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == FP8 or name.endswith(
-            (self.scale_suffix, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
+            (self.scale_suffix, STACK_SCALE_SUFFIX, *(suffix for pair in SCALE_SUFFIXES for suffix in pair))
         )
 
 

@@ -51,8 +51,7 @@ class BlockWeight(Weight):
 
 @dataclass(frozen=True)
 class GGUFFormat(WeightFormat):
-    """A matrix in a block format: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of
-    BLOCK_TYPES."""
+    """A matrix in blocks: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
 
     type: str
     name = GGUF_METHOD

@@ -34,8 +34,7 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import RankPart
 
-# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from nibbles
-# of 0.
+# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts it before saving, even from nibbles of 0.
 ONE_PER_NIBBLE = 0x11111111
 
 
@@ -44,8 +43,7 @@ class GptqFormat(QuantisedFormat):
     """A matrix in GPTQ's format.
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
     int32 [in].
-    zero_point_offset: the number that is added to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in
-    "gptq_v2"."""
+    zero_point_offset: is added to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2"."""
 
     group_size: int | None
     zero_point_offset: int
@@ -58,13 +56,13 @@ class GptqFormat(QuantisedFormat):
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
-        of_groups = None if self.group_size is None else 0
+        group_dim = None if self.group_size is None else 0
         return (
             StoredTensor(
                 ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, columns_per_entry=NIBBLES_OF_INT32
             ),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, group_dim, NIBBLES_OF_INT32, group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, group_dim, columns_per_entry=group),
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
@@ -102,10 +100,10 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
     blocks = quantisation.get("modules_in_block_to_quantize")
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
-    chosen = module_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
-    if not chosen:
+    quantised = module_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
+    if not quantised:
         return format_of
-    return lambda name: format_of(name) if any(matches_module(name, each) for each in chosen) else DENSE_FORMAT
+    return lambda name: format_of(name) if any(matches_module(name, module) for module in quantised) else DENSE_FORMAT
 
 
 # For each of the eight rows in an int32, the index of the row's nibble.
@@ -126,11 +124,11 @@ class AwqFormat(QuantisedFormat):
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
-        of_groups = None if self.group_size is None else 0
+        group_dim = None if self.group_size is None else 0
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, group_dim, NIBBLES_OF_INT32, group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, group_dim, columns_per_entry=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

@@ -80,8 +80,8 @@ class QuantisedFormat(WeightFormat):
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Returns the matrix in the form that products on its device take.  On a CPU, inputs are not quantised.
-    A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
-    value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
+    A CPU has no FP8 units, so FP8 inputs would not be faster.  Also, a difference in a value's last bit can change a
+    quantised input, so tree and plain decoding would differ more often (docs/design.md, section 6)."""
     return replace(matrix, input_scales=None) if matrix.device.type == "cpu" else matrix
 
 
@@ -92,7 +92,7 @@ def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> Non
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
-    """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8 with 8 times that size.
+    """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8; `dim` becomes 8 times as large.
     order: order[v] is the index of the nibble with value v, counted from the low bits."""
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
@@ -138,8 +138,8 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
     """Returns the value of a field of quantization_config.  Raises EspalierError for other values than `allowed`."""
     value = quantisation.get(name, default)
     if value not in allowed:
-        known = " or ".join(repr(known) for known in allowed)
-        raise EspalierError(f"quantization_config: {name} = {value!r} is not supported, only {known}")
+        supported = " or ".join(map(repr, allowed))
+        raise EspalierError(f"quantization_config: {name} = {value!r} is not supported, only {supported}")
     return value
 
 
@@ -147,9 +147,9 @@ def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Returns the module names and patterns in a field; no names if the field is null.
     Raises EspalierError for any other value."""
     value = fields.get(name) or ()
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and _is_pattern(item) for item in value):
         raise EspalierError(f"quantization_config: {name} = {value!r}; a list of module names is needed; correct it")
-    return tuple(each for each in value if each)
+    return tuple(item for item in value if item)
 
 
 def _is_pattern(name: str) -> bool:
@@ -181,14 +181,14 @@ def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) 
     """Returns the group index of each column of a part, relative to the part's first group.
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
     not sorted by group, because their scales may be on another rank."""
-    own = groups - columns.begin // (group or columns.size)
+    part_groups = groups - columns.begin // (group or columns.size)
     expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
-    if not bool((own == expected).all()):
+    if not bool((part_groups == expected).all()):
         raise EspalierError(
             "columns whose groups are not in order (desc_act, actorder) cannot be divided among ranks; use "
             "tensor_parallel=1, or a checkpoint without them"
         )
-    return own
+    return part_groups
 
 
 def common_column_order(groups: Tensor, group: int) -> Tensor | None:
@@ -200,11 +200,11 @@ def common_column_order(groups: Tensor, group: int) -> Tensor | None:
             "the stacked matrices have different values of g_idx; only equal ones are supported: use a checkpoint "
             "without desc_act"
         )
-    own, expected = groups[0], torch.arange(groups.shape[1], device=groups.device) // group
-    if torch.equal(own, expected.to(own.dtype)):
+    column_groups, expected = groups[0], torch.arange(groups.shape[1], device=groups.device) // group
+    if torch.equal(column_groups, expected.to(column_groups.dtype)):
         return None
-    order = own.argsort(stable=True)
-    if not torch.equal(own[order], expected.to(own.dtype)):
+    order = column_groups.argsort(stable=True)
+    if not torch.equal(column_groups[order], expected.to(column_groups.dtype)):
         raise EspalierError(
             f"g_idx does not put {group} columns into each group; the file is corrupt: download it again"
         )

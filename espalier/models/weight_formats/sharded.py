@@ -1,9 +1,9 @@
 """Weights that are divided among ranks.
 
-A rank's `SummedWeight` has a part of the columns, and its products are summed over the ranks.  A rank's
-`GatheredWeight` has a part of the rows, and its products are concatenated.  Both return the product of the whole
-matrix.  A product may also be returned as `UnsummedOutput`.  One kernel then sums it over the ranks, adds it to the
-residual and computes the norm."""
+A `SummedWeight` has this rank's part of the columns, and its products are summed over the ranks.  A `GatheredWeight`
+has this rank's part of the rows, and the ranks' products are concatenated.  Both return the product of the whole
+matrix.  A SummedWeight can also return an `UnsummedOutput`.  One kernel then sums the output over the ranks, adds the
+sum to the residual and computes the next norm."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class ShardedWeight(Weight):
         return self.join_ranks(self.own_weight.apply(x, None), bias)
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the whole product [rows, out].  own_weight: this rank's product."""
+        """Returns the product of the whole matrix, [rows, out].  own_output: this rank's product."""
         raise NotImplementedError
 
 
@@ -48,20 +48,19 @@ class SummedWeight(ShardedWeight):
         return total if bias is None else total + bias
 
     def residual_delta(self, x: InputRows, bias: Tensor | None) -> "UnsummedOutput":
-        """Returns the product before the sum over the ranks.
-        Only one rank adds the bias."""
-        once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        return UnsummedOutput(self.own_weight.partial_sums(x, once), self.shards, x.dtype)
+        """Returns the product before the sum over the ranks.  Only rank 0 adds the bias."""
+        own_bias = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
+        return UnsummedOutput(self.own_weight.partial_sums(x, own_bias), self.shards, x.dtype)
 
 
 class UnsummedOutput:
     """A block's output on one rank, which the next norm must sum over the ranks.
-    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order."""
+    partial_sums: [N, H] in `dtype`, or [parts, N, H] in float32 or float64, which are added in order."""
 
     __slots__ = ("partial_sums", "shards", "dtype")
 
-    def __init__(self, parts: Tensor, shards: Shards, dtype: torch.dtype) -> None:
-        self.partial_sums = parts
+    def __init__(self, partial_sums: Tensor, shards: Shards, dtype: torch.dtype) -> None:
+        self.partial_sums = partial_sums
         self.shards = shards
         self.dtype = dtype
 
@@ -71,26 +70,27 @@ class UnsummedOutput:
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is
-        no such kernel.
-        See Collectives.all_reduce_add_norm."""
-        joined = self.shards.collectives
-        return None if joined is None else joined.all_reduce_add_norm(self.partial_sums, residual, weight, eps)
+        no such kernel.  See Collectives.all_reduce_add_norm."""
+        collectives = self.shards.collectives
+        return (
+            None if collectives is None else collectives.all_reduce_add_norm(self.partial_sums, residual, weight, eps)
+        )
 
 
 def sum_over_ranks(output: Tensor | UnsummedOutput) -> Tensor:
-    """Returns a block's output.  An UnsummedOutput output is first summed over the ranks."""
+    """Returns a block's output; an UnsummedOutput is first summed over the ranks."""
     return output.summed() if isinstance(output, UnsummedOutput) else output
 
 
 class GatheredWeight(ShardedWeight):
-    """A weight whose rows are divided among ranks: each rank has a part of the vocabulary (`Shards.tokens`).
+    """A weight whose rows are divided among ranks: each rank has a part of the vocabulary (`Shards.vocab_part`).
 
     All logits are gathered, even for greedy requests.  On two H100s, it took longer to gather only the largest of each
-    2,048 logits and its index: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
+    2,048 logits and its index: 6.2 instead of 5.4 µs for 1 row, 43 instead of 40 for 64, 183 instead of 164 for 256.
     """
 
     __slots__ = ()
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
-        whole = self.shards.gather_tokens(own_output, self.shape[0])
-        return whole if bias is None else whole + bias
+        output = self.shards.gather_tokens(own_output, self.shape[0])
+        return output if bias is None else output + bias
