@@ -3,9 +3,9 @@
 Only the template may write special tokens.  The text of a special token in a message stays text.  Otherwise a user
 could end the user's turn and forge the assistant's turn.  To find special tokens that come from messages, the
 conversation is rendered twice.  In the second rendering, each part of a message that could become part of a special
-token has a random mark after its first character.  So a special token with a mark inside comes from a message.  If
-there is one, the template's special tokens get random names, and a tokenizer that knows only these encodes the prompt.
-"""
+token has a mark, a random number, after its first character.  So a special token with a mark inside comes from a
+message.  If there is one, the template's special tokens get random names, and a tokenizer in which only these names are
+special encodes the prompt."""
 
 import inspect
 import json
@@ -31,11 +31,12 @@ class ChatOptions(TypedDict, total=False):
     """How a conversation becomes a prompt.
 
     chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
-    does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
-    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools: tool
-    definitions for the template; ignored if the template reads no tools.  add_special_tokens: beside the template's
-    special tokens, add those of plain text.  allow_special_tokens_in_messages: in a message, their text becomes tokens.
-    """
+    does not read is refused.
+    continue_final_message: the output continues the last message.
+    add_generation_prompt: end the prompt with the start of an assistant turn; None: unless continue_final_message.
+    tools: tool definitions for the template; ignored if the template reads no tools.
+    add_special_tokens: beside the special tokens of the template, add those that a plain text gets, such as BOS.
+    allow_special_tokens_in_messages: the text of a special token in a message becomes that token."""
 
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -83,7 +84,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Returns the template, or "" without one.  Of several templates, returns the template for tool calls."""
+        """The template, or "" without one.  Of several templates, the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads_variable(self, variable: str) -> bool:
@@ -96,31 +97,33 @@ class ChatTemplate:
     def encode_steps(self, messages: Messages, options: ChatOptions, check_text: TextCheck | None = None) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
-        check_text: called with the rendered text before tokenization.  The steps raise EspalierError.
-        """
+        check_text: called with the rendered text before tokenization.  The steps raise EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.source:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
-        given = options.get("tools")
-        tools, adds = None if given is None else list(given), bool(options.get("add_special_tokens"))
+        tools_option = options.get("tools")
+        tools, adds_special_tokens = (
+            None if tools_option is None else list(tools_option),
+            bool(options.get("add_special_tokens")),
+        )
         plain = [dict(message) for message in messages]
         text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
         if check_text is not None:
             check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
-            self.special_tokens.insert_marks(each, mark) | ({"role": each["role"]} if "role" in each else {})
-            for each in plain
+            self.special_tokens.insert_marks(message, mark) | ({"role": message["role"]} if "role" in message else {})
+            for message in plain
         ]
         marked_tools = self.special_tokens.insert_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
-            return self._encode(text, adds)
+            return self._encode(text, adds_special_tokens)
         prompt = self.special_tokens.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
         if prompt.names == self.special_tokens.find_special_tokens(text):
-            return self._encode(text, adds)
-        return self.special_tokens.encode(prompt, adds)
+            return self._encode(text, adds_special_tokens)
+        return self.special_tokens.encode(prompt, adds_special_tokens)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
@@ -158,25 +161,22 @@ class ChatTemplate:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse parameters of transformers' function, and names that the template does not read.
-
-        Raises EspalierError.
-        """
+        """Refuse parameters of apply_chat_template and names that the template does not read.  Raises EspalierError."""
         if not isinstance(kwargs, Mapping):
             raise EspalierError(f"chat_template_kwargs={kwargs!r} is not supported; use a dict from name to value")
         if not kwargs:
             return
         parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
-        taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
-        read = _variables_of(self.hf.get_chat_template())
+        reserved = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | {"messages", "conversations"}
+        template_variables = _variables_of(self.hf.get_chat_template())
         for name in kwargs:
             if name in ChatOptions.__annotations__:
                 raise EspalierError(
                     f"chat_template_kwargs entry={name!r} is not a template variable here; set the field {name} instead"
                 )
-            if name in taken:
+            if name in reserved:
                 raise EspalierError(f"chat_template_kwargs entry={name!r} is set by the engine; leave it out")
-            if name not in read:
+            if name not in template_variables:
                 raise EspalierError(
                     f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
                 )
@@ -209,9 +209,11 @@ class SpecialTokens:
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
-        self.names = {each.content for each in added if each.special or CONTROL_TOKEN_PATTERN.fullmatch(each.content)}
+        self.names = {
+            token.content for token in added if token.special or CONTROL_TOKEN_PATTERN.fullmatch(token.content)
+        }
         # The pattern has all added tokens: the tokenizer prefers an added token to a special token inside it.
-        self._any_token = _pattern_of(each.content for each in added)
+        self._any_token = _pattern_of(token.content for token in added)
         self._first_char = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
         self._two_chars = re.compile(f"(?={_pattern_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
@@ -224,9 +226,9 @@ class SpecialTokens:
         if isinstance(value, str):
             return self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            return {self.insert_marks(name, mark): self.insert_marks(each, mark) for name, each in value.items()}
+            return {self.insert_marks(name, mark): self.insert_marks(item, mark) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.insert_marks(each, mark) for each in value]
+            return [self.insert_marks(item, mark) for item in value]
         return value
 
     def _insert_marks_in_text(self, text: str, mark: str) -> str:
@@ -248,21 +250,21 @@ class SpecialTokens:
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
         # A span has a mark inside if fewer marks are at or before its start than before its end.
-        own = [(start, end) for start, end in spans if bisect_right(marks, start) >= bisect_left(marks, end)]
-        return RenderedPrompt(text, own)
+        template_spans = [(start, end) for start, end in spans if bisect_right(marks, start) >= bisect_left(marks, end)]
+        return RenderedPrompt(text, template_spans)
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
-        """Returns token ids, in which only the template's special tokens are special.  Raises EspalierError."""
+        """Returns token ids in which special tokens of messages are plain text.  Raises EspalierError."""
         if self.backend is None:
             raise EspalierError(
                 "the messages contain special tokens, which this model's tokenizer cannot keep as text; remove them, "
                 "or set allow_special_tokens_in_messages"
             )
-        renamed, done, parts = self._renamed, 0, []
+        renamed, position, pieces = self._renamed, 0, []
         for start, end in prompt.spans:
-            parts += [prompt.text[done:start], renamed.names[prompt.text[start:end]]]
-            done = end
-        text = "".join([*parts, prompt.text[done:]])
+            pieces += [prompt.text[position:start], renamed.names[prompt.text[start:end]]]
+            position = end
+        text = "".join([*pieces, prompt.text[position:]])
         # Unlike `encode`, encode_batch releases the GIL.
         with convert_tokenizer_panics():
             [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -306,8 +308,8 @@ class RenamedTokenizer:
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
-    each = sorted(set(texts), key=lambda text: (-len(text), text))
-    return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
+    ordered = sorted(set(texts), key=lambda text: (-len(text), text))
+    return re.compile("(?:" + "|".join(map(re.escape, ordered)) + ")" if ordered else "(?!)")
 
 
 def _random_digits() -> str:

@@ -166,11 +166,10 @@ class RoundCosts(Protocol):
 class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs with these values.
 
-    layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: predicts the times of
-    rounds if trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a model without
-    recurrent states, or without a prefix cache; sources: what proposes tokens beside the draft; index_bytes: memory of
-    the source `index`.
-    """
+    layout: the trees and the sizes of passes.  num_pages: includes the dummy page.
+    num_snapshots: 0 for a model without recurrent states, or without a prefix cache.
+    round_costs: predicts the times of rounds; None if the engine chooses no trees while it runs (tree_choice.py).
+    sources: the sources that propose tokens beside the draft.  index_bytes: the memory of the source `index`."""
 
     model: str
     draft: str | None
@@ -199,8 +198,8 @@ class ResolvedConfig:
     def as_dict(self) -> dict[str, Any]:
         """Returns all fields and all fields of the layout, by name, except round_costs.
 
-        by_batch maps a batch size to the fields of the tree from this size on; choices, to those of several trees.
-        """
+        `by_batch` maps a batch size to the tree that rounds have from this size on, `choices` to the trees that may be
+        chosen from this size on."""
         sizes = asdict(self.layout)
         del sizes["trees"]
         sizes["by_batch"] = {least: shape.sizes for least, shape in self.layout.trees}
@@ -227,8 +226,7 @@ def is_unresolved(value: Any) -> bool:
 def check_fields(config: Any, public_name: Callable[[str], str] = str) -> None:
     """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
-    public_name: returns the name of a field as the user knows it, such as the flag.
-    """
+    public_name: returns the name of a field as the user knows it, such as the flag."""
     for f in fields(config):
         value = getattr(config, f.name)
         if not (_fits_type(value, f.type) and _is_within_limits(value, f.metadata)):

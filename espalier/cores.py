@@ -11,7 +11,8 @@ from pathlib import Path
 
 CPU_DIRECTORY = Path("/sys/devices/system/cpu")
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-# A thread of this priority gets a tenth of another's share.  With the lowest priority, it could hold the GIL for long.
+# A thread of this priority gets a tenth of the time of an ordinary thread on the same core.  With the lowest priority,
+# it could hold the GIL for long.
 LOW_PRIORITY = 10
 # How long the process waits at exit for a daemon thread that is inside a library's call.
 MAX_EXIT_WAIT_S = 10.0
@@ -25,7 +26,7 @@ SHORT_SPIN_COUNT = "1000"
 
 
 def limit_spinning() -> None:
-    """Make waiting threads of PyTorch sleep soon, unless the user chose how they wait or PyTorch is loaded already."""
+    """Make waiting threads of PyTorch sleep soon, unless the user chose how threads wait or PyTorch is loaded."""
     if "torch" not in sys.modules and not is_wait_policy_set():
         os.environ[SPIN_COUNT_VARIABLE] = SHORT_SPIN_COUNT
 

@@ -72,13 +72,12 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def output_too_long(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """Returns the error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
+    """Returns the error for max_tokens or min_tokens, called `name`, that does not fit after the prompt.
 
-    Clients look for the same words as in `prompt_too_long`.  max_position: see `prompt_too_long`.
-    """
+    Clients search this error for the same words as `prompt_too_long`.  max_position: see `prompt_too_long`."""
     limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
-        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {limit}; use at most "
+        f"{name}={value} is more than fits after the prompt of {prompt_tokens} tokens; {limit}; use at most "
         f"{max_context - prompt_tokens}, or leave it out{or_raise}"
     )
 
@@ -127,28 +126,29 @@ def unknown_name_error(
 ) -> EspalierError:
     """Returns the error for a name that is not in `known`.
 
-    The error gives Espalier's name for another engine's setting, else the most similar name, else all names.  listed:
-    says where the names are listed, in place of all names.  python: whether the advice may contain Python code.
-    """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
-    nearest = (
-        f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
+    The error gives Espalier's name for another engine's setting, else the most similar name, else all names.
+    listed: a text that says where to find the names, given in place of all names.  python: whether the advice may
+    contain Python code."""
+    similar_names = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
+    fallback = (
+        f"did you mean {similar_names[0]!r}?"
+        if similar_names
+        else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )
-    return EspalierError(f"{owner} has no {name!r}; {other_engines.keyword_advice(name, known, python) or nearest}")
+    return EspalierError(f"{owner} has no {name!r}; {other_engines.keyword_advice(name, known, python) or fallback}")
 
 
 def require_number(
     name: str, value: Any, is_supported: Callable[[Any], bool], supported_values: str, *, optional: bool = False
 ) -> None:
-    """Refuse a value unless it is a finite number and inside(value) is true.  `optional` allows None.
+    """Refuse a value unless it is a finite number and is_supported(value) is true.  `optional` allows None.
 
-    supported_values: the supported values in words, which end the message.  Raises EspalierError.
-    """
+    supported_values: the supported values in words, which end the message.  Raises EspalierError."""
     if optional and value is None:
         return
     # math.isfinite would raise for an integer that no float can hold.
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    if not (number and is_supported(value)):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    if not (is_number and is_supported(value)):
         raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}")
 
 
@@ -161,10 +161,10 @@ def require_int(
     """
     if optional and value is None:
         return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and value >= low and (high is None or value <= high)):
-        allowed = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
-        raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_whole and value >= low and (high is None or value <= high)):
+        supported_values = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}{remedy}")
 
 
 def require_text(subject: str, text: str) -> None:
@@ -211,16 +211,16 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
-        known = list(inspect.signature(method).parameters)
-        inner = {f.name for f in fields(options)}
+        parameters = list(inspect.signature(method).parameters)
+        option_names = {f.name for f in fields(options)}
 
         @wraps(method)
         def call_checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
-                if name in inner:
+                if name in option_names:
                     raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
-                if name not in known:
-                    raise unknown_name_error(method_name, name, known[1:])
+                if name not in parameters:
+                    raise unknown_name_error(method_name, name, parameters[1:])
             return method(*args, **kwargs)
 
         return call_checked

@@ -37,8 +37,7 @@ class TextLimit:
     """An upper bound on the number of characters of a token, to refuse a long text before it is tokenized.
 
     max_chars_per_token: the bound; None if unknown.  space_matching_tokens: added tokens that also match any number of
-    adjacent spaces; for a text with such a token, there is no bound.
-    """
+    adjacent spaces; for a text with such a token, there is no bound."""
 
     def __init__(self, backend: Any):
         """backend: a tokenizer of the tokenizers library, None for any other tokenizer."""
@@ -47,15 +46,15 @@ class TextLimit:
         if backend is None:
             return
         normalizer, splitter = (_serialized_steps(step) for step in (backend.normalizer, backend.pre_tokenizer))
-        added = list(backend.get_added_tokens_decoder().values())
-        space_matching_tokens = [token for token in added if token.lstrip or token.rstrip]
+        added_tokens = list(backend.get_added_tokens_decoder().values())
+        space_matching_tokens = [token for token in added_tokens if token.lstrip or token.rstrip]
         # Added tokens that are matched after normalization may match a text that does not contain them literally.
         hidden = bool(normalizer) and any(token.normalized for token in space_matching_tokens)
         shrink = _max_shrink(normalizer)
         if shrink is None or hidden or not _keeps_text(splitter) or not _covers_text(backend, normalizer + splitter):
             return
         normalized = backend.normalizer.normalize_str if normalizer else str
-        pieces = [*backend.get_vocab(with_added_tokens=True), *(normalized(token.content) for token in added)]
+        pieces = [*backend.get_vocab(with_added_tokens=True), *(normalized(token.content) for token in added_tokens)]
         self.max_chars_per_token = shrink * max(map(len, pieces), default=1)
         self.space_matching_tokens = tuple(token.content for token in space_matching_tokens)
 
@@ -77,8 +76,8 @@ def _serialized_steps(component: Any) -> list[Step]:
 
 
 def _flat_steps(step: Step) -> list[Step]:
-    inner = step.get("normalizers") or step.get("pretokenizers") or []
-    return [each for part in inner for each in _flat_steps(part)] if step["type"] == "Sequence" else [step]
+    inner_steps = step.get("normalizers") or step.get("pretokenizers") or []
+    return [step for part in inner_steps for step in _flat_steps(part)] if step["type"] == "Sequence" else [step]
 
 
 def _max_shrink(normalizer: Sequence[Step]) -> int | None:
@@ -118,8 +117,7 @@ class ConversationOptions(ChatOptions, total=False):
     """The options of LLM.chat.
 
     tool_choice: as in OpenAI's API.  parallel_tool_calls: False allows one call at most.  tool_format,
-    reasoning_format: names of espalier/tool_calls/formats; "auto" chooses the formats of the chat template.
-    """
+    reasoning_format: names of espalier/tool_calls/formats; "auto" chooses the formats of the chat template."""
 
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
@@ -148,8 +146,8 @@ class ModelInfo:
 class InputProcessor:
     """Turns prompts and parameters into engine input, and refuses those that the model does not support.
 
-    tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: for chats.
-    """
+    tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: the default of
+    the option of this name (ChatOptions)."""
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
         self.model_info = info
@@ -214,17 +212,16 @@ class InputProcessor:
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
-        of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.prompt_tokens(self.chat_tokens(plan.template_messages(messages), **of_template))
+        template_options: Any = {name: value for name, value in options.items() if name in ChatOptions.__annotations__}
+        prompt = self.prompt_tokens(self.chat_tokens(plan.template_messages(messages), **template_options))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
-        """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
+        """Refuse a max_tokens that does not fit after the prompt.  Raises EspalierError.
 
         params: the user's parameters.  The max_tokens of ResolvedParams is not checked: it was checked before, or is
-        the model's default, which only limits the output.  name: the user's name for max_tokens.
-        """
+        the model's default, which only limits the output.  name: the user's name for max_tokens."""
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.model_info.max_context:
             raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
@@ -248,23 +245,22 @@ class InputProcessor:
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
         """Returns the parameters with this prediction.
 
-        Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
-        """
+        Raises EspalierError if the engine takes no prediction, or if the prediction is too long."""
         if "prediction" not in self.model_info.sources:
             raise EspalierError(
                 "prediction is not supported by this engine, whose sources beside the draft are "
                 f"{', '.join(self.model_info.sources) or 'none'}; leave it out, or start the engine with "
                 "sources=prediction"
             )
-        most = self.model_info.max_context
+        limit = self.model_info.max_context
         if isinstance(prediction, str):
             tokenizer = self.require_tokenizer("a prediction")
-            is_long = self.text_limit.exceeds(prediction, most)
+            is_long = self.text_limit.exceeds(prediction, limit)
             size, prediction = f"{len(prediction)} characters", [] if is_long else tokenizer.encode(prediction, False)
         else:
             size, is_long = f"{len(prediction)} tokens", False
-        if is_long or len(prediction) > most:
-            raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
+        if is_long or len(prediction) > limit:
+            raise EspalierError(f"a prediction of {size} is not supported: max_context is {limit} tokens; shorten it")
         return replace(params, prediction=tuple(prediction))
 
     def require_supported(self, params: ResolvedParams) -> ResolvedParams:
@@ -295,9 +291,9 @@ def _check_messages(messages: Any) -> None:
             raise EspalierError(f'message {index} has role={shown(role)}; give a text, such as "user" or "assistant"')
         if "content" not in message and not message.get("tool_calls"):
             raise EspalierError(f"message {index} has no content; give text, or None for none")
-        parts = content if isinstance(content, list) else []
+        content_parts = content if isinstance(content, list) else []
         is_known = content is None or isinstance(content, str | list)
-        if not is_known or not all(isinstance(part, Mapping) for part in parts):
+        if not is_known or not all(isinstance(part, Mapping) for part in content_parts):
             raise EspalierError(f"message {index} has content={shown(content)}; give text, or a list of text parts")
         for value in message.values():
             if isinstance(value, str):

@@ -36,8 +36,8 @@ def max_draft_tokens(steps: int, topk: int) -> int:
 
 def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
     """Raise EspalierError for the first failed check.  A check: (whether it failed, field name, value, what to use)."""
-    for wrong, name, value, supported in checks:
-        if wrong:
+    for has_failed, name, value, supported in checks:
+        if has_failed:
             raise EspalierError(f"{name}={value} is not supported; use {supported}")
 
 
@@ -45,12 +45,12 @@ def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
 class TreeShape:
     """The shape of a tree.
 
-    steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
-    shared_rows: if not 0, a verify pass has this many rows times the number of requests, and the nodes with the best
-    scores of the batch get them; 0: each request has num_draft_tokens rows.  drafts: whether the draft proposes nodes;
-    if False, the paths of other sources make the tree.  extends: whether the draft runs over the decided tokens, so
-    that it can propose in a later round.  Raises EspalierError if the levels cannot propose num_draft_tokens nodes.
-    """
+    steps: the depth.  topk: branches kept at each level.  num_draft_tokens: nodes verified per round, root included.
+    shared_rows: if not 0, a verify pass has this many rows times the number of requests, and the nodes of the batch
+    with the best scores get these rows; 0: each request has num_draft_tokens rows.
+    drafts: whether the draft proposes nodes; if False, the paths of other sources make the tree.
+    extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
+    Raises EspalierError if the levels cannot propose num_draft_tokens nodes."""
 
     steps: int
     topk: int
@@ -145,8 +145,7 @@ class LaunchForm(NamedTuple):
 def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
     """Returns the form that a prefill pass is padded to: the first captured form that holds the pass, or None.
 
-    captured_forms: in the order of RoundLayout.captured_passes.
-    """
+    captured_forms: in the order of RoundLayout.captured_passes."""
     return next((form for form in captured_forms if form.width == width and form.pieces >= pieces), None)
 
 
@@ -154,16 +153,19 @@ def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int)
 class RoundLayout:
     """Sizes of rounds and prefill passes.
 
-    max_batch: requests per round; steps, topk, num_draft_tokens: the configured tree (0, 1, 1: plain decoding);
-    page_size: rows per page; max_context: prompt and output of one request, in tokens; num_recomputed_tokens: rows of a
-    prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass; trees: (n, shape), n
-    ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use the configured tree.
-    The configured tree is the largest, and sets the size of the buffers; busy_chunk_size: rows of a prefill pass while
-    running requests wait for it; None for chunk_size; block_rows: rows of the one pass of a block draft; 0 for other
-    drafts.  choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these
-    shapes instead of `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if
-    the engine does not choose.  text_paths, sent_paths: how many paths are merged into each tree, from the request's
-    own text and from the host's guesses.  shared_rows, drafts, extends: as in TreeShape."""
+    max_batch: requests per round.  page_size: rows per page.  max_context: prompt and output of a request, in tokens.
+    steps, topk, num_draft_tokens, shared_rows, drafts, extends: the configured tree (TreeShape).  It is the largest
+    tree, and sets the size of the buffers.
+    trees: (n, shape), n ascending.  Rounds of n or more requests, up to the next n, use this shape; smaller rounds use
+    the configured tree.
+    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
+    instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
+    does not choose trees while it runs.
+    chunk_size: rows of one prefill pass.  busy_chunk_size: rows of a prefill pass that streams wait for; None for
+    chunk_size.  num_recomputed_tokens: rows of a prefix hit that are computed again, for the draft.
+    block_rows: rows of the only pass of a block draft; 0 for other drafts.
+    text_paths, sent_paths: how many paths are merged into each tree: paths that the device finds in the request's
+    prompt and output, and the host's guesses."""
 
     max_batch: int
     steps: int
@@ -226,8 +228,7 @@ class RoundLayout:
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """Returns the layout of rounds with this tree.  Raises EspalierError if it is larger than the configured tree.
 
-        Use the result only for the sizes of a launch.  Size page tables and allocate pages by the original layout, not
-        by the result."""
+        Use the result only for the sizes of a launch.  Size page tables and allocate pages by the original layout."""
         self.tree.require_fits(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
@@ -242,8 +243,11 @@ class RoundLayout:
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """Returns the forms of rounds in these buckets, in descending order of their rows."""
-        alone = (self.tree_without_draft,) if self.steps else ()
-        trees = {batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *alone)) for batch in buckets}
+        trees_without_draft = (self.tree_without_draft,) if self.steps else ()
+        trees = {
+            batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *trees_without_draft))
+            for batch in buckets
+        }
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
@@ -344,22 +348,20 @@ class RoundLayout:
         forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
         return tuple(form for form in forms if form not in self.captured_passes)
 
-    def max_pass_rows(self, decoding: bool) -> int:
-        """Returns the most rows of a prefill pass.  decoding: whether running requests wait for the pass."""
-        return (decoding and self.busy_chunk_size) or self.chunk_size
+    def max_pass_rows(self, is_streamed: bool) -> int:
+        """Returns the most rows of a prefill pass.  is_streamed: whether streams of running requests wait for it."""
+        return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the most tokens from the last root that the host knows: the root, and the tokens that rounds decide.
+        """Returns the most tokens of the root that the host knows last, and of the tokens that rounds decide after it.
 
-        rounds: rounds in flight, the next launch included.
-        """
+        rounds: rounds in flight, the next launch included."""
         return rounds * self.extend_width + 1
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest number of target rows that can be committed before a launch.
 
-        num_known: index of the last root that the host has seen; rounds_in_flight: without this launch.
-        """
+        num_known: index of the root that the host knows last; rounds_in_flight: without this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -375,16 +377,14 @@ class RoundLayout:
     def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
         """Returns the number of pages that a request must hold before a launch.
 
-        num_known: index of the last root that the host has seen; rounds: rounds in flight, the next launch included;
-        end: number of tokens at which the request finishes.  Past `end`, a round decides at most one token.
-        """
+        num_known: index of the root that the host knows last; rounds: rounds in flight, the next launch included;
+        end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
         """Returns the greatest depth that a round may accept: tokens before `end`, without root and target's token.
 
-        Negative if the request is finished.  Takes integers or integer tensors.
-        """
+        Negative if the request is finished.  Takes integers or integer tensors."""
         return end - 2 - prefix_len
 
     def max_appended_pages(self, batch: int) -> int:
@@ -438,8 +438,7 @@ class RoundLayout:
     def require_shape(self, name: str, tensor: "Tensor", *shape: int) -> None:
         """Check a buffer's shape on the host; -1 accepts any size.
 
-        Raises EspalierError with the buffer's name, both shapes, and this layout.
-        """
+        Raises EspalierError with the buffer's name, both shapes, and this layout."""
         fits = tensor.ndim == len(shape) and all(
             need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True)
         )

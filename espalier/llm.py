@@ -107,7 +107,7 @@ class LLM:
                     if on_chunk is not None:
                         on_chunk(chunk)
         outputs = [[_make_output(r, "".join(texts[r.id])) for r in group] for group in groups]
-        return [replace(each[0], choices=each if len(each) > 1 else []) for each in outputs]
+        return [replace(samples[0], choices=samples if len(samples) > 1 else []) for samples in outputs]
 
     @refuse_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -179,9 +179,9 @@ class LLM:
     ) -> list[list[Request]]:
         """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
         self._require_open()
-        each = _params_per_prompt(params, len(prompts))
+        params_per_prompt = _params_per_prompt(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
-        for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
+        for i, (prompt, prompt_params) in enumerate(zip(prompts, params_per_prompt, strict=True)):
             with number_prompt_errors(i, len(prompts)):
                 tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
@@ -396,7 +396,7 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...) or a list of them")
     if len(params) != count:
         raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; use one for all, or one for each")

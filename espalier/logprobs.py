@@ -106,6 +106,8 @@ PromptLogprobs = TokenLogprobs[TokenLogprob | None]
 def _entries(rows: np.ndarray) -> list[TokenLogprob]:
     numbers = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
     return [
-        TokenLogprob(of[TOKEN], floats[CHOSEN], list(zip(of[TOP::2], floats[TOP + 1 :: 2], strict=True)), of[RANK])
-        for of, floats in numbers
+        TokenLogprob(
+            ints[TOKEN], floats[CHOSEN], list(zip(ints[TOP::2], floats[TOP + 1 :: 2], strict=True)), ints[RANK]
+        )
+        for ints, floats in numbers
     ]

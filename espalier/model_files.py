@@ -55,13 +55,13 @@ REDOWNLOAD = "download the file again"
 def require_regular(path: Path, max_bytes: int | None = None) -> None:
     """Refuse a path that exists and is no regular file, or is larger than max_bytes.  Raises EspalierError, OSError."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return
-    kind = next((name for is_kind, name in IRREGULAR_FILE_KINDS if is_kind(found.st_mode)), None)
+    kind = next((name for is_kind, name in IRREGULAR_FILE_KINDS if is_kind(status.st_mode)), None)
     if kind is not None:
         raise EspalierError(f"{path} is {kind}, not a regular file; download the model again")
-    if max_bytes is not None and found.st_size > max_bytes:
+    if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large_error(path, max_bytes)
 
 
@@ -107,7 +107,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Raises EspalierError naming config.json if a reader of its values fails on a value of the wrong type."""
+    """Raises EspalierError naming config.json if the block, which reads its values, fails on a value's type."""
     try:
         yield
     except EspalierError:
@@ -136,8 +136,8 @@ def _is_nested_deeper(value: Any, levels: int) -> bool:
     """Whether objects and lists are nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels):
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for values in inner for item in values if isinstance(item, dict | list)]
     return bool(level)
 
 
@@ -153,8 +153,7 @@ def _too_deep_error(path: Path) -> EspalierError:
 class TensorInfo:
     """The place of a tensor in a file.
 
-    shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
-    """
+    shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes."""
 
     file: Path
     shape: tuple[int, ...]
@@ -196,8 +195,8 @@ def read_gguf(path: Path) -> GGUF:
     for file in files:
         try:
             require_regular(file)
-            found = file.stat()
-            headers.append(_read_header(file, found.st_mtime_ns, found.st_size))
+            status = file.stat()
+            headers.append(_read_header(file, status.st_mtime_ns, status.st_size))
         except OSError as error:
             raise EspalierError(f"{file} cannot be read ({error.strerror}); {REDOWNLOAD}") from None
     count = headers[0].metadata.get("split.count", 1)
@@ -207,8 +206,8 @@ def read_gguf(path: Path) -> GGUF:
         )
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
-        if twice := next((name for name in header.tensors if name in tensors), None):
-            raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {REDOWNLOAD}")
+        if duplicate := next((name for name in header.tensors if name in tensors), None):
+            raise EspalierError(f"tensor {shown(duplicate)} is in two files of {path}; {REDOWNLOAD}")
         tensors |= header.tensors
     return GGUF(path, headers[0].metadata, tensors)
 
@@ -227,8 +226,8 @@ def _split_model_files(path: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def _read_header(path: Path, changed_ns: int, size: int) -> GGUF:
-    """Returns the header of one file.  The cache's key includes changed and size, so a changed file is read again."""
+def _read_header(path: Path, modified_ns: int, size: int) -> GGUF:
+    """Returns the header of one file.  The arguments are the cache's key, so a changed file is read again."""
     if size < len(GGUF_MAGIC):
         raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {REDOWNLOAD}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -270,21 +269,24 @@ class _GGUFHeaderReader:
     def _read_tensors(self, count: int, alignment: Any) -> dict[str, TensorInfo]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
-        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self._read_string()
             [dimensions] = self._read_numbers("I")
-            if name in found or not 1 <= dimensions <= MAX_DIMENSIONS:
+            if name in entries or not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise EspalierError(
                     f"{self.path}: tensor {shown(name)} is there twice or has {dimensions} dimensions; {REDOWNLOAD}"
                 )
             shape = self._read_numbers(f"{dimensions}Q")
             if not 0 < prod(shape) <= MAX_SIZE**2:
                 raise EspalierError(f"{self.path}: tensor {shown(name)} has the shape {list(shape)}; {REDOWNLOAD}")
-            type, begin = self._read_numbers("IQ")
-            found[name] = shape[::-1], type, begin
-        data = -(-self.offset // alignment) * alignment
-        return {name: TensorInfo(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
+            type_number, begin = self._read_numbers("IQ")
+            entries[name] = shape[::-1], type_number, begin
+        data_begin = -(-self.offset // alignment) * alignment
+        return {
+            name: TensorInfo(self.path, shape, type_number, data_begin + begin)
+            for name, (shape, type_number, begin) in entries.items()
+        }
 
     def _read_value(self, name: str, kind: int) -> Any:
         if kind in NUMBER_FORMATS:

@@ -90,21 +90,23 @@ _REFUSAL_REASONS = MappingProxyType(
 
 
 def keyword_advice(name: str, known: Collection[str], python: bool = True) -> str | None:
-    """Returns the advice for an unknown keyword: Espalier's name, or why Espalier has none; None if no table has it.
+    """Returns the advice for an unknown keyword: Espalier's name for it, or why Espalier has none.
 
-    python: whether the advice may contain Python code; False for clients of the server.
-    """
+    known: the keywords that the caller knows.  python: whether the advice may name a setting of another Python class;
+    False for clients of the server.  Returns None if no table has the keyword, or if the advice would need `python`."""
     if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known):
         return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'
     if name in _REFUSAL_REASONS:
         return f"{_REFUSAL_REASONS[name]}; leave it out"
     if OUR_ARGUMENTS.get(name) in known:
         return f"use {OUR_ARGUMENTS[name]}"
-    # The name may also be Espalier's own, in another class.
-    ours = _OUR_NAMES.get(name) or next((each for each in OTHER_ENGINE_NAMES if each.partition(".")[2] == name), None)
-    if ours is None:
+    # The name may also be Espalier's name of a setting of another class.
+    our_name = _OUR_NAMES.get(name) or next(
+        (our_setting for our_setting in OTHER_ENGINE_NAMES if our_setting.partition(".")[2] == name), None
+    )
+    if our_name is None:
         return None
-    owner, _, setting = ours.partition(".")
+    owner, _, setting = our_name.partition(".")
     if owner == "serve":
         return f"use espalier serve --{setting.replace('_', '-')}"
     if setting.partition("=")[0] in known:
@@ -117,19 +119,19 @@ def keyword_advice(name: str, known: Collection[str], python: bool = True) -> st
 def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
     """Returns the advice for an unknown flag.
 
-    name: with underscores, without leading dashes.  flags, arguments: those of the command; "model" is an argument.
-    """
+    name: with underscores, without leading dashes.  flags, arguments: the flags and the arguments (such as "model") of
+    the command."""
     if name in _REFUSAL_REASONS:
         return f"{_REFUSAL_REASONS[name]}; leave it out"
     owner, _, setting = _OUR_NAMES.get(name, "").partition(".")
-    ours, _, value = setting.partition("=")
+    our_setting, _, value = setting.partition("=")
     if name == "speculative_config":
         return "use --draft, --steps, --topk and --num-draft-tokens"
-    if (ours or name) in arguments:
-        return f"write the {ours or name} after the command, without a flag"
-    written = "--" + ours.replace("_", "-")
-    if not ours or written not in flags:
-        return f"use espalier serve {written}" if owner == "serve" else None
+    if (our_setting or name) in arguments:
+        return f"write the {our_setting or name} after the command, without a flag"
+    our_flag = "--" + our_setting.replace("_", "-")
+    if not our_setting or our_flag not in flags:
+        return f"use espalier serve {our_flag}" if owner == "serve" else None
     if value == "False":
-        return f"use --no-{written[2:]}"
-    return f"use {written} {value}".rstrip()
+        return f"use --no-{our_flag[2:]}"
+    return f"use {our_flag} {value}".rstrip()

@@ -97,17 +97,17 @@ def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]
     if kind not in MESSAGE_FIELDS:
         texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
         return [{"role": "user", "content": require_text(location, text)} for text in texts]
-    role_field, what = MESSAGE_FIELDS[kind]
-    found: list[dict[str, Any]] = []
+    role_field, text_field = MESSAGE_FIELDS[kind]
+    messages: list[dict[str, Any]] = []
     for message in record[kind]:
         role = ROLES.get(speaker) if isinstance(speaker := _get_field(message, role_field), str) else None
         if role is None:
             raise unexpected_record_error(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
-        content = message.get(what)
+        content = message.get(text_field)
         if role != "assistant" and not (kind == "conversations" and content == ""):
             require_text(location, content)
-        found.append({"role": role, "content": content})
-    return found
+        messages.append({"role": role, "content": content})
+    return messages
 
 
 def _get_field(message: Any, name: str) -> Any:
@@ -137,22 +137,21 @@ def token_ids(
     """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its tokens.
 
     Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
-    InputProcessor; not called for token ids.  Raises EspalierError.
-    """
+    InputProcessor; not called for token ids.  Raises EspalierError."""
     kind = record_format(location, record)
     if kind in TEXT_FIELDS:
         text = record[kind]
         return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(location, text))
     if kind != "token_ids":
         return _conversation_tokens(location, record, kind, inputs())
-    given: list[Any] = record[kind]
-    if not all(type(token) is int for token in given):
+    tokens: list[Any] = record[kind]
+    if not all(type(token) is int for token in tokens):
         raise unexpected_record_error(location, '"token_ids" that are no list of whole numbers')
-    if outside := [token for token in given if not 0 <= token < vocab_size]:
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise EspalierError(
             f"{location}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
         )
-    return given
+    return tokens
 
 
 def _conversation_tokens(location: str, record: Mapping[str, Any], field: str, inputs: InputProcessor) -> list[int]:

@@ -81,7 +81,7 @@ class SamplingParams:
         int_check(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
-        "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
+        "tokens to generate at most, which must fit after the prompt; unset: up to the context's end",
         int_check(0, remark="0 only with prompt_logprobs"),
         generation_config="max_new_tokens",
     )
@@ -127,8 +127,8 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """Shows only the fields that are set."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
     def __post_init__(self) -> None:
         for name, check in PARAM_CHECKS.items():
@@ -178,15 +178,15 @@ GENERATION_CONFIG_NAMES = {
 def _slot_column(neutral: float, part_of: str | None = None) -> Any:
     """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
 
-    neutral: the value that changes nothing.  part_of: "filters" or "penalties".  A launch skips the filters, or the
-    penalties, if all of their values are neutral.
-    """
+    neutral: the value that changes nothing.  part_of: "filters" or "penalties".  A launch skips the filters if all
+    values of filters are neutral, and likewise the penalties."""
     return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to parse an output.  Formats: names of parsers or "".  answer_start: the part of the answer in the prompt."""
+    """How to parse an output.  tool_format, reasoning_format: names of parsers or "".  schemas: of tools, by name.
+    answer_start: the part of the answer that is in the prompt."""
 
     tool_format: str
     reasoning_format: str
@@ -247,7 +247,7 @@ class ResolvedParams(SamplingParams):
         }
 
     def depth_limit(self, steps: int) -> int:
-        """Returns how many draft tokens a round may accept for this request.  steps: the most of any request."""
+        """Returns how many draft tokens a round may accept for this request.  steps: RoundLayout.steps."""
         if not self.speculation:
             return 0
         return steps if self.max_draft_depth is None else min(steps, self.max_draft_depth)
@@ -299,8 +299,7 @@ class IncrementalDetokenizer(Protocol):
         """Returns the new text since the last take.
 
         The text never ends inside a character or a stop string.  Unless final, text that may begin a stop string is
-        held back.
-        """
+        held back."""
         ...
 
 
@@ -308,17 +307,19 @@ class IncrementalDetokenizer(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.  priority: a lower
-    number runs first and is preempted last; equal priorities go by arrival, and several clients take turns
-    (engine/queue.py).  stop_ids: tokens that end the request.  detokenizer: None if no text is wanted.  masker: None if
-    every token is allowed.  index: the sample's number among n samples.  prefix_leader: a sibling with the same prompt;
-    this request waits for the sibling's prefill, to share its pages.  streamed: whether the user reads tokens as they
-    come.  prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.  num_predicted: how
-    many tokens of params.prediction are in output.  generation: how often the request has left a slot.  In a slot:
-    prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows are launched so far;
-    num_known, index of the last root that the host knows, and number of rows committed before it; rounds_in_flight,
-    rounds launched and not yet read.
-    """
+    prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.
+    stop_ids: tokens that end the request.  masker: None if every token is allowed.
+    detokenizer: None if no text is wanted.  streamed: whether the user reads tokens as they come.
+    index: the sample's number among n samples.  prefix_leader: a sibling with the same prompt; this request waits for
+    the sibling's prefill, to share its pages.
+    priority: a lower number runs first and is preempted last; equal priorities go by arrival, and several clients take
+    turns (engine/queue.py).
+    prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
+    num_predicted: how many tokens of params.prediction are in output.
+    generation: how often the request has left a slot.  In a slot:
+    prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
+    num_known: the index of the root that the host knows last, which is also the number of rows committed before it.
+    rounds_in_flight: rounds that are launched and not read yet."""
 
     id: str
     prompt: list[int]
@@ -356,7 +357,7 @@ class Request:
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """The sort key of every queue of requests."""
+        """The key by which the scheduler sorts running requests."""
         return self.priority, self.arrival_index
 
     @property
@@ -379,8 +380,7 @@ class Request:
     def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
-        A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
-        """
+        A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later."""
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
@@ -407,11 +407,10 @@ class Request:
 class OutputChunk:
     """The output of one engine step for one request.
 
-    index: the sample's number among n samples. text may lag behind token_ids, because the last characters can still
-    change.  from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason,
+    index: the sample's number among n samples.  text: may have less than token_ids, because the last characters can
+    still change.  from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason,
     stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
-    without a token, its last chunk has the log-probabilities that were read.
-    """
+    without a token, its last chunk has the log-probabilities that were read."""
 
     request_id: str
     index: int = 0
@@ -430,12 +429,12 @@ class Output:
     """A finished continuation.
 
     token_ids: all generated tokens, the end token included.  from_draft: for each token, whether the draft proposed it.
-    logprobs: one entry for each token, None if the request did not ask for them.  finish_reason: "stop" (an end token
-    or a stop string), "length" (max_tokens or the context's end) or "abort" (error says why, unless the user aborted).
+    logprobs: one entry for each token; None if the request did not ask for log-probabilities.
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
+    says why, unless the user aborted).
     stop_reason: the stop string or the id of stop_token_ids that ended the output; None for the model's own end tokens.
-    prompt_logprobs: only in the first of n outputs; an aborted output has the entries that were read.  choices: when
-    n > 1, all n outputs, this one first.  speculation: counts over the rounds of this output.
-    """
+    prompt_logprobs: only in the first of n outputs; an aborted output has the entries that were read.
+    choices: when n > 1, all n outputs, this one first.  speculation: counts over the rounds of this output."""
 
     text: str
     token_ids: list[int]

@@ -43,10 +43,11 @@ ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
-# The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
-# on the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
-NUM_RANKS, NUM_LEVELS = 3, 8
-NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
+# The numbers from PATH_KINDS on are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
+# on the rank among siblings (the last rank stands for all later ranks), and on the confidence level: a class of
+# probabilities that says how sure the draft was.
+NUM_RANKS, NUM_CONFIDENCE_LEVELS = 3, 8
+NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_CONFIDENCE_LEVELS
 # The columns of a guess before its tokens: start and kind.
 GUESS_HEADER_COLUMNS = 2
 # Stands for a missing token of a guess.
@@ -79,8 +80,8 @@ class SlotInit:
     """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
-    shared pages and are never written.  end: the number of tokens that ends the request.  sampling: the other columns.
-    """
+    shared pages and are never written.  end: the number of tokens that ends the request.
+    sampling: the values of the other columns.  counts_tokens: whether tokens are counted, for penalties."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -119,7 +120,7 @@ class Guess:
 
 
 def max_guess_length(layout: RoundLayout) -> int:
-    """Returns the length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
+    """Returns the most tokens of a guess: the tokens that rounds in flight may decide, and a path after them."""
     return (MAX_ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
@@ -131,8 +132,7 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 class ScatterUpdate(NamedTuple):
     """New values for some cells of one field of the slot table.  Two [n] int64 arrays, of numpy or torch.
 
-    indices: into the flattened field.  values: a float32 value is carried as its bits.
-    """
+    indices: into the flattened field.  values: a float32 value is carried as its bits."""
 
     indices: Any
     values: Any
@@ -145,14 +145,15 @@ class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
     Numbers are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each column is also an
-    attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the
-    tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W],
-    the host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at
-    a depth is right if its parent is.  draft_skill: [num_slots, 1], added to this logarithm for the draft's nodes of
-    one request.  own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the
-    request's own text.  candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
-    (speculate/sources/calibrate.py).
-    """
+    attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.
+    carried: the tensors that the drafter passes from round to round, by name.
+    guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W], the host's guesses.
+    survival: [NODE_KINDS, S], for all requests the log-probability that a node of a kind at a depth is right if its
+    parent is right.  draft_skill: [num_slots, 1], a request's addend to this logarithm for nodes of its draft.
+    own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text
+    (its prompt and output).
+    candidates: [num_slots, D], the nodes of the request's tree before requests shared rows, packed into numbers
+    (speculate/sources/calibrate.py:pack_nodes)."""
 
     if TYPE_CHECKING:
 
@@ -192,19 +193,22 @@ class SlotTable:
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
         """Returns the updates that fill these slots, by field.  The slots' other cells must be cleared before."""
-        fields: dict[str, list[ScatterUpdate]] = {}
+        updates_by_field: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
             for name, values in _slot_rows(init).items():
                 if not isinstance(values, ScatterUpdate):
                     values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
                 first = init.slot * getattr(self, name).shape[1]
-                fields.setdefault(name, []).append(ScatterUpdate(first + values.indices, values.values))
-        return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
+                updates_by_field.setdefault(name, []).append(ScatterUpdate(first + values.indices, values.values))
+        return {
+            name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True)))
+            for name, rows in updates_by_field.items()
+        }
 
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
         """Returns the update that adds pages to page tables.
 
-        appended_pages: (slot, column, page), since the last launch.  Raises EspalierError for a column past the table.
+        appended_pages: (slot, column, page), since the last launch.  Raises EspalierError for a cell outside the table.
         """
         if not appended_pages:
             return NO_UPDATE
@@ -233,7 +237,7 @@ class SlotTable:
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Clears earlier requests' data in slots [A], except `ints` and `floats`, which init_updates overwrites."""
+        """Clears earlier requests' data in slots [n], except `ints` and `floats`, which init_updates overwrites."""
         zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
@@ -262,8 +266,8 @@ def _slot_rows(init: SlotInit) -> dict[str, Any]:
     }
     if init.counts_tokens:
         seen = np.unique(np.array(init.tokens[: init.prompt_len], dtype=np.int64))
-        output, times = np.unique(np.array(init.tokens[init.prompt_len :], dtype=np.int64), return_counts=True)
-        row |= {"seen": ScatterUpdate(seen, np.ones_like(seen)), "counts": ScatterUpdate(output, times)}
+        output, num_times = np.unique(np.array(init.tokens[init.prompt_len :], dtype=np.int64), return_counts=True)
+        row |= {"seen": ScatterUpdate(seen, np.ones_like(seen)), "counts": ScatterUpdate(output, num_times)}
     return row
 
 
@@ -276,11 +280,11 @@ def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
 class BatchState:
     """The slots of a batch, gathered once per launch by kernels/state/batch_state.py.
 
-    index: [B], the slots.  prefix_len, root, commit_from: [B], as they were before the launch.  num_tokens: [B],
-    prefix_len + 1 for the root.  max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the
-    request's depth_limit and by the tokens it has left.  num_logprobs: [B], likeliest tokens to report beside each
-    emitted token, -1 for none.  is_real: [B] bool, False for padding.  page_table: [B, table_width] int32.
-    """
+    index: [B], the slots.  prefix_len, root, commit_from: [B], as they were before the launch.
+    num_tokens: [B], prefix_len + 1, because the root counts too.  page_table: [B, table_width] int32.
+    max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the request's depth_limit and by
+    the tokens that it has left.  num_logprobs: [B], likeliest tokens to report beside each emitted token, -1 if the
+    request wants no log-probabilities.  is_real: [B] bool, False for padding."""
 
     table: SlotTable
     index: Tensor

@@ -25,9 +25,9 @@ class Usage:
 class LearnStats:
     """The figures of online learning.
 
-    startup_, served_, trained_accept_length: on held-back traffic, of the draft given at startup, of the draft served
-    before the last training, and of the draft from that training; 0 before the first training.
-    """
+    startup_accept_length, served_accept_length, trained_accept_length: the accept lengths, on held-back traffic, of the
+    draft given at startup, of the draft served before the last training, and of the draft from that training; 0 before
+    the first training."""
 
     swaps: int = 0
     trainings: int = 0
@@ -73,15 +73,14 @@ class SpeculationStats:
 
     @property
     def acceptance_by_depth(self) -> list[tuple[int, int]]:
-        """For each depth from 1, the number of rounds that (tried it, accepted it)."""
+        """For each depth from 1 on, (the number of rounds that tried it, the number of rounds that accepted it)."""
         return list(zip(self.rounds_tried_by_depth, self.rounds_accepted_by_depth, strict=True))
 
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
         emitted: tokens that were kept; accepted: how many of these the draft had guessed (all, if an end token ended
-        the round early); drafted: draft tokens verified; depth: the greatest depth that could have been accepted.
-        """
+        the round early); drafted: draft tokens verified; depth: the greatest depth that could have been accepted."""
         self.drafted += drafted
         _count(self.histogram, [emitted])
         _count(self.rounds_tried_by_depth, range(min(emitted, depth)))

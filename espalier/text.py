@@ -2,11 +2,9 @@
 
 The stream never gives out an incomplete character or a part of a stop string.
 
-
 A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
-decoded in a window that begins a few tokens before the first new one, because a token's text can depend on the tokens
-before it (a leading space, the other bytes of a character).
-"""
+decoded in a window that begins a few tokens before the first new token, because a token's text can depend on the tokens
+before it (a leading space, the other bytes of a character)."""
 
 import codecs
 import json
@@ -40,8 +38,8 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopStringFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: the text includes the stop string.  found_stop: that string, or None.
-    """
+    stop: the stop strings.  keep_stop: whether the text includes the stop string.  found_stop: the stop string that was
+    found, or None."""
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
         self.stop = tuple(stop)
@@ -51,7 +49,8 @@ class StopStringFinder:
         self._held_text = ""
 
     def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
-        """Adds text.  is_searched: whether stop strings count in it.  next_text: the next text, where one may end."""
+        """Adds text.  is_searched: whether stop strings count in it.  next_text: the following text, in which a stop
+        string may end."""
         if not is_searched:
             self._ready_text += text
             return
@@ -174,7 +173,7 @@ class Tokenizer:
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
         """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
-        return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
+        return tuple(sorted(id for id, token in self._added.items() if token.special and token.content in names))
 
     def last_turn(self, prompt: Sequence[int], ignored_tokens: Collection[str]) -> str | None:
         """Returns the prompt's text from its last special token on.
@@ -183,7 +182,9 @@ class Tokenizer:
         ignored_tokens: special tokens that do not count.
         """
         names = self.template.special_tokens.names
-        ids = {id for id, each in self._added.items() if each.content in names and each.content not in ignored_tokens}
+        ids = {
+            id for id, token in self._added.items() if token.content in names and token.content not in ignored_tokens
+        }
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
             return None
@@ -202,7 +203,7 @@ class Tokenizer:
                 return detokenizer
         if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
-        skipped = {id for id, each in self._added.items() if each.special and id not in visible_ids}
+        skipped = {id for id, token in self._added.items() if token.special and id not in visible_ids}
         return Detokenizer(lambda tokens: self.decode([t for t in tokens if t not in skipped], False), prompt)
 
 
@@ -319,7 +320,7 @@ class ByteDetokenizer:
         return self.utf8.decode(b"".join(parts), final)
 
     def withheld_text(self) -> str:
-        """Returns "": take withholds no complete character."""
+        """Returns "": take_text withholds no complete character."""
         return ""
 
 
@@ -349,8 +350,8 @@ class Detokenizer:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
         if self.num_read == len(self.window):
             return ""
-        end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
-        text = _new_text(self.decode(self.window[: self.num_read]), whole)
+        end, full_text = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
+        text = _new_text(self.decode(self.window[: self.num_read]), full_text)
         # If the tokens just taken have text, they become the next context.  Tokens without text keep the old context.
         drop = self.num_read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
@@ -358,7 +359,7 @@ class Detokenizer:
         return text
 
     def withheld_text(self) -> str:
-        """Returns the complete characters that take withholds because their last token begins an incomplete one."""
+        """Returns the complete characters that take_text withholds, because the same token begins an incomplete one."""
         if self.num_read == len(self.window):
             return ""
         return _new_text(self.decode(self.window[: self.num_read]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))
@@ -370,14 +371,14 @@ class Detokenizer:
         complete character, or begins the character that the last 3 continue: then the text ends inside it.
         """
         first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
-        text = whole = self.decode(self.window)
-        if not whole.endswith(INCOMPLETE_CHAR):
-            return len(self.window), whole
+        text = full_text = self.decode(self.window)
+        if not full_text.endswith(INCOMPLETE_CHAR):
+            return len(self.window), full_text
         for end in range(len(self.window) - 1, first - 1, -1):
             text = self.decode(self.window[:end])
             if not text.endswith(INCOMPLETE_CHAR):
                 return end, text
-        return first, text[: _common_prefix_length(text, whole)]
+        return first, text[: _common_prefix_length(text, full_text)]
 
 
 def _new_text(old_text: str, full_text: str) -> str:

@@ -40,9 +40,11 @@ def load_hugging_face_tokenizer(path: Path) -> Any:
         return _load_from_gguf(path)
     require_files(path)
     _refuse_code(path)
-    kind = tokenizer_class(path)
-    given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
-    return _load_checked(path, partial(kind.from_pretrained, str(path), trust_remote_code=False, **given))
+    tokenizer_type = tokenizer_class(path)
+    extra_arguments = {"config": _config_of_type(path)} if tokenizer_type.__name__ == "AutoTokenizer" else {}
+    return _load_checked(
+        path, partial(tokenizer_type.from_pretrained, str(path), trust_remote_code=False, **extra_arguments)
+    )
 
 
 def _load_from_gguf(path: Path) -> Any:
@@ -134,9 +136,9 @@ def tokenizer_class(path: Path) -> Any:
     compiler.  So where it would choose PreTrainedTokenizerFast, only that class is imported.
     """
     config = _read_fields(path / "config.json")
-    named = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
-    is_whole = named is None and (path / "tokenizer.json").is_file()
-    if is_whole or (named in GENERIC_CLASSES and config.get("model_type") in GENERIC_MODEL_TYPES):
+    class_name = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
+    is_self_contained = class_name is None and (path / "tokenizer.json").is_file()
+    if is_self_contained or (class_name in GENERIC_CLASSES and config.get("model_type") in GENERIC_MODEL_TYPES):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -163,7 +165,7 @@ def find_exponential_pattern(backend: Any) -> str | None:
 
 
 def max_replacement_growth(backend: Any) -> int:
-    """Returns the most characters that replacements can make of one.  Later ones may apply to text of earlier ones."""
+    """Returns the most characters that replacements can make of one, if each applies to text of earlier ones."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)
@@ -172,15 +174,15 @@ def max_replacement_growth(backend: Any) -> int:
 def _step_objects(step: Any) -> Iterator[dict[str, Any]]:
     """The JSON objects that a step of a tokenizer consists of."""
     try:
-        left = [json.loads(step.__getstate__())]
+        remaining = [json.loads(step.__getstate__())]
     except Exception:  # none, or a custom step in Python, which has no serialized state
         return
-    while left:
-        if isinstance(part := left.pop(), dict):
-            yield part
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
+    while remaining:
+        if isinstance(value := remaining.pop(), dict):
+            yield value
+            remaining += value.values()
+        elif isinstance(value, list):
+            remaining += value
 
 
 def may_be_exponential(pattern: str) -> bool:
@@ -201,8 +203,8 @@ def may_be_exponential(pattern: str) -> bool:
             continue
         varies = False
         if kind == ")" and len(groups) > 1:
-            atomic, inside = groups.pop()
-            varies = inside and not atomic
+            is_group_atomic, varies_inside = groups.pop()
+            varies = varies_inside and not is_group_atomic
         index, most, is_possessive = _read_quantifiers(pattern, index)
         if most >= MAX_SAFE_REPEATS and not is_possessive:
             if varies:

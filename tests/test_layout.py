@@ -82,8 +82,8 @@ def test_prefill_widths_are_doublings_up_to_the_chunk_and_their_middles():
 
 def test_passes_are_smaller_while_others_decode():
     made = layout(chunk_size=2048, busy_chunk_size=512)
-    assert (made.max_pass_rows(decoding=False), made.max_pass_rows(decoding=True)) == (2048, 512)
-    assert layout(chunk_size=2048).max_pass_rows(decoding=True) == 2048
+    assert (made.max_pass_rows(is_streamed=False), made.max_pass_rows(is_streamed=True)) == (2048, 512)
+    assert layout(chunk_size=2048).max_pass_rows(is_streamed=True) == 2048
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the results of earlier rounds.
 
 Rounds of every tree show how often the first child is accepted at each depth, along paths of first children.  These
-rates predict the gain of a tree: its tokens beyond the first.  A tree that ran also has a gain ratio: its real gain
-divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted in
-proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
+rates predict the gain of a tree: the tokens of a round beyond the first.  A tree that ran also has a gain ratio: its
+real gain divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted
+in proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from espalier.layout import TreeShape
 
-# (nodes, accept length), measured with the draft MEASURED_DRAFT.
+# (number of nodes of a tree, accept length), measured with the draft MEASURED_DRAFT.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
-# How often that head's first child is accepted if its parent is, by depth.  The last value holds for all deeper levels.
+# How often the first child of that draft is accepted if its parent is, by depth.  The last value holds for all deeper
+# levels.
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MAX_RATE = 0.98
@@ -40,10 +41,10 @@ RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 class AcceptSample(NamedTuple):
     """The result of one request in one round, or the result that the round would have had without a draft.
 
-    max_depth: the greatest depth at which the request may accept nodes; sibling_ranks: for each accepted node its
-    rank among its siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree;
-    is_short: whether the draft had fewer guesses than the tree has room for.
-    """
+    max_depth: the greatest depth at which the request may accept nodes.
+    sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.
+    is_leaf: whether the last accepted node has no child in the tree.
+    is_short: whether the draft had fewer guesses than the tree has room for."""
 
     max_depth: int
     sibling_ranks: tuple[int, ...]
@@ -52,7 +53,7 @@ class AcceptSample(NamedTuple):
 
 
 def assumed_accept_length(tree: TreeShape) -> float:
-    """Returns a tree's assumed accept length: ACCEPT_LENGTHS, interpolated over the logarithm of the nodes."""
+    """Returns a tree's assumed accept length.  ACCEPT_LENGTHS is interpolated over the logarithm of the node count."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -69,22 +70,21 @@ def depth_of(tree: TreeShape) -> int:
 
 
 def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
-    """Returns, for each greatest depth 0, 1, 2, ... of accepted nodes, the tokens beyond the first that a round emits.
+    """Returns the expected gains of a round (tokens beyond the first) if nodes may be accepted down to depth 0, 1, ...
 
-    first_child_rates: how often the first child is accepted, by depth from 1 on.
-    """
-    others = _other_child_rate(tree)
+    first_child_rates: how often the first child is accepted, by depth from 1 on."""
+    other_child_rate = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
         first = first_child_rates[depth - 1]
-        reached *= first + (1 - first) * min(others * first / assumed_rate(depth), 1.0)
+        reached *= first + (1 - first) * min(other_child_rate * first / assumed_rate(depth), 1.0)
         summed.append(summed[-1] + reached)
     return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
 
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """Returns how often another child is accepted if the first is not, by `assumed_accept_length`."""
+    """Returns how often another child must be accepted if the first is not, to reach `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -122,23 +122,23 @@ class DecayingRate:
 class TreeCounts:
     """What the rounds of one tree showed.
 
-    depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
-    gained_tokens: tokens beyond the first.
-    """
+    first_child_counts: how often the first child was accepted, by depth.
+    samples_by_max_depth: [depth + 1], the number of samples by AcceptSample.max_depth, at most the tree's depth.
+    gained_tokens: the tokens of these samples beyond the first of each round."""
 
-    depths: list[DecayingRate]
-    samples: list[float]
+    first_child_counts: list[DecayingRate]
+    samples_by_max_depth: list[float]
     gained_tokens: float = 0.0
 
     def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
-        _count_first_children(self.depths, sample, max_depth, weight)
-        self.samples[max_depth] += weight
+        _count_first_children(self.first_child_counts, sample, max_depth, weight)
+        self.samples_by_max_depth[max_depth] += weight
         self.gained_tokens += weight * len(sample.sibling_ranks)
 
     def decay(self, factor: float) -> None:
-        for rate in self.depths:
+        for rate in self.first_child_counts:
             rate.decay(factor)
-        self.samples = [factor * count for count in self.samples]
+        self.samples_by_max_depth = [factor * count for count in self.samples_by_max_depth]
         self.gained_tokens *= factor
 
 
@@ -146,17 +146,17 @@ class TreeCounts:
 class Acceptance:
     """Estimates acceptance from the rounds so far.
 
-    steps: depth of the deepest tree; min_rounds, min_samples: an estimate remembers so many rounds and so many
-    samples, whichever takes longer; min_prior: the least weight of the assumptions.
-    first_child_rates: how often the first child is accepted, by depth.  A depth that was rarely tried has the assumed
-    rate, corrected as much as the depth above was.
-    """
+    steps: the depth of the deepest tree.
+    min_rounds, min_samples: counts fade slowly enough to remember at least so many rounds and so many samples.
+    min_prior: the least weight of the assumptions.
+    first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
+    rate is corrected by the same factor as at the depth above."""
 
     steps: int
     min_rounds: int
     min_samples: int
     min_prior: float = PRIOR_SAMPLES
-    depths: list[DecayingRate] = field(init=False)
+    first_child_counts: list[DecayingRate] = field(init=False)
     first_child_rates: list[float] = field(init=False)
     counts_by_tree: dict[TreeShape, TreeCounts] = field(default_factory=dict)
     recent_gain: DecayingRate = field(default_factory=DecayingRate)
@@ -166,42 +166,42 @@ class Acceptance:
         self.reset()
 
     def reset(self) -> None:
-        self.depths = [DecayingRate() for _ in range(self.steps)]
+        self.first_child_counts = [DecayingRate() for _ in range(self.steps)]
         self.counts_by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
         self.first_child_rates = [0.0] * self.steps
         self._update_first_child()
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].denominator > max_samples:
-            self._decay(max_samples / self.depths[0].denominator)
+        if self.steps and self.first_child_counts[0].denominator > max_samples:
+            self._decay(max_samples / self.first_child_counts[0].denominator)
             self._update_first_child()
 
     def _decay(self, factor: float) -> None:
-        for rate in self.depths:
+        for rate in self.first_child_counts:
             rate.decay(factor)
         for counts in self.counts_by_tree.values():
             counts.decay(factor)
 
     def _update_first_child(self) -> None:
-        follows = 1.0
-        for i, count in enumerate(self.depths):
+        correction = 1.0
+        for i, count in enumerate(self.first_child_counts):
             assumed = assumed_rate(i + 1)
-            rate = min(count.rate(min(assumed * follows, MAX_RATE), self.prior_weight), MAX_RATE)
-            self.first_child_rates[i], follows = rate, rate / assumed
+            rate = min(count.rate(min(assumed * correction, MAX_RATE), self.prior_weight), MAX_RATE)
+            self.first_child_rates[i], correction = rate, rate / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
         """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child_rates)[-1] * self._gain_ratio(tree)
 
     def _gain_ratio(self, tree: TreeShape) -> float:
-        """Returns the real gain of the tree, divided by the gain that its own rounds' first children predict."""
+        """Returns the real gain of the tree, divided by the gain that the first children of its own rounds predict."""
         counts = self.counts_by_tree.get(tree)
         if counts is None:
             return 1.0
-        pairs = zip(counts.depths, self.first_child_rates, strict=False)
-        own = [count.rate(pooled, self.prior_weight) for count, pooled in pairs]
-        predicted = sum(map(mul, counts.samples, gains(tree, own)))
+        pairs = zip(counts.first_child_counts, self.first_child_rates, strict=False)
+        own_rates = [count.rate(pooled, self.prior_weight) for count, pooled in pairs]
+        predicted = sum(map(mul, counts.samples_by_max_depth, gains(tree, own_rates)))
         return (counts.gained_tokens + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
@@ -218,7 +218,7 @@ class Acceptance:
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             max_depth = min(sample.max_depth, depth)
-            _count_first_children(self.depths, sample, max_depth, weight)
+            _count_first_children(self.first_child_counts, sample, max_depth, weight)
             counts.add(sample, max_depth, weight)
         self._update_first_child()
 
@@ -235,11 +235,13 @@ class Acceptance:
             self.recent_gain = DecayingRate()
 
 
-def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int) -> None:
+def _count_first_children(
+    counts_by_depth: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int
+) -> None:
     """Count at each depth whether the first child was accepted, as long as the path follows first children."""
     ranks = sample.sibling_ranks
     for depth in range(min(max_depth, len(ranks) + 1)):
-        count = depths[depth]
+        count = counts_by_depth[depth]
         if depth == len(ranks):
             # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
             count.denominator += weight * (not sample.is_leaf or sample.is_short)

@@ -5,7 +5,7 @@ padded to batch buckets, prefill passes to the forms of ModelRunner.captured_pas
 own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that fit no form, and for
 passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results.  A second stream copies the launch's entry of the results ring to the host.  The entry
-and its pinned buffers are used again only after the event of that copy.
+and its pinned buffers are used again only after that copy has ended.
 
 All graphs are captured, and all kernels of graphs and of eager launches are compiled, before the first launch
 (startup/measure_memory.py).  So no request waits for a compiler.
@@ -44,7 +44,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import MAX_ROUNDS_IN_FLIGHT, LaunchForm, padded_batch
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
+# At most MAX_ROUNDS_IN_FLIGHT launches are unread.  With one more entry, a launch never waits for an earlier copy.
 RING_ENTRIES = MAX_ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed inputs of a launch that has
-    the graph's LaunchForm.  For a prefill pass, the vector leaves out the updates of the slot table."""
+    """A captured launch.  vector: [n] int64 on the device, which a replay reads: the packed input of a launch with the
+    graph's LaunchForm.  For a prefill pass, it leaves out the slot-table updates (CudaExecutor._copy_to_graph)."""
 
     vector: Tensor
     graph: torch.cuda.CUDAGraph
@@ -63,9 +63,8 @@ class CapturedLaunch:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    written_event: recorded when the device has written the entry; copied_event: recorded when the buffers may be used
-    again.
-    """
+    vector: the packed launch; results: the copy of the ring entry.  written_event: recorded when the device has written
+    the entry; copied_event: recorded when `results` is complete, after which both buffers may be used again."""
 
     entry_index: int
     vector: Tensor
@@ -109,9 +108,7 @@ class CudaStagedHandle:
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        The draft asks the host only if half of the requests or more have a grammar, because all requests wait for
-        answers.
-        """
+        While the draft asks the host, all requests wait.  So it asks only if at least half of them have a grammar."""
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
@@ -147,13 +144,13 @@ class CudaExecutor:
     """Runs launches on one GPU.
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
-    batch buckets too, so that they have few forms.  captured_passes: forms of the captured prefill passes; empty
-    without captured rounds or Support.prefill_graph.  keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so
-    that the kernels of graphs can be counted.  overlap: whether a round may be launched before the previous round is
-    read.  With overlap, attention is captured for lengths that the host does not know exactly.  capture_stages: whether
-    staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.  replay_events: for
-    measurements; if it is a list, each replay appends its (start, end) events.
-    """
+    batch buckets too, so that they have few forms.
+    keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so that the kernels of graphs can be counted.
+    overlap: whether a round may be launched before the previous round is read.  With overlap, attention is captured for
+    lengths that the host does not know exactly.
+    capture_stages: whether staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.
+    captured_passes: the forms of captured prefill passes; empty if no rounds are captured or no pass can be.
+    replay_events: for measurements.  If this is a list, each replay appends its (start, end) events."""
 
     failure: Exception | None = None
     runs_any_tree = False
@@ -209,8 +206,8 @@ class CudaExecutor:
         return self.start_readback(host_entry, launch_input, output)
 
     def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
-        """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
-        slot table is updated before the graph runs."""
+        """Copies a launch to the vector that its graph reads.  A graph has fixed sizes, but a prefill pass has any
+        number of slot-table updates.  So for a prefill pass, the slot table is updated before the graph runs."""
         if not is_prefill:
             graph.vector.copy_(_copy_to_pinned(pinned, packed), non_blocking=True)
             return
@@ -237,14 +234,14 @@ class CudaExecutor:
         return host_entry, form, self._pack(launch_input, host_entry.entry_index, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads snapshots in every launch."""
+        """Packs a launch (see pack_launch).  If layers keep recurrent states, their graphs always read snapshots."""
         has_snapshots = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
     def _prepare_launch(
         self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
     ) -> None:
-        """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
+        """Clears pages, copies recurrent states and prepares attention for the lengths, on the compute stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
         lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
@@ -270,8 +267,7 @@ class CudaExecutor:
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
-        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host_entry.copied_event`.
-        """
+        Returns a pinned copy of prompt_logprobs.  Both copies are complete after `host_entry.copied_event`."""
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
@@ -288,19 +284,18 @@ class CudaExecutor:
     def compile_kernels(self, launch_inputs: Iterable[LaunchInput]) -> None:
         """Compiles all kernels that these launches need, in parallel.
 
-        launch_inputs: launches of dummy slots.  The code of a launch runs on its stream, but its Triton kernels are
-        only compiled and not run.  Only the dummy slot's cells are written.
-        """
+        launch_inputs: launches of dummy slots.  The Python code of a launch runs, but its Triton kernels are only
+        compiled.  Only the dummy slot's cells are written."""
         began_s, launches = time.perf_counter(), list(launch_inputs)
         with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
             for launch_input in launches:
                 self.run_eagerly(launch_input)
-            asked = time.perf_counter() - began_s
+            requested_s = time.perf_counter() - began_s
         self.stream.synchronize()
-        seconds = time.perf_counter() - began_s
+        total_s = time.perf_counter() - began_s
         if kernels:
             text = "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s"
-            log.info(text, len(kernels), seconds, len(launches), asked)
+            log.info(text, len(kernels), total_s, len(launches), requested_s)
 
     @torch.inference_mode()
     def run_dummy_launch(self, launch_input: LaunchInput) -> None:
@@ -340,8 +335,8 @@ class CudaExecutor:
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
         runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
-        known = (launch_input.width, ALL_SAMPLING_FEATURES, launch_input.prompt_rows, masks)
-        return run_launch(runner, self.results, device_launch, *known)
+        arguments = (launch_input.width, ALL_SAMPLING_FEATURES, launch_input.prompt_rows, masks)
+        return run_launch(runner, self.results, device_launch, *arguments)
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
@@ -352,7 +347,7 @@ class CudaExecutor:
     ) -> CudaLaunchHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.
 
-        output: the output of an eager launch; only eager launches compute prompt log-probabilities.  Else None.
+        output: the output of an eager launch; else None, because only eager launches compute prompt log-probabilities.
         """
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
@@ -365,22 +360,24 @@ class CudaExecutor:
         """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""
         if not self.captured_buckets:
             return
-        began_s, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
+        began_s, reserved_before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        graph_pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
         forms = [*self.runner.layout.round_forms(self.captured_buckets), *passes]
-        what = "a launch that compiles kernels"
+        subject = "a launch that compiles kernels"
         try:
             self.compile_kernels([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
-                what = f"the CUDA graph of {form.name}"
-                self.graphs[form] = self.capture_graph(form, pool)
+                subject = f"the CUDA graph of {form.name}"
+                self.graphs[form] = self.capture_graph(form, graph_pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
-                f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
+                f"{subject} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
-        self._log_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began_s, before)
+        self._log_captured(
+            f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began_s, reserved_before
+        )
         if self.capture_stages:
-            self._capture_stages(pool)
+            self._capture_stages(graph_pool)
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
@@ -395,8 +392,8 @@ class CudaExecutor:
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", subject, batches, seconds, mib)
 
     @torch.inference_mode()
-    def capture_graph(self, form: LaunchForm, pool: Any) -> CapturedLaunch:
-        """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
+    def capture_graph(self, form: LaunchForm, graph_pool: Any) -> CapturedLaunch:
+        """Captures a launch of dummy slots with this form.  graph_pool: the memory of graphs, from PyTorch."""
         dummy_input, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
@@ -407,31 +404,31 @@ class CudaExecutor:
             run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=CAPTURE_ERROR_MODE):
+        with torch.cuda.graph(graph, pool=graph_pool, stream=self.stream, capture_error_mode=CAPTURE_ERROR_MODE):
             run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
         if self.keep_graphs:  # else PyTorch instantiated the graph when the capture ended
             graph.instantiate()
         return CapturedLaunch(vector, graph)
 
-    def _capture_stages(self, pool: Any) -> None:
+    def _capture_stages(self, graph_pool: Any) -> None:
         """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
-        began_s, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        began_s, reserved_before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         batch_buckets = self.captured_buckets[::-1]
         for batch in track(batch_buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
-                self.stage_graphs[batch] = self._capture_stages_of(batch, pool)
+                self.stage_graphs[batch] = self._capture_stages_of(batch, graph_pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
-        self._log_captured("staged rounds", began_s, before)
+        self._log_captured("staged rounds", began_s, reserved_before)
 
     @torch.inference_mode()
-    def _capture_stages_of(self, batch: int, pool: Any) -> RoundStages:
+    def _capture_stages_of(self, batch: int, graph_pool: Any) -> RoundStages:
         dummy_input, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
             eager = self._eager_stages(packed, batch)
-        return eager.capture_stages(pool, self.stream)
+        return eager.capture_stages(graph_pool, self.stream)
 
     def close(self) -> None:
         """Waits for the launches in flight, then frees the graphs and their memory."""
@@ -444,7 +441,7 @@ class CudaExecutor:
 
 
 def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
-    """Copies the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
-    used = buffer[: len(packed.vector)]
-    np.copyto(used.numpy(), packed.vector)
-    return used
+    """Copies the packed vector to the start of a pinned buffer.  Returns the start that holds the vector."""
+    launch_part = buffer[: len(packed.vector)]
+    np.copyto(launch_part.numpy(), packed.vector)
+    return launch_part

@@ -1,7 +1,7 @@
 """Staged rounds on a GPU: CUDA graphs for each stage, captured at startup for every batch bucket.
 
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
-host which tokens can follow.  A bucket whose graphs do not fit into memory runs its stages eagerly.
+host which tokens may follow.  If the graphs of a batch bucket do not fit into memory, its stages run eagerly.
 
 Masks and forced tokens of grammars go to the device as one copy for each run of adjacent rows (`GrammarRows`).
 
@@ -65,8 +65,8 @@ class GrammarRowMemory:
 class GrammarRows:
     """A tensor on the device with one row for each request, such as its mask.
 
-    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the row, or the number, in the
-    rows of the other requests; it allows all tokens.
+    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the content of all other rows,
+    a row or one number for all cells; it allows all tokens.
 
     The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
     it, because PyTorch would use several threads, which wait for one another on a busy host.
@@ -91,9 +91,7 @@ class GrammarRows:
 
         row_values: [len(rows), ...]; None without rows.
 
-        The copies of the previous call must have ended.  They have ended, because the host has waited for the trees or
-        the results of that round.
-        """
+        The copies of the previous call must have ended.  So the host waits for that round's trees or results first."""
         if rows != self.rows or self.memory.current_rows is not self:
             self._clear()
             self.rows = rows
@@ -124,7 +122,7 @@ class StageMemory:
 
 
 def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (begin, end), indices in `rows`, for each run of consecutive numbers in `rows`, which ascend."""
+    """Returns (begin, end), indices in `rows`, for each run of consecutive numbers.  rows: ascending."""
     cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
@@ -151,10 +149,9 @@ def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) ->
 class BeamMaskQuery:
     """The draft's question at one level and its answer, on the device.
 
-    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskAllowedTokens) side by side, so that one
-    copy brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; each row's forced token and mask
-    (`pack_side_by_side`).
-    """
+    packed: [B, E + Q * W] int64: E drafted tokens and the W words of ancestor bits of Q beams, as in
+    sampling.mask.AskAllowedTokens.  They stand side by side, so that one copy brings both to the host.
+    answer: [B, Q, 1 + packed_row_length(words)] int64, each beam's forced token and mask (`pack_side_by_side`)."""
 
     packed: Tensor
     num_tokens: int
@@ -166,17 +163,17 @@ class BeamMaskQuery:
         cls, packed: Tensor, beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
     ) -> "BeamMaskQuery":
         """Returns a question without an answer.  Until it has one, every token may follow."""
-        # -1 in an answer says both: several tokens may follow, and the mask allows all.
+        # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
         shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
-        # The levels of a tree ask about different numbers of tokens.
+        # At each level of a tree, the question has another number of tokens, so this number can name the memory.
         answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
         return cls(packed, num_tokens, num_mask_words, answer)
 
     @property
     def answer_tensors(self) -> tuple[Tensor, Tensor]:
         """The answer in the form of AskAllowedTokens: forced tokens [B, Q] and masks [B, Q, words]."""
-        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_mask_words)
-        return only[..., 0], masks
+        forced, masks = unpack_side_by_side(self.answer.values, 1, self.num_mask_words)
+        return forced[..., 0], masks
 
     def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
         """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: None if every
@@ -194,13 +191,10 @@ def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
 
 
 class ProposeGraphs:
-    """The CUDA graphs of a propose stage, with a question to the host between each two graphs.
+    """The CUDA graphs of a propose stage, with a question to the host after each graph except the last."""
 
-    So there is one more graph than questions.
-    """
-
-    def __init__(self, pool: Any, num_mask_words: int, memory: StageMemory):
-        self.pool = pool
+    def __init__(self, graph_pool: Any, num_mask_words: int, memory: StageMemory):
+        self.graph_pool = graph_pool
         self.num_mask_words = num_mask_words
         self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -208,7 +202,7 @@ class ProposeGraphs:
 
     def begin_graph(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=CAPTURE_ERROR_MODE)
+        self.graphs[-1].capture_begin(pool=self.graph_pool, capture_error_mode=CAPTURE_ERROR_MODE)
 
     def end_graph(self) -> None:
         self.graphs[-1].capture_end()
@@ -232,8 +226,7 @@ class ProposeGraphs:
 class BeamMaskQueryRunner:
     """The function DraftGuide.ask_allowed_tokens on a GPU.
 
-    ask_beam_masks: gives the answers in an eager run; graphs: those that are being captured, None in an eager run.
-    """
+    ask_beam_masks: gives the answers in an eager run; graphs: the graphs of a running capture, None in an eager run."""
 
     def __init__(self, num_mask_words: int, memory: StageMemory):
         self.num_mask_words = num_mask_words
@@ -254,10 +247,11 @@ class BeamMaskQueryRunner:
 class RoundStages:
     """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
 
-    The stages read three tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
-    packed_row_length(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack_side_by_side`);
-    masks: [batch, D, words] int32.
-    """
+    The stages read three tensors on the device.
+    vector: [n] int64, the packed launch.
+    guide: [batch, S + 1 + packed_row_length(words)] int64, the forced tokens, the tree level and the mask of a
+    DraftGuide, packed by `pack_side_by_side`.
+    masks: [batch, D, words] int32, the tokens that may follow each node."""
 
     vector: Tensor
     guide: GrammarRows
@@ -276,8 +270,7 @@ class RoundStages:
     def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
-        masks: has a row for each node of the largest tree.
-        """
+        masks: has masks for as many nodes as the largest tree has, of which a smaller tree needs the first."""
         self.masks.set_rows(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
@@ -298,7 +291,7 @@ class EagerStages:
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.beam_query = BeamMaskQueryRunner(words, memory)
         unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
-        # No level is known yet.
+        # Level 0: the mask belongs to no level yet.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
@@ -310,7 +303,7 @@ class EagerStages:
 
     @property
     def stages(self) -> RoundStages:
-        """The stages of this object.  Each access makes a new object.  A stored one would form a reference cycle, and
+        """The stages of this object, made new by each access.  A stored RoundStages would form a reference cycle, and
         would keep the tensors of a round until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
         return RoundStages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
@@ -330,24 +323,25 @@ class EagerStages:
         stages.verify()
         stages.settle()
 
-    def capture_stages(self, pool: Any, stream: torch.cuda.Stream) -> RoundStages:
+    def capture_stages(self, graph_pool: Any, stream: torch.cuda.Stream) -> RoundStages:
         """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
 
-        Raises torch.OutOfMemoryError if the graphs do not fit into memory.
-        """
+        Raises torch.OutOfMemoryError if the graphs do not fit into memory."""
         with torch.cuda.stream(stream):
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             self.run()
         stages = self.stages
-        begin = _capture_stage(stages.begin, pool, stream)
+        begin = _capture_stage(stages.begin, graph_pool, stream)
         with torch.cuda.stream(stream):
-            propose = self._captured_propose(pool).replay
-        verify, settle = (_capture_stage(stage, pool, stream) for stage in (stages.verify, stages.settle))
+            propose = self._captured_propose(graph_pool).replay
+        verify, settle = (_capture_stage(stage, graph_pool, stream) for stage in (stages.verify, stages.settle))
         return replace(stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
-    def _captured_propose(self, pool: Any) -> ProposeGraphs:
+    def _captured_propose(self, graph_pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.beam_query.graphs = graphs = ProposeGraphs(pool, self.beam_query.num_mask_words, self.beam_query.memory)
+        self.beam_query.graphs = graphs = ProposeGraphs(
+            graph_pool, self.beam_query.num_mask_words, self.beam_query.memory
+        )
         graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
@@ -361,9 +355,9 @@ class EagerStages:
         return graphs
 
 
-def _capture_stage(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
+def _capture_stage(stage: Callable[[], None], graph_pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
     """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
+    with torch.cuda.graph(graph, pool=graph_pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
         stage()
     return graph.replay

@@ -16,9 +16,9 @@ class Streams(NamedTuple):
 
 
 # The streams of closed executors.
-# This is a module global because the workspaces belong to the process.  Two alternatives fail: clearing the workspaces
-# (a private PyTorch call) would free memory that another engine's graphs use, and with one pair of streams for all
-# engines, the capture of one would record launches of another.  No engine state is kept here.
+# This is a module global because the workspaces belong to the process.  Two alternatives fail.  Clearing the workspaces
+# (a private PyTorch call) would free memory that another engine's graphs use.  With one pair of streams for all
+# engines, the capture of one engine would record launches of another.  No engine state is kept here.
 IDLE_STREAMS: dict[torch.device, list[Streams]] = defaultdict(list)
 
 

@@ -2,7 +2,7 @@
 
 A round with a grammar runs in stages.  It is started like every other round, and its first stage needs no mask.  Once
 the host has read the previous round, it knows the states of the grammars and resumes the new round.  While the target
-verifies the trees, the host makes the masks of their nodes, with which it then settles the round.
+verifies the trees, the host makes the masks of the trees' nodes.  The last stage, settle, needs these masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +46,9 @@ class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
     unread_launch: with overlap, the launch that the last step started; the host works while the device runs it.  None
-    in lock-step, because a launch is read in the step that started it. unsettled_round: the round in stages that still
-    waits for the masks of its trees; with overlap it is the same as `unread_launch`.
-    """
+    in lock-step, because a launch is read in the step that started it.
+    unsettled_round: the round in stages that still waits for the masks of its trees.  With overlap, it is the same
+    object as `unread_launch`."""
 
     overlap: bool
     unread_launch: StartedLaunch | None = None
@@ -168,10 +168,10 @@ class Engine:
             raise EspalierError(self.stop_error)
         if request.id in self.requests:
             raise EspalierError(f"request {request.id!r} is running already; use another id")
-        max_context, least = self.layout.max_context, request.params.min_tokens
+        max_context, min_tokens = self.layout.max_context, request.params.min_tokens
         check_prompt(request.prompt, self.vocab_size, max_context, self.max_position)
-        if len(request.prompt) + least > max_context:
-            raise output_too_long("min_tokens", least, len(request.prompt), max_context, self.max_position)
+        if len(request.prompt) + min_tokens > max_context:
+            raise output_too_long("min_tokens", min_tokens, len(request.prompt), max_context, self.max_position)
         if not self.scheduler.fits(request):
             raise EspalierError(
                 f"a request of up to {request.max_num_tokens(max_context)} tokens (prompt: {len(request.prompt)}) can "

@@ -1,8 +1,8 @@
 """Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
 `run_launch` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the
-same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap it runs launches on one worker
-thread, in lock-step on the caller's thread.  The GPU executor is in engine/cuda.py.
+same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap, it runs launches on one worker
+thread; in lock-step, on the caller's thread.  The GPU executor is in engine/cuda.py.
 """
 
 from collections.abc import Callable
@@ -54,9 +54,8 @@ class StagedRoundHandle(LaunchHandle, Protocol):
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
-        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks:
-        returns the tokens that may follow draft rows.  An executor may call it while it drafts.
-        """
+        guide: the forced tokens and masks that grammars give to the draft; None without grammars.
+        ask_beam_masks: returns the tokens that may follow draft rows.  The executor may call it while it drafts."""
         ...
 
     def trees(self) -> HostTrees:
@@ -95,8 +94,7 @@ class Executor(Protocol):
     def runs_any_tree(self) -> bool:
         """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
 
-        If False, a round has a tree of the layout, and a staged round has the first tree of its bucket.
-        """
+        If False, a round has a tree of the layout, and a staged round the layout's tree for its batch (`for_batch`)."""
         ...
 
     @property
@@ -140,14 +138,12 @@ def run_launch(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: LaunchInput.masks
-    on the device.
-    """
+    width, prompt_rows: as in LaunchInput; masks: LaunchInput.masks on the device."""
     device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:
-        known = (launch.lengths, width, sampling_features, launch.pieces, prompt_rows, masks)
-        output = prefill(runner, launch.slots, *known, snapshots)
+        arguments = (launch.lengths, width, sampling_features, launch.pieces, prompt_rows, masks)
+        output = prefill(runner, launch.slots, *arguments, snapshots)
     else:
         output = decode_round(runner, launch.slots, sampling_features, launch.appended_pages, snapshots)
     results.write(device_launch.ring_entry, output)
@@ -200,8 +196,8 @@ def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: Ask
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        only, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
-        return torch.from_numpy(only), torch.from_numpy(masks)
+        forced_tokens, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
+        return torch.from_numpy(forced_tokens), torch.from_numpy(masks)
 
     return DraftGuide(forced, masks, levels, ask_allowed_tokens)
 
@@ -234,8 +230,8 @@ class CpuExecutor:
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
-        known = (launch_input.width, launch_input.sampling_features, launch_input.prompt_rows, masks)
-        output = run_launch(self._runner_for(launch_input), self.results, device_launch, *known)
+        arguments = (launch_input.width, launch_input.sampling_features, launch_input.prompt_rows, masks)
+        output = run_launch(self._runner_for(launch_input), self.results, device_launch, *arguments)
         return self.read_results(launch_input, output)
 
     @torch.inference_mode()
@@ -258,8 +254,8 @@ class CpuExecutor:
 
     def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
-        of_prompt = None if output is None else output.prompt_logprobs
-        prompt_logprobs = None if of_prompt is None else pack_logprob_rows(*of_prompt)
+        logprobs = None if output is None else output.prompt_logprobs
+        prompt_logprobs = None if logprobs is None else pack_logprob_rows(*logprobs)
         return read_results(self.results.columns, self.results.ring[0, :batch].numpy(), prompt_logprobs, launch_input)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it runs the launches that rank 0 sends (engine/ranks.py).
 
-The process calls its executor as rank 0's engine calls its own, in the same order.
+The process makes the same calls of its executor, in the same order, as rank 0's engine makes of rank 0's executor.
 """
 
 import os

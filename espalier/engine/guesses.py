@@ -17,11 +17,11 @@ from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import CandidateNodes
 from espalier.speculate.sources.survival import SurvivalCounts
 
-# In a round with a draft, a guess is sent if its first token is correct with at least this probability.  Other guesses
-# seldom add to the tree.
+# For a round with a draft, a guess is sent only if its first token is correct with at least this probability.  Other
+# guesses seldom add to the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
-# In a round without a draft, a token is sent if all tokens up to it are correct with at least this probability.  One
-# more row costs about this share of the time of a token.
+# A token of a guess is worth a row if all tokens of the guess up to it are correct with at least this probability.  One
+# more row costs about this share of the time that a token takes.
 MIN_REACH_PROBABILITY = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
@@ -45,16 +45,15 @@ class SourceGuesses(NamedTuple):
     lookup_gain: LookupGain | None = None
 
 
-# The value for a prefill pass, which carries no guesses.
+# Passed to `launch_fields` for a prefill pass, which carries no guesses.
 NO_GUESSES = SourceGuesses()
 
 
 class GuessSources:
     """The sources of guesses, and the counts of correct guesses.
 
-    sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
-    counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds.
-    """
+    sources: in order of preference.  A round that cannot carry all guesses carries the guesses of the first sources.
+    counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds."""
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
@@ -82,8 +81,8 @@ class GuessSources:
         """Ask the sources for guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
             return SourceGuesses()
-        found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
+        guesses_of_slots = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
+        guesses = tuple((slot, of_slot) for slot, of_slot in guesses_of_slots if of_slot)
         return SourceGuesses(guesses, self._lookup_gain(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
@@ -99,23 +98,22 @@ class GuessSources:
     def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
         """Returns the expected gain of the next round if it verifies these guesses alone.
 
-        None if the host does not know the gain: a round is in flight, or the device has a source too.
-        """
+        None if the host does not know the gain, because a round is in flight or the device has a source too."""
         if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
         samples = {request.slot: request.params.temperature > 0 for request in batch}
         for slot, of_slot in guesses:
-            others = 1.0
+            no_earlier_right = 1.0
             for guess in of_slot:
                 reach = self._useful_reach_probabilities(guess, samples[slot])
-                gained += others * sum(reach)
-                others *= 1 - reach[0] if reach else 1.0
+                gained += no_earlier_right * sum(reach)
+                no_earlier_right *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
     def _useful_reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """Returns the probability that each token of a guess is reached, for the tokens that are worth a row."""
+        """Returns the probability that all tokens up to a token are right, for each token that is worth a row."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH_PROBABILITY]
@@ -123,8 +121,8 @@ class GuessSources:
     def launch_fields(
         self, batch: Sequence[Request], source_guesses: SourceGuesses, tree: TreeShape | None
     ) -> RoundGuesses:
-        """Returns the LaunchInput fields of the guesses, for a round with this tree.  If `lookup_gain` chose the tree,
-        only guesses that are worth their rows are sent."""
+        """Returns the LaunchInput fields of the guesses, for a round with this tree.  If the host knew the guesses'
+        gain when the tree was chosen, only guesses that are worth their rows are sent."""
         if self.survival is None or source_guesses is NO_GUESSES or (tree is not None and not tree.steps):
             return RoundGuesses()
         guesses = source_guesses.guesses_by_slot
@@ -133,55 +131,54 @@ class GuessSources:
             kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
         return RoundGuesses(
-            guesses, self.survival.table_to_send(), tuple(self.survival.draft_skill(each.id) for each in batch)
+            guesses, self.survival.table_to_send(), tuple(self.survival.draft_skill(request.id) for request in batch)
         )
 
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
-        made = []
+        kept = []
         for guess in guesses:
             reach = self._useful_reach_probabilities(guess, is_sampled)
             if reach and (not tree.drafts or reach[0] >= MIN_REACH_PROBABILITY_WITH_DRAFT):
-                made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
-        return tuple(made)
+                kept.append(replace(guess, tokens=guess.tokens[: len(reach)]))
+        return tuple(kept)
 
     def count_correct_guesses(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
         """Counts the correct guesses of a launch, before the launch's tokens are appended to the requests.
 
-        Returns for each request the largest number of correct tokens in one guess of a source beside the draft.
-        """
+        Returns for each request the largest number of correct tokens in one guess of a source other than the draft."""
         if self.survival is None:
             return [0] * len(results)
-        by_slot = dict(launch.guesses)
+        guesses_by_slot = dict(launch.guesses)
         num_right = [0] * len(results)
-        requests: list[str] = []
+        request_ids: list[str] = []
         candidates: list[np.ndarray] = []
         emitted: list[Sequence[int]] = []
         for place, ((request, generation, _), result) in enumerate(zip(launch.launched_requests, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
-            num_right[place] = self._count_correct_guesses(by_slot.get(request.slot, ()), request, result)
-            # The draft skips tokens of a request that never speculates, so its guesses for that request are noise.
+            num_right[place] = self._count_correct_guesses(guesses_by_slot.get(request.slot, ()), request, result)
+            # The draft skips tokens of a request that never speculates, so the draft's guesses for it are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
             if speculates and result.candidates is not None and result.counts_by_source is not None:
-                requests.append(request.id)
+                request_ids.append(request.id)
                 candidates.append(result.candidates)
                 emitted.append(result.tokens)
                 self.counts_by_source += result.counts_by_source
-        if requests:
+        if request_ids:
             self._log_counts()
-            self.survival.count_draft_nodes(requests, np.stack(candidates), emitted)
+            self.survival.count_draft_nodes(request_ids, np.stack(candidates), emitted)
         return num_right
 
     def _log_counts(self) -> None:
         self.num_counted_rounds += 1
         if self.num_counted_rounds < FIRST_LOGGED_ROUND or self.num_counted_rounds & (self.num_counted_rounds - 1):
             return
-        said = (
-            f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
-            for name, (rows, expected, found) in zip(ALL_SOURCES, self.counts_by_source, strict=True)
-            if rows
+        source_texts = (
+            f"{name} {num_rows:.0f} rows, {num_accepted:.0f} accepted of {num_expected:.0f} expected"
+            for name, (num_rows, num_expected, num_accepted) in zip(ALL_SOURCES, self.counts_by_source, strict=True)
+            if num_rows
         )
-        log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(said))
+        log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(source_texts))
 
     def _count_correct_guesses(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
         assert self.survival is not None
@@ -190,9 +187,9 @@ class GuessSources:
         )
         paths = list(result.own_text_paths)
         for guess in guesses:
-            known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
-            if guess.tokens[: len(known)] == known:
-                paths.append((guess.kind, guess.tokens[len(known) :]))
+            decided_tokens = tuple(request.output[guess.start + 1 - len(request.prompt) :])
+            if guess.tokens[: len(decided_tokens)] == decided_tokens:
+                paths.append((guess.kind, guess.tokens[len(decided_tokens) :]))
         samples = request.params.temperature > 0
         num_right = [
             self.survival.count_path(kind, tokens, result.tokens, _shared_length(tokens, draft_sequences), samples)

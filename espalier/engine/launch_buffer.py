@@ -1,9 +1,9 @@
 """Packs a launch input into one int64 vector, so that one copy sends it, and splits the vector on the device.
 
-The order and lengths of the parts that a CUDA graph reads depend on the form of the launch alone.  So the graph finds
-each part at the same offset in every launch.  A round's graph reads all parts.  A prefill pass's graph reads only the
-first parts.  The other parts update the slot table, and their lengths depend on the prompts.
-"""
+A part is a named range of the vector.  The order and lengths of the parts that a CUDA graph reads depend on the form of
+the launch alone.  So the graph finds each part at the same offset in every launch.  A round's graph reads all parts.  A
+prefill pass's graph reads only the first parts.  The other parts update the slot table, and their lengths depend on the
+prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, gue
 from espalier.speculate.pieces import Pieces
 
 PartSizes = tuple[tuple[str, int], ...]
-# Each part begins at a multiple of this many int64 numbers (16 bytes).  Triton compiles another kernel for an address
-# that is not aligned to 16 bytes.  Without padding, the number of requests would decide which parts are aligned.
+# Each part begins at a multiple of this many int64 numbers (16 bytes).  For an address that is not aligned to 16 bytes,
+# Triton compiles another kernel.  Without padding, the number of requests would decide which parts are aligned.
 PART_ALIGNMENT = 2
 
 
@@ -39,19 +39,20 @@ class LaunchBuffer:
     part_sizes: PartSizes
 
     def with_vector(self, vector: Tensor) -> "LaunchBuffer":
-        """Returns the same launch, whose vector is this tensor.  vector: a copy of the launch's vector."""
+        """Returns the same launch with another vector.  vector: a copy of this launch's vector, on the device."""
         return LaunchBuffer(vector, self.part_sizes)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
         """The parts by name.
 
-        ring_entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens
-        that a prefill pass enters, empty for a round; piece_request_row, piece_token_offset: [P], and piece_last_piece:
-        [B], as in speculate/pieces.py, empty in a form without pieces; snapshot_num_tokens, snapshot_row: [B], as in
-        cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
-        FIELD.values: the indices and the new values in a field of the slot table.
-        """
+        ring_entry: [1], the entry of the results ring to write.  slots: [B], padded with slot 0.
+        lengths: [B], the number of tokens that a prefill pass enters; empty for a round.
+        piece_request_row, piece_token_offset: [P], piece_last_piece: [B], as in speculate/pieces.py:Pieces; empty in a
+        form without pieces.
+        snapshot_num_tokens, snapshot_row: [B], as in cache/states.py:SnapshotTargets; empty without snapshots.
+        cleared: slots that get a new request.
+        FIELD.at, FIELD.values: the indices and the new values in a field of the slot table (ScatterUpdate)."""
         parts = self.vector.split([_aligned_size(size) for _, size in self.part_sizes])
         return {name: part[:size] for (name, size), part in zip(self.part_sizes, parts, strict=True)}
 
@@ -70,14 +71,14 @@ class LaunchBuffer:
     @property
     def pieces(self) -> Pieces | None:
         """The pieces of a prefill pass; None in a form without pieces."""
-        made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
-        return made if made.request_row.shape[0] else None
+        pieces = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
+        return pieces if pieces.request_row.shape[0] else None
 
     @property
     def snapshots(self) -> SnapshotTargets | None:
-        """The snapshots of states that the launch takes; None in a launch without snapshots."""
-        made = SnapshotTargets(self.parts["snapshot_num_tokens"], self.parts["snapshot_row"])
-        return made if made.num_tokens.shape[0] else None
+        """The snapshots of recurrent states that the launch takes; None in a launch without snapshots."""
+        targets = SnapshotTargets(self.parts["snapshot_num_tokens"], self.parts["snapshot_row"])
+        return targets if targets.num_tokens.shape[0] else None
 
     @property
     def appended_pages(self) -> ScatterUpdate | None:
@@ -91,10 +92,12 @@ class LaunchBuffer:
         cleared = self.parts["cleared"]
         if cleared.shape[0]:
             table.clear(cleared)
-        fields = [name.removesuffix(".at") for name in self.parts if name.endswith(".at")]
+        field_names = [name.removesuffix(".at") for name in self.parts if name.endswith(".at")]
         if self.appended_pages is not None:
-            fields.remove("page_table")
-        table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
+            field_names.remove("page_table")
+        table.write(
+            {name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in field_names}
+        )
 
 
 def pack_launch(
@@ -102,12 +105,10 @@ def pack_launch(
 ) -> LaunchBuffer:
     """Packs a launch input.  ring_entry: entry of the results ring; form: the launch's form, padding included.
 
-    has_snapshots: whether the vector has snapshots even if the launch has none, because a graph of layers that keep a
-    state reads them.
-
+    has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  If layers keep recurrent
+    states, their graphs always read these parts.
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
-    Raises EspalierError if the slot table or the vector is too small.
-    """
+    Raises EspalierError if the slot table or the vector is too small."""
     updates = table.init_updates(launch_input.slot_inits)
     appended_pages = table.page_table_updates(launch_input.appended_pages)
     if "page_table" in updates:
@@ -129,8 +130,7 @@ def pack_launch(
     part_sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
     num_snapshots = form.batch if has_snapshots or launch_input.snapshots else 0
     part_sizes |= {"snapshot_num_tokens": num_snapshots, "snapshot_row": num_snapshots}
-    # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
-    # all.
+    # The vector is filled in place: a round has few numbers, and making another array would take as long as filling it.
     begins = list(accumulate(map(_aligned_size, part_sizes.values()), initial=0))
     vector = np.zeros(begins[-1], dtype=np.int64)
     for begin, (name, size) in zip(begins, part_sizes.items(), strict=False):
@@ -168,8 +168,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
     """Returns the updates with a round's guesses, survival table and skills.
 
-    A padding zero in `survival` is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot.
-    """
+    In `survival`, a padding zero is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot."""
     if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
@@ -188,9 +187,9 @@ def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.nd
         request, offset = np.array(pieces, dtype=np.int64).T
         last = np.flatnonzero(np.append(request[1:] != request[:-1], True))
         # A piece that begins where its request ends has no tokens.
-        missing, row = form.pieces - len(pieces), form.batch - 1
+        num_missing, row = form.pieces - len(pieces), form.batch - 1
         end = launch_input.lengths[row] if row < len(launch_input.slots) else 0
-        request, offset = np.append(request, np.full(missing, row)), np.append(offset, np.full(missing, end))
+        request, offset = np.append(request, np.full(num_missing, row)), np.append(offset, np.full(num_missing, end))
     return {"piece_request_row": request, "piece_token_offset": offset, "piece_last_piece": last}
 
 

@@ -30,26 +30,34 @@ NOT_FINITE_ERROR = (
 class LaunchInput:
     """One launch: a prefill pass or a round.
 
-    slots: the slots of the batch, in order.  Below, "by slot" means in this order.  sampling_features: the kinds of
-    sampling work in this batch.  num_logprobs: by slot, how many of the likeliest tokens are reported beside each
-    emitted token; None for a request that wants no log-probabilities; empty for dummies.  lengths: by slot, the number
-    of tokens that a prefill pass enters; empty for a round.  width: width of the prefill pass; 0 for a round.  pieces:
-    for each piece of a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the offset of
-    its first token; empty if each slot has one piece.  slot_inits: requests that get a slot; only in a prefill pass,
-    because a round's launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already
-    have their slot. cleared_pages: free pages of requests whose logits were not finite: their rows become zero before
-    the launch. reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose
-    log-probabilities are wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.
-    A prefill pass of requests that never speculate has RoundLayout.tree_without_draft.  is_staged: whether the launch
-    is a round that runs in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens
-    that a prefill pass may pick; None if it may pick all.  state_copies: (source, destination) rows of the states,
-    which are copied in this order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the
-    snapshot that the launch takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot;
-    empty if the launch takes none.  guesses: (slot, guesses of the host's sources) for requests of a round
-    (speculate/sources).  survival: [NODE_KINDS, S], as in SlotTable; None if unchanged.  draft_skill: by slot, as
-    in SlotTable, for a round of an engine with sources.  committed_lengths: upper bounds of the committed lengths, in
-    tokens: by slot for a round, by piece for a prefill pass; empty for dummy slots.
-    """
+    slots: the slots of the batch, in order.  Below, "by slot" means in this order.
+    sampling_features: the kinds of sampling work in this batch.
+    num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None for a request
+    that wants no log-probabilities; empty for dummies.
+    appended_pages: (slot, column of the page table, page), for requests that already have their slot.
+    cleared_pages: free pages of requests whose logits were not finite.  Their rows become zero before the launch.
+    state_copies: (source, destination) rows of the recurrent states, copied in this order before the launch.
+    snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
+    state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
+    committed_lengths: upper bounds of the number of committed rows, by slot for a round, by piece for a prefill pass;
+    empty for dummy slots.
+    tree: the tree of a round; None for the layout's tree.  A prefill pass of requests that never speculate has
+    RoundLayout.tree_without_draft.
+
+    Only for a prefill pass:
+    lengths: by slot, the number of tokens to enter.  width: the rows of each piece; 0 for a round.
+    pieces: for each piece (speculate/pieces.py), (row of the batch, offset of the piece's first token in the request's
+    tokens of this pass); empty if each slot has one piece.
+    slot_inits: requests that get a slot.  A round has none, because its launch input has a fixed form.
+    prompt_rows: the rows whose log-probabilities are wanted; None if none are wanted.
+    masks: [B, 1, words] int32, the tokens that may be picked; None if all may be picked.
+
+    Only for a round:
+    is_staged: whether the round runs in stages, because one of its requests has a grammar.
+    reports_trees: whether results carry the trees.
+    guesses: (slot, guesses of the host's sources for this slot).
+    survival: [NODE_KINDS, S], draft_skill: by slot, as in SlotTable, if the engine calibrates scores.  survival is None
+    if the device already has the same values."""
 
     slots: tuple[int, ...]
     sampling_features: SamplingFeatures
@@ -82,11 +90,9 @@ class LaunchInput:
         return self.masks is not None or self.prompt_rows is not None
 
     def form(self, captured_forms: Sequence[LaunchForm] = ()) -> LaunchForm:
-        """Returns the form of the launch.  For a prefill pass, it is the first captured form that the pass fits into.
+        """Returns the form of the launch; for a prefill pass, the first captured form that the pass fits into.
 
-        captured_forms: the forms of prefill passes that are CUDA graphs.  If the pass fits none, its own form is
-        returned.
-        """
+        captured_forms: the forms of prefill passes that are CUDA graphs.  A pass that fits none has its own form."""
         own = LaunchForm(len(self.slots), self.width, len(self.pieces), self.tree)
         if self.is_eager_only:
             return own
@@ -98,9 +104,8 @@ class Launch:
     """A launch and its requests.
 
     launched_requests: (request, the request's generation at the launch, whether its whole prefill was launched), in the
-    order of LaunchInput.slots.  guesses: all guesses of the host's sources; the launch input may carry only some of
-    them.
-    """
+    order of LaunchInput.slots.
+    guesses: all guesses of the host's sources, as in LaunchInput.guesses, which may be only some of them."""
 
     launch_input: LaunchInput
     launched_requests: list[tuple[Request, int, bool]]
@@ -111,8 +116,7 @@ class Launch:
 class DraftTree:
     """The tree of one request in one round.
 
-    path_rows: the indices of the accepted nodes from the root down.  The other lists have one entry for each node.
-    """
+    path_rows: the indices of the accepted nodes, from the root down.  All other lists have one entry for each node."""
 
     tokens: list[int]
     parents: list[int]
@@ -156,15 +160,17 @@ class TreeSize:
 class RequestResult:
     """The result of a launch for one request.
 
-    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.  is_finite: False if the token
-    after `tokens` was picked from logits that were not finite.  logprobs: rows as in espalier/logprobs.py, one for each
-    token; None if the request wants none.  prompt_logprobs: for each row of LaunchInput.prompt_rows, the
-    log-probabilities of the next prompt token; None if no request of the launch wants them.  tree_checksum: a number
-    that almost surely differs if trees differ.  sibling_ranks, is_leaf: as in acceptance.py:AcceptSample, if
-    LaunchInput.tree is set.  own_text_paths: (kind, tokens) of the paths from the request's own text.
-    candidates: [D] int64, as in SlotTable; None if there are none.  counts_by_source: [ALL_SOURCES, 3]: for each source
-    the nodes verified, the acceptances that their scores predict, and the nodes accepted; None without candidates.
-    """
+    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
+    is_finite: False if the token after `tokens` was picked from logits that were not finite.
+    tree: the tree, if LaunchInput.reports_trees.  tree_checksum: a number that almost surely differs if trees differ.
+    logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
+    prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
+    it has no such rows.
+    sibling_ranks, is_leaf: as in acceptance.py:AcceptSample.  () and True unless LaunchInput.tree has steps.
+    own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
+    candidates: [D] int64, as in SlotTable; None if the batch has none.
+    counts_by_source: [ALL_SOURCES, 3], for each source the nodes verified, the acceptances that their scores predict,
+    and the nodes accepted; None without candidates."""
 
     tokens: list[int]
     is_finite: bool
@@ -205,29 +211,27 @@ def sampling_features_of(requests: list[Request]) -> SamplingFeatures:
 def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
-    prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
-    log-probabilities were not read yet.  A preempted request enters its rows again, but log-probabilities that were
-    read before the preemption are kept and not computed again.
-    """
-    spans, counts, first_row = [], [], 0
+    prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and the next
+    token's log-probabilities were not read yet.  A preempted request enters its rows again, but log-probabilities that
+    were read before the preemption are kept and not computed again."""
+    spans, num_top_by_request, first_row = [], [], 0
     for request, length in zip(batch, prefill.lengths, strict=True):
         row, first_row = first_row, first_row + -(-length // prefill.width) * prefill.width
         begin = max(request.num_prefilled, len(request.prompt_logprobs))
         end = min(request.num_prefilled + length, len(request.prompt) - 1)
-        wanted = request.num_prompt_logprobs if request.lacks_prompt_logprobs and begin < end else None
+        num_top = request.num_prompt_logprobs if request.lacks_prompt_logprobs and begin < end else None
         first = row - request.num_prefilled
-        spans.append((0, 0) if wanted is None else (first + begin, first + end))
-        counts.append(wanted)
-    if all(wanted is None for wanted in counts):
+        spans.append((0, 0) if num_top is None else (first + begin, first + end))
+        num_top_by_request.append(num_top)
+    if all(num_top is None for num_top in num_top_by_request):
         return None
-    return PromptRows(tuple(spans), tuple(wanted or 0 for wanted in counts))
+    return PromptRows(tuple(spans), tuple(num_top or 0 for num_top in num_top_by_request))
 
 
 def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:
     """Returns the values that fill the slot of a request when the request gets the slot.
 
-    tokens, start, commit_from, end: as in SlotInit.  steps: the depth of the deepest tree.
-    """
+    tokens, start, commit_from, end: as in SlotInit.  steps: RoundLayout.steps, the depth of the deepest tree."""
     params = request.params
     assert request.slot is not None
     return SlotInit(

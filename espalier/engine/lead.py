@@ -37,8 +37,7 @@ class LeadExecutor:
 
     def close(self) -> None:
         if self.ranks.failure is not None:
-            # Ending the ranks ends the collectives that this rank waits for.  The resulting error tells less than the
-            # failure.
+            # When the ranks end, the collectives that this rank waits for fail.  That error tells less than `failure`.
             self.ranks.end()
             with suppress(Exception):
                 self.own_executor.close()

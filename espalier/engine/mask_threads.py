@@ -1,9 +1,9 @@
 """Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
 A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
-Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share,
-another thread starts beside its thread.  When slow grammars have used the other half too, their threads are abandoned.
-An abandoned thread goes on at a low priority until its call returns, and its result is dropped.
+Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share, a
+further thread starts, so that other grammars need not wait.  When slow grammars have used the other half too, their
+threads are abandoned.  An abandoned thread goes on at a low priority until its call returns; the result is dropped.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from espalier.cores import available_cores, lower_priority, wait_at_exit
 # Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
 # that runs when the request arrives, and the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
-# Half of the time is divided among the grammars.  A share is never less than 1 / MAX_TIME_SHARES of that half.
+# The half that is divided into shares has at most this many: with more grammars, shares become no smaller.
 MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED_THREADS = 4
@@ -59,13 +59,12 @@ class MaskThreadPool:
         used_s: list[float] | None = None,
         overrun_s: Callable[[float], float] = lambda time_share_s: 0.0,
     ) -> list[Any]:
-        """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
+        """Runs the pieces of work, work(0) to work(num_pieces - 1).  Returns their results, TOO_SLOW for an abandoned
+        piece.  Raises the error of a piece.
 
-        Raises the error of a piece of work.  used_s: for each piece, the processor seconds that it has used earlier in
-        this round; this call adds its own.  overrun_s: returns the seconds that other work of this round has used
-        beyond its shares, given the share in seconds.  all_threads: whether several threads begin at once.  If False,
-        one thread begins, and others help if the first does not end soon.
-        """
+        all_threads: whether several threads begin at once.  If False, one begins, and others help if it is slow.
+        used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
+        overrun_s: maps the share in seconds to the seconds that other work of this round used beyond its shares."""
         time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
         call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_more_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
@@ -86,7 +85,9 @@ class MaskThreadPool:
     def _handle_slow(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
         """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
-            running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
+            running = [
+                (thread, thread.job) for thread in self.threads if thread.job is not None and thread.job.call is call
+            ]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
             beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
             beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.finished_s)
@@ -119,10 +120,9 @@ class _CallQueue:
     """The data that the threads share.  The threads hold no reference to the pool.  So if nobody closes a pool, its
     threads end when the pool is freed.
 
-    Threads wait by reading from a pipe.  Waking one takes half as long as with queue.SimpleQueue, because writing
+    Threads wait by reading from a pipe.  Waking a thread takes half as long as with queue.SimpleQueue, because writing
     releases the GIL.
-    num_threads: the threads that take calls; num_abandoned: abandoned threads that still run.
-    """
+    num_threads: how many threads take calls; num_abandoned: how many abandoned threads still run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -180,11 +180,10 @@ class _CallQueue:
 class _PoolCall:
     """One call of MaskThreadPool.run.
 
-    indices: the numbers of pieces of work that no thread has taken; num_unfinished: how many pieces have no result;
-    lock: protects the fields that threads write; all_done: released when all pieces have results; finished_s: seconds
-    that each ended or abandoned piece has used in this round; has_more_threads: whether several threads were started
-    for this call.
-    """
+    indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
+    lock: protects the fields that threads write.  all_done: released when all pieces have results.
+    finished_s: the seconds that each ended or abandoned piece has used in this round.
+    has_more_threads: whether several threads were started for this call."""
 
     def __init__(self, work: IndexedWork, count: int, time_share_s: float, used_s: list[float], has_more_threads: bool):
         self.work = work
@@ -206,8 +205,7 @@ class _PoolCall:
 class _ThreadJob:
     """A piece of work that a thread is doing.
 
-    start_s: the thread's processor time at its begin; is_slow: whether another thread was started because of it.
-    """
+    start_s: the thread's processor time when the piece began; is_slow: whether the piece has used its share."""
 
     call: _PoolCall
     index: int
@@ -220,8 +218,8 @@ class _ThreadJob:
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: its piece of work; clock: the clock of its processor time, None if the system has no
-    such clock."""
+    """A thread of the pool.  job: the piece of work that it is doing; clock: the clock of its processor time, None if
+    the system has no such clock."""
 
     def __init__(self, queue: _CallQueue):
         # The thread is a daemon, so the interpreter does not wait for it at exit.
@@ -250,7 +248,7 @@ class _MaskThread(threading.Thread):
         self.queue.remove_thread()
 
     def _do_job(self, job: _ThreadJob) -> float:
-        """Does a piece of work.  Returns the thread's processor time after it, in seconds."""
+        """Does a piece of work.  Returns the thread's processor time afterwards, in seconds."""
         call, index, result, error = job.call, job.index, None, None
         self.job = job
         try:

@@ -28,14 +28,13 @@ TOOK_TOO_LONG_ERROR = (
     f"the grammar took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the output so "
     "far; write it so that each text can be read in one way only, or make it smaller"
 )
-NO_KNOWN_TOKENS = ForcedTokens([], None)
+NO_FORCED_TOKENS = ForcedTokens([], None)
 
 
 class NodeMasks(NamedTuple):
     """Masks of some requests of a batch; the other requests allow all tokens.
 
-    rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
-    """
+    rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py)."""
 
     rows: tuple[int, ...]
     masks: np.ndarray
@@ -49,8 +48,7 @@ class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
     rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
-    levels: [len(rows)] int64.
-    """
+    levels: [len(rows)] int64, the tree level that each mask belongs to."""
 
     rows: tuple[int, ...]
     forced: np.ndarray
@@ -88,10 +86,9 @@ AskBeamMasks = Callable[[Tensor, Tensor], BeamMasks]
 class MaskBuilder:
     """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
-    steps: levels of the largest tree. guides_forced, guides_mask: whether the draft gets the forced tokens, and the
-    allowed tokens; guides_all_levels: whether it gets both at deeper levels too (beam_masks).  False serves to measure
-    the gain of each.  slow_maskers: maskers that took too long.  Such maskers are never called again.
-    """
+    steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
+    guides_forced, guides_mask: whether the draft gets the forced tokens, and the allowed tokens.  guides_all_levels:
+    whether it gets both at deeper levels too (beam_masks).  Measurements set single switches to False."""
 
     def __init__(self, vocab_size: int, steps: int):
         self.guides_forced = self.guides_mask = self.guides_all_levels = True
@@ -141,13 +138,13 @@ class MaskBuilder:
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
         masks = np.full((len(rows), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
-        most = self.steps if self.guides_forced else 0
-        answers = self._call_maskers([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
+        max_forced = self.steps if self.guides_forced else 0
+        answers = self._call_maskers([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(max_forced))
         for place, answer in enumerate(answers):
-            known = NO_KNOWN_TOKENS if answer is TOO_SLOW else answer
-            forced[place, : len(known.tokens)] = known.tokens
-            if known.mask is not None and self.guides_mask:
-                masks[place], levels[place] = known.mask, len(known.tokens) + 1
+            forced_next = NO_FORCED_TOKENS if answer is TOO_SLOW else answer
+            forced[place, : len(forced_next.tokens)] = forced_next.tokens
+            if forced_next.mask is not None and self.guides_mask:
+                masks[place], levels[place] = forced_next.mask, len(forced_next.tokens) + 1
         return DraftGuideRows(rows, forced, masks, levels)
 
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
@@ -156,7 +153,7 @@ class MaskBuilder:
         tokens, ancestor_bits: as in sampling.mask.AskAllowedTokens, on the host.
         """
         rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
-        found = BeamMasks(
+        out = BeamMasks(
             rows,
             np.full((len(rows), beams), -1, dtype=np.int64),
             np.full((len(rows), beams, self.num_mask_words), ALL_ALLOWED, dtype=np.int32),
@@ -169,16 +166,16 @@ class MaskBuilder:
         if self.guides_all_levels:
             for place, answer in enumerate(self._call_maskers([maskers[row] for row in rows], masks_of)):
                 for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
-                    self._write_beam(found, place, beam, mask)
-        return found
+                    self._write_beam(out, place, beam, mask)
+        return out
 
-    def _write_beam(self, found: BeamMasks, row: int, beam: int, mask: np.ndarray | None) -> None:
+    def _write_beam(self, out: BeamMasks, row: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
         if self.guides_mask:
-            found.masks[row, beam] = mask
-        only = only_token(mask) if self.guides_forced else None
-        found.forced[row, beam] = -1 if only is None else only
+            out.masks[row, beam] = mask
+        forced_token = only_token(mask) if self.guides_forced else None
+        out.forced[row, beam] = -1 if forced_token is None else forced_token
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
         """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
@@ -192,10 +189,9 @@ class MaskBuilder:
     def _call_maskers(
         self, maskers: Maskers, call_masker: Callable[[int, TokenMasker], Any], *, all_threads: bool = False
     ) -> list[Any]:
-        """Returns question(place, masker) for each masker; TOO_SLOW for a masker that takes or took too long.
+        """Returns call_masker(place, masker) for each masker; TOO_SLOW for a masker that takes or took too long.
 
-        all_threads: as in MaskThreadPool.run.
-        """
+        all_threads: as in MaskThreadPool.run."""
 
         def ask(place: int) -> Any:
             masker = maskers[place]

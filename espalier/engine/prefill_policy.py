@@ -1,6 +1,6 @@
 """Decides which tokens the next prefill pass enters.
 
-A pass runs pieces.  A piece is some consecutive tokens of one request; all pieces are padded to one width.  A request
+A pass runs pieces.  A piece is some consecutive tokens of one request.  All pieces are padded to one width.  A request
 may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces.
 """
 
@@ -10,28 +10,27 @@ from typing import NamedTuple
 from espalier.layout import LaunchForm, RoundLayout, captured_form
 from espalier.request import Request
 
-# The fixed cost of a pass, in rows.  A GPU reads the weights once in the time of some 150 rows (its peak over its
-# bandwidth, in bfloat16), and a round may run before the next pass.
+# The fixed cost of a pass, as the number of rows that take as long.  A GPU reads the weights in the time of some 150
+# rows (its peak over its bandwidth, in bfloat16), and a round may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
 # An eager pass of fewer rows takes the host longer than it takes an H200 to run it, for an 8B model (docs/log.md).
 MIN_EAGER_ROWS = 1024
-# The largest width that enters at least this share of the best width's tokens a second is used, because it makes few
-# pieces.
+# Of the widths that enter at least this share of the best width's tokens a second, the largest is used, because it
+# makes few pieces.
 NEAR_BEST_RATE = 0.98
 
 
 class PrefillPass(NamedTuple):
     """The size of a prefill pass.
 
-    lengths: for each request, in order of place, the number of tokens that the pass enters; width: rows of a piece.
-    """
+    lengths: for each request of the batch, in order, the number of tokens to enter; width: the rows of each piece."""
 
     lengths: tuple[int, ...]
     width: int
 
     @property
     def rows(self) -> int:
-        """Rows that the pass runs, padding included."""
+        """The number of rows that the pass runs, padding included."""
         return sum(-(-length // self.width) for length in self.lengths) * self.width
 
 
@@ -49,10 +48,9 @@ def is_prefill_next(
 ) -> bool:
     """Returns whether the next launch is a prefill pass.
 
-    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Without a stream, prompts come first,
-    because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows reaches
-    the fixed cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass.
-    """
+    is_streamed: whether a decoding request is streamed.  Then passes and rounds alternate.  Otherwise prompts come
+    first, because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows
+    reaches the fixed cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass."""
     if not prefilling or not decoding:
         return bool(prefilling)
     if is_streamed:
@@ -64,16 +62,14 @@ def is_prefill_next(
 def next_prefill_pass(
     layout: RoundLayout, tokens_left: Sequence[int], max_pass_rows: int, captured_forms: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
+    """Returns the next pass: the fastest one (with the most tokens a second), or a captured pass that is about as good.
 
-    A captured pass is chosen if it has nearly as few rows as the fastest pass, whose rows count as at least
-    MIN_EAGER_ROWS; nearly as many tokens suffice if the fastest pass leaves tokens for the next pass.  If none has,
-    and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is chosen.
-
-    tokens_left: for each request, in order of place, the tokens that it still has to enter; max_pass_rows: the most
-    rows of the pass, at most chunk_size; captured_forms: forms of passes that are CUDA graphs
-    (Executor.captured_passes).
-    """
+    The smallest captured pass with about as few rows and at least as many tokens is chosen.  Here the fastest pass
+    counts as at least MIN_EAGER_ROWS rows.  If it leaves tokens for the next pass, nearly as many tokens suffice.
+    Without such a captured pass, the fastest pass is chosen, but if it has fewer than MIN_EAGER_ROWS rows, the fastest
+    captured pass.
+    tokens_left: for each request, in queue order, the number of tokens still to enter.
+    max_pass_rows: the most rows of the pass, at most chunk_size.  captured_forms: Executor.captured_passes."""
     passes = [
         _pass_with_width(tokens_left, width, max_pass_rows) for width in layout.chunk_widths if width <= max_pass_rows
     ]
@@ -92,7 +88,7 @@ def next_prefill_pass(
 
 
 def _padded_rows(prefill: PrefillPass, captured_forms: Sequence[LaunchForm]) -> int:
-    """Returns the rows of the captured form that the pass is padded to.  Without such a form, returns its own rows."""
+    """Returns the rows of the captured form that a pass is padded to; the pass's own rows if no captured form fits."""
     form = captured_form(captured_forms, prefill.width, prefill.rows // prefill.width)
     return prefill.rows if form is None else form.pass_rows
 
@@ -100,11 +96,10 @@ def _padded_rows(prefill: PrefillPass, captured_forms: Sequence[LaunchForm]) -> 
 def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
     """Returns the widest of the passes that enter nearly the most tokens a second, and its padded rows.
 
-    padded_passes: (pass, the number of rows that it is padded to).
-    """
+    padded_passes: (pass, the number of rows that it is padded to)."""
     rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in padded_passes]
-    nearly = [each for each, rate in zip(padded_passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
-    return max(nearly, key=lambda each: each[0].width)
+    near_best = [each for each, rate in zip(padded_passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
+    return max(near_best, key=lambda each: each[0].width)
 
 
 def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int) -> PrefillPass:

@@ -1,10 +1,9 @@
 """The queue of waiting requests.  The queue is ordered by priority.  Within a priority, clients take turns; the
 requests of one client run in the order of arrival.
 
-A client's next turn comes after its last turn.  The first turn of a new client is the turn that is being served.  So a
-client with a thousand requests and a client with two are served alternately (start-time fair queueing).  With one
-client, requests run in the order of arrival.
-"""
+Turns are numbered (start-time fair queueing).  A client's next turn is one higher than its last turn.  The first turn
+of a new client is the turn that is being served.  So a client with a thousand requests and a client with two are served
+alternately."""
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
@@ -19,8 +18,7 @@ MAX_STALE_ENTRIES = 4
 class QueueEntry(NamedTuple):
     """A request in the queue.
 
-    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added.
-    """
+    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added."""
 
     arrival_index: int
     number: int
@@ -30,8 +28,7 @@ class QueueEntry(NamedTuple):
 class ClientQueue:
     """One client's requests of one priority.
 
-    start_tag: the turn of the client's next request; num_waiting: the number of entries that are still valid.
-    """
+    start_tag: the turn of the client's next request; num_waiting: the number of entries that are still valid."""
 
     def __init__(self, start_tag: int):
         self.start_tag = start_tag
@@ -39,8 +36,8 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# The key of the queue for preempted requests.  These requests go first, and do not use up their client's turn.
-PREEMPTED_KEY = None
+# Preempted requests wait as if they all came from this client, and go first.  So they use no turn of their own client.
+PREEMPTED_CLIENT = None
 
 
 class FairQueue:
@@ -63,7 +60,7 @@ class FairQueue:
         client = _client_of(entry.request)
         queue = self._queues.get(client)
         if queue is None:
-            queue = self._queues[client] = ClientQueue(self.virtual_time if client is not PREEMPTED_KEY else -1)
+            queue = self._queues[client] = ClientQueue(self.virtual_time if client is not PREEMPTED_CLIENT else -1)
         queue.num_waiting += 1
         heappush(queue.heap, entry)
         self._next_queue = None
@@ -85,7 +82,7 @@ class FairQueue:
         return self._next_queue.heap[0]
 
     def pop(self, gets_slot: bool) -> QueueEntry:
-        """Removes and returns the entry that `peek` returned.  gets_slot: whether it leaves to get a slot."""
+        """Removes and returns the entry that `peek` returned.  gets_slot: whether its request gets a slot."""
         queue = self._next_queue
         assert queue is not None
         entry = heappop(queue.heap)
@@ -100,7 +97,7 @@ class FairQueue:
         """Notes that the entry of a request is no longer valid."""
         queue = self._queues[_client_of(request)]
         queue.num_waiting -= 1
-        # Otherwise removed entries behind a request that never gets a slot would stay forever.
+        # Otherwise removed entries that come after a request that never gets a slot would stay forever.
         if len(queue.heap) > 2 * queue.num_waiting + MAX_STALE_ENTRIES:
             queue.heap = list(filter(self.is_valid, queue.heap))
             heapify(queue.heap)
@@ -111,7 +108,7 @@ class FairQueue:
 
 
 def _client_of(request: Request) -> str | None:
-    return PREEMPTED_KEY if request.generation else request.client
+    return PREEMPTED_CLIENT if request.generation else request.client
 
 
 class WaitingQueue:
@@ -119,7 +116,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._by_priority: dict[int, FairQueue] = {}
-        # The valid entry of each request.  An entry with another number was removed.
+        # The number of each request's valid entry.  Entries with other numbers were removed.
         self._valid_numbers: dict[Request, int] = {}
         self._next_number = 0
 

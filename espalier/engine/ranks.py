@@ -1,8 +1,8 @@
 """Rank 0's connections to the other ranks: messages to the ranks, answers of the ranks, and failed ranks.
 
-Only rank 0 has a scheduler.  It sends each launch as plain values, and the grammar masks that a launch needs.  Every
-rank runs the same launches and samples the same tokens.  So rank 0 sends no tokens: each rank sends its own tokens and
-trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
+Only rank 0 has a scheduler.  Rank 0 sends each launch as plain values, and the grammar masks that the launch needs.
+Every rank runs the same launches and samples the same tokens.  So rank 0 sends no tokens: each other rank sends its
+tokens and trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
 
 A thread watches the other ranks.  If a rank fails, the thread ends all processes and reports one reason.  A rank has
 failed if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (the process is stopped, or hangs), or if
@@ -34,7 +34,7 @@ MAX_STARTUP_S, MAX_SHUTDOWN_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, is stopped, is behind, or has sampled other tokens than rank 0.  All ranks are ended."""
+    """A rank has ended, is stopped, is too slow, or has sampled other tokens than rank 0.  All ranks are ended."""
 
 
 # Messages from rank 0.
@@ -94,7 +94,7 @@ class ModelsLoaded(NamedTuple):
 
 
 class Decisions(NamedTuple):
-    """The tokens and trees of a launch.  decisions: the result of `decisions_of`."""
+    """The tokens and trees of a launch.  number: the launch's number; decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
@@ -111,11 +111,11 @@ class FailureReport(NamedTuple):
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
     """Returns tokens, log-probabilities and trees of a launch as bytes.  Ranks that agree have equal bytes."""
-    parts = []
-    for each in results:
-        parts.append(repr((each.tokens, each.is_finite, each.tree_checksum)).encode())
-        parts += [rows.tobytes() for rows in (each.logprobs, each.prompt_logprobs) if rows is not None]
-    return b"|".join(parts)
+    encoded = []
+    for result in results:
+        encoded.append(repr((result.tokens, result.is_finite, result.tree_checksum)).encode())
+        encoded += [rows.tobytes() for rows in (result.logprobs, result.prompt_logprobs) if rows is not None]
+    return b"|".join(encoded)
 
 
 class RankProcess(Protocol):
@@ -135,9 +135,8 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since the rank's last message; behind_s: seconds for which the rank has not started the last
-    launch.
-    """
+    silent_s: seconds since the rank's last message; behind_s: seconds for which the rank has not started the launch
+    that rank 0 sent last."""
 
     rank: int
     connection: Connection
@@ -185,7 +184,7 @@ class OtherRanks:
         self._watcher.start()
 
     def send(self, message: Any) -> None:
-        """Sends a message to every rank.  Raises RankFailed."""
+        """Sends a message to every other rank.  Raises the error of a failed rank."""
         for peer in self.peers:
             try:
                 peer.connection.send(message)
@@ -198,11 +197,10 @@ class OtherRanks:
         self.send(LoadModels(source))
 
     def join(self, connect: Callable[[], Any]) -> Any:
-        """Runs `connect`, which connects to the other ranks, in a thread.  Returns the collectives that it returns.
+        """Runs `connect` in a thread, which connects to the other ranks and returns the collectives.  Returns these.
 
         Later failures of a rank abort these collectives.  Raises the error of `connect`, or the failure of a rank.  A
-        failure is raised at once, and the thread is abandoned, because it may wait for the failed rank forever.
-        """
+        failure is raised at once, and the thread is abandoned, because it may wait for the failed rank forever."""
 
         def work() -> None:
             try:
@@ -265,8 +263,7 @@ class OtherRanks:
     def failure_that_caused(self, error: BaseException) -> BaseException:
         """Returns the failure of another rank if that failure caused this error of rank 0; else returns the error.
 
-        All ranks are ended in both cases.
-        """
+        All ranks are ended in both cases."""
         with self._condition:
             self._condition.wait_for(lambda: self.failure is not None, 2 * FAILURE_GRACE_S)
         if self.failure is None:
@@ -348,13 +345,15 @@ class OtherRanks:
 
     def _first_cause(self) -> Exception:
         """Returns the failure to report.  A refusal comes first, then memory that ran out, then a process that has
-        ended.  Any other error comes last, because it may be a consequence of these."""
+        ended.  Any other error comes last, because the first three kinds may have caused it."""
         causes: list[tuple[int, Exception]] = []
         for peer in self.peers:
             if peer.failure_report is not None:
-                place = 0 if peer.failure_report.is_refusal else 1 if peer.failure_report.is_out_of_memory else 3
+                precedence = 0 if peer.failure_report.is_refusal else 1 if peer.failure_report.is_out_of_memory else 3
                 error = f"rank {peer.rank}: {peer.failure_report.error}"
-                causes.append((place, EspalierError(error) if peer.failure_report.is_refusal else RankFailed(error)))
+                causes.append(
+                    (precedence, EspalierError(error) if peer.failure_report.is_refusal else RankFailed(error))
+                )
             elif peer.is_disconnected:
                 causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(FAILURE_GRACE_S))}")))
         return min(causes, key=lambda cause: cause[0])[1]

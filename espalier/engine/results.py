@@ -27,13 +27,12 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class ResultColumns:
-    """The columns of a row of the ring: for each field a slice of [0, width).
+    """The columns of a row of the ring: for each value of a request's output a slice of [0, width).
 
-    logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
-    log-probabilities. own_paths, candidates: as in RoundOutput.  max_top_logprobs: how many likeliest tokens a row of
-    log-probabilities has at most, also by the vocabulary's size.  checksum_weights: int64, the factors of tokens and
-    parents in RequestResult.tree_checksum.
-    """
+    own_paths, candidates: as in RoundOutput.
+    logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
+    max_top_logprobs: the most likeliest tokens in a row of `logprobs`: MAX_LOGPROBS, or fewer with a small vocabulary.
+    checksum_weights: int64, the factors of tokens and parents in RequestResult.tree_checksum."""
 
     length: slice
     num_finite: slice
@@ -71,9 +70,8 @@ class ResultColumns:
 class ResultsRing:
     """The results ring.  ring: [entries, max_batch, width] int64 on the device.
 
-    without_logprobs: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities,
-    [entries, max_batch, W, row_words(MAX_LOGPROBS)].
-    """
+    without_logprobs: a view of all columns except log-probabilities.  logprobs: a view of the log-probabilities,
+    [entries, max_batch, W, row_words(MAX_LOGPROBS)]."""
 
     def __init__(self, layout: RoundLayout, vocab_size: int, num_entries: int, device: torch.device):
         self.layout = layout
@@ -85,17 +83,17 @@ class ResultsRing:
     def write(self, ring_entry: Tensor, output: RoundOutput) -> None:
         """Writes the output of a launch to ring entry `ring_entry` [1]."""
         path, tree = output.path, output.tree
-        parts = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
+        columns = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
         # write_results fills all other columns with the void token.  So a launch without a tree has only void nodes.
         if tree is not None:
-            parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
-            parts |= {"depths": tree.depths, "scores": tree.scores}
-        parts |= {
+            columns |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
+            columns |= {"depths": tree.depths, "scores": tree.scores}
+        columns |= {
             name: part
             for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
             if part is not None
         }
-        self._write_columns(ring_entry, parts)
+        self._write_columns(ring_entry, columns)
         picked = (output.logits, output.logit_rows, path.tokens, path.length)
         write_logprobs(self.logprobs, ring_entry, *picked, output.num_logprobs)
 
@@ -103,8 +101,8 @@ class ResultsRing:
         """Writes the trees of a round that is not settled yet to ring entry `ring_entry` [1]."""
         self._write_columns(ring_entry, {"tokens": tree.tokens, "parents": tree.parents})
 
-    def _write_columns(self, ring_entry: Tensor, fields: dict[str, Tensor]) -> None:
-        by_column = {getattr(self.columns, name).start: part for name, part in fields.items()}
+    def _write_columns(self, ring_entry: Tensor, values_by_name: dict[str, Tensor]) -> None:
+        by_column = {getattr(self.columns, name).start: values for name, values in values_by_name.items()}
         write_results(self.without_logprobs, ring_entry, by_column)
 
 
@@ -113,8 +111,7 @@ def read_results(
 ) -> list[RequestResult]:
     """Reads a ring entry [B, width] on the host.  Returns one result for each slot of the launch input.
 
-    prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None if no request wants them.
-    """
+    prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None if no request wants them."""
     length, num_finite = ring_entry[:, columns.length][:, 0].tolist(), ring_entry[:, columns.num_finite][:, 0].tolist()
     emitted = ring_entry[:, columns.emitted].tolist()
     is_node = ring_entry[:, columns.tokens] != VOID
@@ -122,7 +119,7 @@ def read_results(
     sums = (ring_entry[:, columns.tokens.start : columns.parents.stop] @ columns.checksum_weights).tolist()
     logprobs = _read_logprobs(columns, ring_entry, launch_input.num_logprobs, num_finite)
     candidates, counts_by_source = _read_candidates(columns, ring_entry, is_node)
-    of_prompts = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
+    prompt_rows = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
         _sibling_ranks(columns, ring_entry, is_node)
         if launch_input.tree and launch_input.tree.steps
@@ -135,7 +132,7 @@ def read_results(
             TreeSize(tuple(np.bincount(depths[b])[1:].tolist())),
             _read_tree(columns, ring_entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
             logprobs[b],
-            of_prompts[b],
+            prompt_rows[b],
             sums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
@@ -148,7 +145,7 @@ def read_results(
 
 
 def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Returns (kind, tokens) of the paths from a request's own text.  width: the number of int64 values of a path."""
+    """Returns RequestResult.own_text_paths.  width: the number of int64 values of a path, its kind included."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
@@ -158,19 +155,19 @@ def _read_candidates(
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
     """Returns RequestResult.candidates and RequestResult.counts_by_source of each request."""
     # A copy, because the next launch with this ring entry overwrites its buffer.
-    found = ring_entry[:, columns.candidates].copy()
-    if not found.size or (found == VOID).all():
+    candidates = ring_entry[:, columns.candidates].copy()
+    if not candidates.size or (candidates == VOID).all():
         return ((None,) * len(ring_entry),) * 2
-    request, node = np.nonzero(is_node & (found != VOID))
-    chance = np.exp(ring_entry[:, columns.scores].astype(np.int32).view(np.float32)[request, node])
-    level, path = np.arange(columns.path.stop - columns.path.start), ring_entry[:, columns.path]
-    is_accepted = np.zeros(found.shape, dtype=bool)
-    rows, depths = np.nonzero((level > 0) & (level < ring_entry[:, columns.length]))
+    request, node = np.nonzero(is_node & (candidates != VOID))
+    predicted = np.exp(ring_entry[:, columns.scores].astype(np.int32).view(np.float32)[request, node])
+    step, path = np.arange(columns.path.stop - columns.path.start), ring_entry[:, columns.path]
+    is_accepted = np.zeros(candidates.shape, dtype=bool)
+    rows, depths = np.nonzero((step > 0) & (step < ring_entry[:, columns.length]))
     is_accepted[rows, path[rows, depths]] = True
-    made = np.zeros((len(ring_entry), len(ALL_SOURCES), 3))
-    counted = np.stack((np.ones_like(chance), chance, is_accepted[request, node]), 1)
-    np.add.at(made, (request, CandidateNodes.unpack(found[request, node]).sources), counted)
-    return list(found), list(made)
+    counts = np.zeros((len(ring_entry), len(ALL_SOURCES), 3))
+    node_counts = np.stack((np.ones_like(predicted), predicted, is_accepted[request, node]), 1)
+    np.add.at(counts, (request, CandidateNodes.unpack(candidates[request, node]).sources), node_counts)
+    return list(candidates), list(counts)
 
 
 def _sibling_ranks(
@@ -180,8 +177,7 @@ def _sibling_ranks(
 
     The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
     path's end have no meaning.  The second list says whether the path's last node has no child.  Nodes are in the order
-    of their scores, so a node's rank is the number of siblings before it.
-    """
+    of their scores, so a node's rank is the number of siblings before it."""
     parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
     path, request = ring_entry[:, columns.path], np.arange(len(ring_entry))
@@ -213,7 +209,7 @@ def _read_logprobs(
     columns: ResultColumns, ring_entry: np.ndarray, num_wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
-    wants; None if it wants none."""
+    wants; None for a request that wants no log-probabilities."""
     if num_wanted.count(None) == len(num_wanted):
         return (None,) * len(num_emitted)
     rows = ring_entry[:, columns.logprobs].reshape(len(ring_entry), -1, row_words(MAX_LOGPROBS))
@@ -226,11 +222,11 @@ def _read_logprobs(
 def _read_prompt_logprobs(
     rows: Tensor | None, prompt_rows: PromptRows | None, batch: int
 ) -> Sequence[np.ndarray | None]:
-    """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
+    """Returns RequestResult.prompt_logprobs of each request."""
     if rows is None or prompt_rows is None:
         return (None,) * batch
-    every, sizes = rows.numpy(), prompt_rows.num_rows_by_request
+    all_rows, sizes = rows.numpy(), prompt_rows.num_rows_by_request
     return [
-        every[end - size : end, : row_words(count)].copy() if size else None
+        all_rows[end - size : end, : row_words(count)].copy() if size else None
         for size, end, count in zip(sizes, accumulate(sizes), prompt_rows.num_top_logprobs, strict=True)
     ]

@@ -22,7 +22,7 @@ class CpuCosts:
     """RoundCosts on a CPU, in units of the time of a round with one row.
 
     row_cost: the cost of one more row; lookup_cost: the cost of looking for guesses; draft_cost: the cost of a draft
-    pass, 0 for drafts that run none.  The values were measured on one core with models of at most 135M parameters.
+    pass, 0 for drafts without a model.  The defaults were measured on one core, with models of at most 135M parameters.
     """
 
     row_cost: float = 0.03
@@ -34,7 +34,7 @@ class CpuCosts:
         return self.seconds_for_rows(tree, batch, batch * tree.rows)
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        # A draft also runs once over the decided tokens.
+        # A draft with depth d runs d - 1 passes over beams, and one pass over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row_cost * (rows - 1) + self.lookup_cost * (tree.steps > 0) + self.draft_cost * passes
 
@@ -42,8 +42,7 @@ class CpuCosts:
 class RoundTimes:
     """The corrected time of rounds.
 
-    latest: by batch and tree, the latest times, each divided by the predicted time; corrections: their averages.
-    """
+    latest: by (batch, tree), the latest times, each divided by the predicted time; corrections: their averages."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -52,32 +51,35 @@ class RoundTimes:
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         """The expected time of a round.  context: the mean number of tokens of a request."""
-        predicted, own = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
-        if own is not None:
-            return predicted * own
-        near = [(max(batch / at, at / batch), found) for (at, ran), found in self.corrections.items() if ran == tree]
+        predicted, correction = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
+        if correction is not None:
+            return predicted * correction
+        near = [
+            (max(batch / size, size / batch), ratio)
+            for (size, shape), ratio in self.corrections.items()
+            if shape == tree
+        ]
         if near:
             return predicted * min(near)[1]
         return self._seconds_of_new_tree(predicted, batch, context) if self.costs.uses_clock else predicted
 
     def _seconds_of_new_tree(self, predicted: float, batch: int, context: float) -> float:
-        """The expected time of a tree that has not run.
+        """The expected time of a tree that has not run, from the rounds of the batch that is nearest in size.
 
-        Where the trees that ran take longer than any error of a prediction explains, the host is slower than the GPU,
-        and this tree waits as long.  Where they take less, all predictions are as much too long.
-        """
+        If these take more than MAX_PREDICTION_ERROR times the prediction, the host is slower than the GPU, so the new
+        tree takes the same additional time.  If they take less than predicted, all predictions are too long."""
         others = (
-            (max(batch / at, at / batch), found, self.costs.seconds(ran, at, context))
-            for (at, ran), found in self.corrections.items()
+            (max(batch / size, size / batch), ratio, self.costs.seconds(shape, size, context))
+            for (size, shape), ratio in self.corrections.items()
         )
-        _, found, seconds = min(others, default=(0.0, 1.0, 0.0))
-        return predicted * min(found * MAX_PREDICTION_ERROR, 1.0) + max(found - MAX_PREDICTION_ERROR, 0.0) * seconds
+        _, ratio, seconds = min(others, default=(0.0, 1.0, 0.0))
+        return predicted * min(ratio * MAX_PREDICTION_ERROR, 1.0) + max(ratio - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
         predicted = self.costs.seconds(tree, batch, context)
         if (batch, tree) not in self.latest:
-            # What was expected counts as two rounds, so that one late round does not rule the tree out.
+            # The expected time counts as two rounds, so that one late round does not rule the tree out.
             expected = self.seconds(tree, batch, context) / predicted
             self.latest[batch, tree] = deque([expected] * 2, CORRECTION_ROUNDS)
         latest = self.latest[batch, tree]

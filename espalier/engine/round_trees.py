@@ -13,9 +13,8 @@ from espalier.request import Request
 class RoundTrees:
     """The trees of the rounds.
 
-    chooser: None to run the layout's trees always; runs_any_tree: as in the executor.
-    num_rounds: how many rounds of each tree were launched.
-    """
+    chooser: None to run the layout's trees always; runs_any_tree: as in Executor.
+    num_rounds: how many rounds of each tree were launched."""
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
         self.layout = layout
@@ -66,24 +65,25 @@ class RoundTrees:
     ) -> None:
         """Count the results of a launch.
 
-        results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
-        GuessSources.count_correct_guesses.
-        """
+        max_depths: for each request, the greatest depth at which it could accept nodes; num_right: the result of
+        GuessSources.count_correct_guesses."""
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
         if launch_input.is_prefill or tree is None:
             return
-        guesses = [sum(row.tree_size.tokens_by_depth) for row in results]
-        verified = len(results) + sum(guesses) if tree.shared_rows else len(results) * (1 + max(guesses))
+        num_guesses = [sum(result.tree_size.tokens_by_depth) for result in results]
+        verified = len(results) + sum(num_guesses) if tree.shared_rows else len(results) * (1 + max(num_guesses))
         is_short = [
-            verified < len(results) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
-            for found in guesses
+            verified < len(results) * tree.rows if tree.shared_rows else num_found < tree.num_draft_tokens - 1
+            for num_found in num_guesses
         ]
-        counted = [(at, row) for at, row in enumerate(results) if max_depths[at] > 0 and row.is_finite]
-        samples = [AcceptSample(max_depths[at], row.sibling_ranks, row.is_leaf, is_short[at]) for at, row in counted]
+        counted = [(i, result) for i, result in enumerate(results) if max_depths[i] > 0 and result.is_finite]
+        samples = [
+            AcceptSample(max_depths[i], result.sibling_ranks, result.is_leaf, is_short[i]) for i, result in counted
+        ]
         with_lookup = counted if self.has_lookup_trees else ()
-        lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(row.tokens)) for at, row in with_lookup]
+        lookup_samples = [_lookup_sample(max_depths[i], num_right[i], len(result.tokens)) for i, result in with_lookup]
         self.chooser.record(samples, verified, lookup_samples)
 
 
@@ -94,8 +94,7 @@ def tree_label(tree: TreeShape) -> str:
 
 
 def _lookup_sample(max_depth: int, num_right: int, emitted: int) -> AcceptSample:
-    """Returns the sample that the guesses of the other sources would have given without the draft.
+    """Returns the sample that the guesses of the host's and the device's sources would have given without the draft.
 
-    If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count.
-    """
+    If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count."""
     return AcceptSample(num_right if num_right == emitted else max_depth, (0,) * min(max_depth, num_right), True, True)

@@ -43,11 +43,11 @@ from espalier.stats import SpeculationStats
 
 
 class Scheduler:
-    """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
+    """Chooses launches and processes their results.
 
-    on_round: gets a RoundTrace for each request of each round; set it to trace trees.  captured_passes: see Executor;
-    round_trees: by default the layout's trees; state_keeper: None without states; guess_sources: by default none.
-    """
+    captured_passes: see Executor.  round_trees: by default the layout's trees.  state_keeper: None for a model without
+    recurrent states.  guess_sources: by default none.  num_rounds: how many rounds were launched, by batch size.
+    on_round: called with a RoundTrace for each request of each round; None by default."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Scheduler:
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Ends a request when the result of its next launch is processed; without a launch, before the next one."""
+        """Ends a request with its next result; before the next launch if it has no slot or no launch is in flight."""
         request.aborted = True
         self._aborted_requests.append(request)
 
@@ -122,18 +122,18 @@ class Scheduler:
         """Processes the results of a launch.  Called in the order in which the launches were started."""
         self._launches_in_flight -= 1
         num_right = self.guess_sources.count_correct_guesses(launch, results)
-        allowed = [0] * len(results)
-        of_requests = zip(launch.launched_requests, results, strict=True)
-        for i, ((request, generation, is_prefilled), result) in enumerate(of_requests):
+        max_depths = [0] * len(results)
+        request_results = zip(launch.launched_requests, results, strict=True)
+        for i, ((request, generation, is_prefilled), result) in enumerate(request_results):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
-                allowed[i] = self._read_round_result(request, result)
+                max_depths[i] = self._read_round_result(request, result)
             elif self._read_prompt_logprobs(request, result) and is_prefilled:
                 self._read_prefill_result(request, result)
             if request.aborted and not request.is_done:
                 self._finish_request(request, "abort")
-        self.round_trees.record(launch.launch_input, results, allowed, num_right)
+        self.round_trees.record(launch.launch_input, results, max_depths, num_right)
 
     def abort_all(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
@@ -174,24 +174,24 @@ class Scheduler:
         return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
     def _enter_slot(self, request: Request) -> bool:
-        """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
-        missing."""
+        """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if too few pages
+        can be freed."""
         if self._unfit_request == (request, self.pool.num_released):
             return False  # no page was released since the last try
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
-        drafted = self.round_trees.has_draft_rows(request)
-        shared = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], drafted)
+        has_draft_rows = self.round_trees.has_draft_rows(request)
+        shared = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], has_draft_rows)
         self.pool.share(shared)
         end = request.max_num_tokens(self.layout.max_context)
-        need = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
+        num_new_pages = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
-        if not (self._page_budget.could_free(need) and self._page_budget.evict_until_free(need)):
+        if not (self._page_budget.could_free(num_new_pages) and self._page_budget.evict_until_free(num_new_pages)):
             self.pool.release(shared)
             self._unfit_request = request, self.pool.num_released
             return False
-        request.pages = shared + self.pool.allocate(need)
+        request.pages = shared + self.pool.allocate(num_new_pages)
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows after the cached prefix read hidden states of the last cached rows, and pages hold none.  So
@@ -213,7 +213,7 @@ class Scheduler:
     # Pages
 
     def _reserve_pages(self, decoding: list[Request]) -> list[Request]:
-        """Reserves pages for the tokens of one round, in order of place; if pages run out, preempts the last request.
+        """Reserves pages for the tokens of one round, in queue order; if pages run out, preempts the last request.
 
         Returns the requests that can run; none if launches in flight must be read before a request can be preempted.
         """
@@ -305,10 +305,10 @@ class Scheduler:
         )
         self._appended_pages, self._pages_to_clear = [], []
         self._launches_in_flight += 1
-        members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
-        return Launch(launch_input, members, guesses.guesses_by_slot)
+        launched_requests = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
+        return Launch(launch_input, launched_requests, guesses.guesses_by_slot)
 
-    # Harvest
+    # Results
 
     def _read_prompt_logprobs(self, request: Request, result: RequestResult) -> bool:
         """Appends the prompt log-probabilities of a pass.  Returns False if one is NaN, which ends the request."""
@@ -329,12 +329,12 @@ class Scheduler:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
 
     def _read_round_result(self, request: Request, result: RequestResult) -> int:
-        """Returns the depth down to which the request could accept guesses."""
+        """Returns the greatest depth at which the request could accept nodes."""
         request.rounds_in_flight -= 1
         before = request.num_known
         request.num_known += len(result.tokens)
         pages = request.pages
-        # The target picked the last token, and the draft the others.  Without finite logits, the last is missing.
+        # The target picked the last token, and the draft the others.  Without finite logits, the target's is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
@@ -342,15 +342,15 @@ class Scheduler:
         if not result.is_finite and not request.is_done:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
         max_accept_depth = self.layout.max_accept_depth(request.max_num_tokens(self.layout.max_context), before)
-        allowed = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
-        depth = min(allowed, result.tree_size.depth)
+        max_depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
+        depth = min(max_depth, result.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
                 # The tree may have nodes deeper than this request allows, because the batch has one shape.
                 stats.add(kept, min(kept, num_accepted), result.tree_size.num_tokens_to_depth(depth), depth)
         if self.on_round is not None and result.tree is not None:
             self.on_round(RoundTrace(request.id, result.tree, before, result.tokens, [*pages], self.layout.page_size))
-        return allowed
+        return max_depth
 
     def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
@@ -385,7 +385,7 @@ class Scheduler:
             return "stop"
         return "length" if request.num_tokens >= request.max_num_tokens(self.layout.max_context) else None
 
-    # Leaving
+    # Ended and preempted requests
 
     def _drop_aborted(self) -> None:
         """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""

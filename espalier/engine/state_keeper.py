@@ -2,8 +2,8 @@
 state of a request (a snapshot).
 
 The snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
-the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host counts on the snapshot
-once it has read the result of that launch.
+the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host uses the snapshot only
+after it has read the result of that launch.
 """
 
 from collections.abc import Sequence
@@ -61,12 +61,11 @@ class NoStateKeeper:
 
 @dataclass
 class RequestSnapshots:
-    """The snapshots of a running request, as (tokens up to the end of the page, row).
+    """The snapshots of a running request, as (number of tokens up to the end of the page, row of the snapshot).
 
-    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken_snapshots:
-    snapshots that prefill passes take.  pending_snapshot: the snapshot that rounds will take next; last_snapshot: the
-    last snapshot that rounds took.
-    """
+    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.
+    taken_snapshots: the snapshots of prefill passes.
+    pending_snapshot: the snapshot that rounds will take next; last_snapshot: the last snapshot that rounds took."""
 
     planned_ends: list[int]
     taken_snapshots: list[tuple[int, int]] = field(default_factory=list)
@@ -85,8 +84,7 @@ class StateKeeper(NoStateKeeper):
     """The keeper of a model with states.
 
     snapshots: the rows for snapshots.  prefix_tree: None without a prefix cache; then no snapshots are taken.
-    decode_interval, prompt_interval: tokens between two snapshots, which are rounded up to whole pages.
-    """
+    decode_interval, prompt_interval: tokens between two snapshots, rounded up to whole pages where they are used."""
 
     def __init__(self, layout: RoundLayout, prefix_tree: PrefixTree | None, snapshots: SnapshotRows):
         self.layout = layout
@@ -101,7 +99,7 @@ class StateKeeper(NoStateKeeper):
 
     def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
         assert request.slot is not None
-        # The page ends whose snapshots are at or before `start`.
+        # The cached pages whose snapshots stand at or before `first_row`.
         reached = self.layout.num_full_pages(min(num_cached, first_row + self.tokens_before_end))
         hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
@@ -113,14 +111,14 @@ class StateKeeper(NoStateKeeper):
         return begin, end
 
     def _planned_page_ends(self, prefill_len: int, begin: int, num_cached: int) -> list[int]:
-        """Returns the page ends of a prompt that get a snapshot: where the prompt leaves the cached text, every
+        """Returns the page ends of a prompt that get a snapshot: the end of the cached pages, every multiple of
         `prompt_interval`, and the last page end."""
         if self.prefix_tree is None:
             return []
-        every = self._rounded_to_pages(self.prompt_interval)
-        last_snapshot = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
-        ends = {num_cached, last_snapshot, *range(every, last_snapshot, every)}
-        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_snapshot)
+        interval = self._rounded_to_pages(self.prompt_interval)
+        last_page_end = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
+        ends = {num_cached, last_page_end, *range(interval, last_page_end, interval)}
+        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
@@ -147,10 +145,10 @@ class StateKeeper(NoStateKeeper):
         held = self._by_request[request]
         if held.pending_snapshot is None and self.prefix_tree is not None:
             # The next snapshot is past every length that the slot can have after the rounds in flight.
-            at_most = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
-            every = self._rounded_to_pages(self.decode_interval)
-            end = ((at_most + self.tokens_before_end) // every + 1) * every
-            if end - self.tokens_before_end <= at_most + self.layout.extend_width:
+            max_committed = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
+            interval = self._rounded_to_pages(self.decode_interval)
+            end = ((max_committed + self.tokens_before_end) // interval + 1) * interval
+            if end - self.tokens_before_end <= max_committed + self.layout.extend_width:
                 row = self.snapshots.allocate()
                 held.pending_snapshot = None if row is None else (end, row)
         return held.pending_snapshot

@@ -1,8 +1,8 @@
-"""Chooses the tree of each round while the engine runs: the one with the most expected tokens a second.
+"""Chooses the tree of each round while the engine runs: the tree with the most expected tokens a second.
 
-The trees that may be chosen stand in RoundLayout.choices.  acceptance.py estimates the tokens that a round emits,
-round_times.py the seconds that it takes.  To keep the estimates true, the engine explores now and then: it runs another
-tree that is nearly as good for a few rounds.  Tokens never depend on the choice.
+RoundLayout.choices has the trees that may be chosen.  acceptance.py estimates the tokens that a round emits, and
+round_times.py the seconds that it takes.  To keep the estimates true, the engine explores now and then: for a few
+rounds it runs another tree that is nearly as good.  Tokens never depend on the choice.
 """
 
 import logging
@@ -22,17 +22,16 @@ MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
 # A tree is explored if its expected tokens a second are at least this share of the best tree's.  MIN_UNKNOWN_RATE holds
-# for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for trees deeper
-# than the current one, because no round shows what their depths accept now.
+# for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py).  It also holds for trees
+# deeper than the current tree, because current rounds do not show what deeper levels accept.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not measure acceptance.  So when an exploration starts, all older
 # rounds together weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
 OLD_ROUNDS_WEIGHT = 0.5
-# A choice that lasted LASTING_ROUNDS rounds counts as no mistake.  A choice that lasted LOGGED_ROUNDS rounds is
-# logged.
+# A choice that lasted more than LASTING_ROUNDS rounds counts as no mistake.  After LOGGED_ROUNDS rounds, it is logged.
 LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
-# The tokens that a unit of time yields are averaged over YIELD_ROUNDS rounds.  Expected gains of looked-up guesses are
-# uncertain, so they must be worth MIN_LOOKUP_GAIN tokens.
+# The tokens per unit of time are averaged over YIELD_ROUNDS rounds.  Expected gains of looked-up guesses are uncertain,
+# so a round of these guesses alone must be better than a round with a draft by MIN_LOOKUP_GAIN tokens.
 YIELD_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
@@ -40,10 +39,9 @@ log = logging.getLogger("espalier")
 class ChoicePace(NamedTuple):
     """How fast the choice of the tree follows the text.
 
-    rounds, samples: min_rounds and min_samples of Acceptance; exploration_rounds: rounds of an exploration;
-    single_request_rounds: how many more an exploration has for a single request, because one request shows less in a
-    round; rounds_before_change: rounds before a choice may change; min_prior: as in Acceptance.
-    """
+    rounds, samples, min_prior: min_rounds, min_samples and min_prior of Acceptance.
+    exploration_rounds: the rounds of an exploration.  single_request_rounds: how many more rounds it has for a single
+    request, which shows less in a round.  rounds_before_change: the rounds before a choice may change."""
 
     rounds: int
     samples: int
@@ -60,10 +58,9 @@ LOOKUP_PACE = ChoicePace(16, 24, exploration_rounds=2, single_request_rounds=0, 
 
 
 class LookupGain(NamedTuple):
-    """The expected gain in the next round of the guesses of all sources but the draft.
+    """The expected gain of the next round if it verifies the guesses of all sources but the draft.
 
-    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: of the verify pass.
-    """
+    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: the rows to verify."""
 
     tokens: float
     rows: int
@@ -77,20 +74,20 @@ class TreeChooser:
 
     num_changes = 0
 
-    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
-        """The tree of the next round; None for the layout's.
+    def choose(
+        self, batch: int, num_drafting: int, context: float, lookup_gain: LookupGain | None = None
+    ) -> TreeShape | None:
+        """The tree of the next round; None for the layout's tree.
 
-        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
-        lookup: None if the host does not know these guesses before the round.
-        """
+        batch: the number of requests; num_drafting: how many of them can accept guesses; context: the mean number of
+        tokens of a request; lookup_gain: None if the host does not know the guesses before the round."""
         return None
 
     def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         """Count the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
 
-        samples: one for each request that can accept guesses; rows: of the verify pass, without void rows;
-        lookup_samples: the samples that the round would have had without the draft.
-        """
+        samples: one for each request that can accept guesses; rows: the rows that were verified, without void rows;
+        lookup_samples: the samples that the round would have had without the draft."""
 
     def restart(self) -> None:
         """Called when a prompt has entered the batch."""
@@ -98,7 +95,8 @@ class TreeChooser:
 
 @dataclass(frozen=True)
 class RoundInFlight:
-    """chosen_at: when its tree was chosen, in seconds; knows_guesses: whether its guesses were known then."""
+    """A launched round.  context: see TreeChooser.choose.  chosen_at: when its tree was chosen, in seconds;
+    knows_guesses: whether the host knew the gain of its guesses then."""
 
     tree: TreeShape
     batch: int
@@ -111,10 +109,11 @@ class RoundInFlight:
 class BucketState:
     """The state of the choice for batches of one bucket.
 
-    rounds_held: rounds since `tree` was chosen; interval: rounds between explorations; rounds_to_exploration: until
-    the next one; plain_interval: `interval` during plain decoding; explored_tree, exploring_rounds: the tree and the
-    remaining rounds of an exploration; last_round: when each tree ran last; logged_tree: the tree that was logged last.
-    """
+    size: the bucket's batch size.  tree: the current choice; rounds_held: the rounds since it was chosen.
+    interval: the rounds between explorations; plain_interval: this interval during plain decoding.
+    rounds_to_exploration: the rounds until the next exploration.
+    explored_tree, exploring_rounds: the tree and the remaining rounds of an exploration.
+    last_round: the number of the last round of each tree.  logged_tree: the tree that was logged last."""
 
     size: int
     trees: tuple[TreeShape, ...]
@@ -158,41 +157,43 @@ class TreeChoice(TreeChooser):
     def restart(self) -> None:
         """Forget all estimates where guesses are looked up on a CPU, since a new text may repeat itself more or less.
 
-        A draft model is about equally good everywhere.  And on a GPU prompts enter all the time.
-        """
+        A draft model is about equally good everywhere.  And on a GPU prompts enter all the time."""
         self._last = None
         if not self.costs.uses_clock and self.pace is LOOKUP_PACE:
             self.acceptance.reset()
             self.lookup_acceptance.reset()
             self.buckets.clear()
 
-    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+    def choose(
+        self, batch: int, num_drafting: int, context: float, lookup_gain: LookupGain | None = None
+    ) -> TreeShape | None:
         bucket = self._bucket(next_bucket(batch))
         lookup_tree = bucket.lookup_tree
-        knows_guesses = lookup is not None and lookup_tree is not None and not self.costs.uses_clock
-        if not drafting:
+        knows_guesses = lookup_gain is not None and lookup_tree is not None and not self.costs.uses_clock
+        if not num_drafting:
             tree = self.layout.tree_without_draft
-        elif knows_guesses and lookup_tree is not None and lookup is not None:
-            tree = self._choose_with_known_guesses(bucket, batch, drafting / batch, context, lookup_tree, lookup)
+        elif knows_guesses and lookup_tree is not None and lookup_gain is not None:
+            tree = self._choose_with_known_guesses(
+                bucket, batch, num_drafting / batch, context, lookup_tree, lookup_gain
+            )
         else:
-            tree = self._choose(bucket, drafting / batch, context, bucket.trees)
+            tree = self._choose(bucket, num_drafting / batch, context, bucket.trees)
         self._in_flight.append(RoundInFlight(tree, bucket.size, context, self.clock(), knows_guesses))
         return tree
 
     def _choose_with_known_guesses(
-        self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, lookup: LookupGain
+        self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, gain: LookupGain
     ) -> TreeShape:
         """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a tree with a draft.
 
-        The time that `lookup_tree` saves is valued at the tokens that recent rounds made in such a time.
-        """
+        The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
         other = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(other, bucket.size, context)
         # An exploration ends early only if `lookup_tree` beats every token that the explored tree could give.
         tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.tree else 1 + other.steps
-        saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, lookup.rows)
+        saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
         worth = self.recent_yield.rate(tokens / seconds, 1.0)
-        return lookup_tree if 1 + lookup.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
+        return lookup_tree if 1 + gain.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
 
     def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         in_flight = self._in_flight.popleft()
@@ -219,7 +220,7 @@ class TreeChoice(TreeChooser):
             self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, rows))
             return
         now, last, self._last = self.clock(), self._last, None
-        # A round after another tree or after a prefill pass may have waited for that, so its time is not counted.
+        # A round that follows another tree or a prefill pass may have waited for it, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
             self.times.add(tree, batch, context, now - max(last[2], in_flight.chosen_at))
         self._last = tree, batch, now

@@ -16,10 +16,9 @@ RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
 def require_finite_values(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema without finite values.  Raises EspalierError, which names the innermost such place.
+    """Refuse a schema with a part that has no finite value.  Raises EspalierError, which names the innermost part.
 
-    schema: the enforceable schemas by place.  Every reference refers to one of these places.
-    """
+    schema: the enforceable schema and its parts, by place (JSON pointer).  Every reference refers to such a place."""
     ends = _least_fixpoint(schema, _can_end, _references)
     # The innermost place first: the user must change the schema there.
     endless = sorted(schema.keys() - ends, key=lambda place: (-place.count("/"), place))
@@ -31,20 +30,20 @@ def require_finite_values(schema: Mapping[str, Any]) -> None:
 def _least_fixpoint(
     parts: Mapping[Any, Any], is_finite: Callable[[Any, set[Any]], bool], requires: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.  is_finite(part, finite): whether a part is finite
-    if the parts `finite` are.  requires: the names that a part refers to."""
+    """Returns the names of the parts that have a finite text.  is_finite(part, finite_names): whether a part has one if
+    the parts `finite_names` have one.  requires(part): the names that the part refers to."""
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in requires(part):
             waiting.setdefault(needed, []).append(name)
-    found: set[Any] = set()
+    finite: set[Any] = set()
     to_try = list(parts)
     while to_try:
         name = to_try.pop()
-        if name not in found and is_finite(parts[name], found):
-            found.add(name)
+        if name not in finite and is_finite(parts[name], finite):
+            finite.add(name)
             to_try += waiting.get(name, ())
-    return found
+    return finite
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -55,8 +54,8 @@ def _references(schema: Any) -> Iterator[str]:
             if name not in ("enum", "$defs", "definitions"):
                 yield from _references(value)
     elif isinstance(schema, list):
-        for each in schema:
-            yield from _references(each)
+        for item in schema:
+            yield from _references(item)
 
 
 def _can_end(schema: Any, finite: set[str]) -> bool:
@@ -108,30 +107,34 @@ def require_finite_rules(ebnf: str) -> None:
 def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
     """Returns the names of the reachable rules without finite text.  parsed_grammar: xgrammar's JSON."""
     data, starts = parsed_grammar["grammar_expr_data"], parsed_grammar["grammar_expr_indptr"]
-    parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
+    expressions = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(parsed_grammar["rules"])}
 
-    def ends(body: int, known: set[int]) -> bool:
-        kind, inside = parts[body]
+    def ends(body: int, finite_rules: set[int]) -> bool:
+        kind, contents = expressions[body]
         if kind == RULE_KIND:
-            return inside[0] in known
+            return contents[0] in finite_rules
         if kind == REPEAT_KIND:
-            return inside[0] in known or inside[1] == 0
+            return contents[0] in finite_rules or contents[1] == 0
         if kind in (SEQUENCE_KIND, CHOICES_KIND):
-            each = (ends(part, known) for part in inside)
-            return all(each) if kind == SEQUENCE_KIND else any(each)
+            rule_id = (ends(part, finite_rules) for part in contents)
+            return all(rule_id) if kind == SEQUENCE_KIND else any(rule_id)
         return True
 
-    known = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, parts))
-    reached, new = set(), {parsed_grammar["root_rule_id"]}
-    while new:
-        reached |= new
-        new = {rule for each in new for rule in _rules_in(bodies[each], parts)} - reached
-    return [parsed_grammar["rules"][i][0] for i in sorted(reached - known)]
+    finite_rules = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, expressions))
+    reached_rules, new_rules = set(), {parsed_grammar["root_rule_id"]}
+    while new_rules:
+        reached_rules |= new_rules
+        new_rules = {rule for rule_id in new_rules for rule in _rules_in(bodies[rule_id], expressions)} - reached_rules
+    return [parsed_grammar["rules"][i][0] for i in sorted(reached_rules - finite_rules)]
 
 
-def _rules_in(body: int, parts: list[tuple[int, list[int]]]) -> set[int]:
-    kind, inside = parts[body]
+def _rules_in(body: int, expressions: list[tuple[int, list[int]]]) -> set[int]:
+    kind, contents = expressions[body]
     if kind in (RULE_KIND, REPEAT_KIND):
-        return {inside[0]}
-    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE_KIND, CHOICES_KIND) else set()
+        return {contents[0]}
+    return (
+        set().union(*(_rules_in(part, expressions) for part in contents))
+        if kind in (SEQUENCE_KIND, CHOICES_KIND)
+        else set()
+    )

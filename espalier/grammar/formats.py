@@ -34,12 +34,12 @@ def _ipv6() -> str:
     """Returns an IPv6 address's regex: eight groups, or fewer with one "::".  The last two may be an IPv4 address."""
     tails = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{{count - 1}}}" for count in range(1, 8)]
     dotted = [f"(?:{_IPV6_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
-    made = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{7}}", f"(?:{_IPV6_GROUP}:){{6}}{_IPV4}"]
+    alternatives = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{7}}", f"(?:{_IPV6_GROUP}:){{6}}{_IPV4}"]
     for before in range(8):
         head = f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{{before - 1}}}" if before else ""
-        behind = [*tails[: 7 - before], *dotted[: max(0, 6 - before)]]
-        made.append(f"{head}::" + (f"(?:{'|'.join(behind)})?" if behind else ""))
-    return f"(?:{'|'.join(made)})"
+        endings = [*tails[: 7 - before], *dotted[: max(0, 6 - before)]]
+        alternatives.append(f"{head}::" + (f"(?:{'|'.join(endings)})?" if endings else ""))
+    return f"(?:{'|'.join(alternatives)})"
 
 
 def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
@@ -53,7 +53,8 @@ def _base64(last_characters: str) -> str:
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# The lengths are not bounded here: each character of a bounded part is a further state, which compiles in some 10 ms.
+# The lengths are not bounded here: each character of a bounded part is a further state, which takes some 10 ms to
+# compile.
 _HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"

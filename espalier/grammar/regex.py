@@ -149,8 +149,8 @@ def _resolve_anchors(node: Node, is_start: bool, unmatched: Node, regex: str, ki
     if parts and isinstance(parts[at], Alt):
         inner = parts.pop(at)
         _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
-        made = _resolve_anchors(inner, is_start, unmatched, regex, kind)
-        return seq([made, *parts] if is_start else [*parts, made])
+        resolved = _resolve_anchors(inner, is_start, unmatched, regex, kind)
+        return seq([resolved, *parts] if is_start else [*parts, resolved])
     _require_no_anchor(node, is_start, regex, kind)
     return seq([unmatched, *parts] if is_start else [*parts, unmatched])
 
@@ -161,8 +161,8 @@ def _is_anchor(node: Node, is_start: bool) -> bool:
 
 def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> None:
     if isinstance(node, Anchor) and node.is_start == is_start:
-        what = f"{'^' if is_start else '$'!r} in the middle"
-        raise _refusal(kind, regex, what, node.position, r"write \^ or \$ for the character, or leave it out")
+        fault = f"{'^' if is_start else '$'!r} in the middle"
+        raise _refusal(kind, regex, fault, node.position, r"write \^ or \$ for the character, or leave it out")
     for child in children(node):
         _require_no_anchor(child, is_start, regex, kind)
 
@@ -252,27 +252,29 @@ class _RegexParser:
 
     def _check_group_kind(self) -> None:
         at = self.position - 1
-        for sign, what, remedy in REFUSED_GROUPS:
+        for sign, fault, remedy in REFUSED_GROUPS:
             if self.regex.startswith(sign, self.position):
-                raise self._refusal_at(f"a {what} ({'(' + sign!r})", remedy, at)
+                raise self._refusal_at(f"a {fault} ({'(' + sign!r})", remedy, at)
         if not (self._skip_if_next("?P<") or self._skip_if_next("?<")):
             raise self._refusal_at("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
-        found = GROUP_NAME_PATTERN.match(self.regex, self.position)
-        if found is None or found[1] in self.names:
-            what = "a group without a name" if found is None else f"a second group with the name {found[1]!r}"
-            raise self._refusal_at(what, "use (...) without a name", at)
-        self.names.add(found[1])
-        self.position = found.end()
+        name_match = GROUP_NAME_PATTERN.match(self.regex, self.position)
+        if name_match is None or name_match[1] in self.names:
+            fault = (
+                "a group without a name" if name_match is None else f"a second group with the name {name_match[1]!r}"
+            )
+            raise self._refusal_at(fault, "use (...) without a name", at)
+        self.names.add(name_match[1])
+        self.position = name_match.end()
 
     # Repetitions
 
     def _read_counts(self) -> tuple[int, int | None, int] | None:
         """Returns (least count, most count, position after the braces); None if no count in braces comes next."""
-        found = COUNTS_PATTERN.match(self.regex, self.position)
-        if found is None:
+        counts = COUNTS_PATTERN.match(self.regex, self.position)
+        if counts is None:
             return None
-        least, comma, most = int(found[1]), found[2], found[3]
-        return least, int(most) if most else None if comma else least, found.end()
+        least, comma, most = int(counts[1]), counts[2], counts[3]
+        return least, int(most) if most else None if comma else least, counts.end()
 
     def _read_repetition(self, part: Node) -> Node:
         at, char = self.position, self._peek()
@@ -292,8 +294,8 @@ class _RegexParser:
             raise self._refusal_at("a repetition of '^' or '$'", "repeat a part without them", at)
         self._skip_if_next("?")  # a lazy repetition matches the same texts
         if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._read_counts() is not None):
-            what = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
-            raise self._refusal_at(what, "write one, or a group around the first", self.position - 1)
+            fault = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
+            raise self._refusal_at(fault, "write one, or a group around the first", self.position - 1)
         return repeat(part, *counts)
 
     # Classes
@@ -317,19 +319,19 @@ class _RegexParser:
         if char == "p" or char == "P":
             self._skip_property_name()
         written = self.regex[at : max(self.position, at + 1)]
-        what, remedy = REFUSED_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
-        raise self._refusal_at(f"'{written}', {what}", remedy, at)
+        meaning, remedy = REFUSED_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
+        raise self._refusal_at(f"'{written}', {meaning}", remedy, at)
 
     def _skip_property_name(self) -> None:
-        inside, found, _ = self.regex[self.position :].partition("}")
-        if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
+        inside, closing_brace, _ = self.regex[self.position :].partition("}")
+        if closing_brace and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1
 
     def _read_code_point(self, escape_letter: str, position: int) -> Characters:
         digits = self.regex[self.position : self.position + HEX_DIGITS[escape_letter]]
-        if len(digits) < HEX_DIGITS[escape_letter] or not all(each in "0123456789abcdefABCDEF" for each in digits):
-            what = f"'\\{escape_letter}' without {HEX_DIGITS[escape_letter]} hex digits"
-            raise self._refusal_at(what, r"write \x41, \u0041 or \U00000041", position)
+        if len(digits) < HEX_DIGITS[escape_letter] or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            fault = f"'\\{escape_letter}' without {HEX_DIGITS[escape_letter]} hex digits"
+            raise self._refusal_at(fault, r"write \x41, \u0041 or \U00000041", position)
         code = int(digits, 16)
         if code > ALL_CHARACTERS[-1][1]:
             raise self._refusal_at(
@@ -343,15 +345,15 @@ class _RegexParser:
         self.position += 1
         is_negated = self._skip_if_next("^")
         if self._peek() == "]":
-            what = f"'{'[^]' if is_negated else '[]'}'"
-            raise self._refusal_at(what, r"write \] for the character, or [\s\S] for any", start)
-        found: list[Characters] = []
+            fault = f"'{'[^]' if is_negated else '[]'}'"
+            raise self._refusal_at(fault, r"write \] for the character, or [\s\S] for any", start)
+        members: list[Characters] = []
         while not self._skip_if_next("]"):
             if not self._peek():
                 raise self._refusal_at("'[' that is not closed", r"add ']', or write \[ for the character", start)
-            found.append(self._read_range())
-        made = Characters(*(union(each for part in side for each in part) for side in zip(*found, strict=True)))
-        return made.negated() if is_negated else made
+            members.append(self._read_range())
+        characters = Characters(*(union(each for part in side for each in part) for side in zip(*members, strict=True)))
+        return characters.negated() if is_negated else characters
 
     def _read_range(self) -> Characters:
         at = self.position

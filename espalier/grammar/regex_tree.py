@@ -29,28 +29,28 @@ class Characters(NamedTuple):
 
 
 def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
-    made = complement(complement(union(ranges)))  # without surrogates
-    return Characters(made, made)
+    valid_ranges = complement(complement(union(ranges)))  # without surrogates
+    return Characters(valid_ranges, valid_ranges)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Returns the sorted, separate ranges of all given characters."""
-    made: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if made and first <= made[-1][1] + 1:
-            made[-1] = made[-1][0], max(last, made[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
-            made.append((first, last))
-    return tuple(made)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def complement(ranges: Ranges) -> Ranges:
-    at, made = 0, []
+    next_free, gaps = 0, []
     for first, last in union((*ranges, SURROGATES)):
-        if at < first:
-            made.append((at, first - 1))
-        at = last + 1
-    return (*made, (at, LAST_CODE_POINT)) if at <= LAST_CODE_POINT else tuple(made)
+        if next_free < first:
+            gaps.append((next_free, first - 1))
+        next_free = last + 1
+    return (*gaps, (next_free, LAST_CODE_POINT)) if next_free <= LAST_CODE_POINT else tuple(gaps)
 
 
 def intersection(first: Ranges, second: Ranges) -> Ranges:
@@ -58,13 +58,13 @@ def intersection(first: Ranges, second: Ranges) -> Ranges:
 
 
 def ranges_of_text(characters: str) -> Ranges:
-    return union((ord(each), ord(each)) for each in characters)
+    return union((ord(character), ord(character)) for character in characters)
 
 
 @lru_cache
 def _ranges_of_python_class(escape: str) -> Ranges:
     text = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, LAST_CODE_POINT + 1))))
-    return union((ord(found[0][0]), ord(found[0][-1])) for found in re.finditer(f"{escape}+", text))
+    return union((ord(run[0][0]), ord(run[0][-1])) for run in re.finditer(f"{escape}+", text))
 
 
 @lru_cache
@@ -141,18 +141,18 @@ NO_TEXT = Alt(())
 
 
 def seq(parts: list[Node]) -> Node:
-    made: list[Node] = []
+    flat_parts: list[Node] = []
     for part in parts:
         if part == NO_TEXT:
             return NO_TEXT
-        made += part.parts if isinstance(part, Seq) else [part]
-    return made[0] if len(made) == 1 else Seq(tuple(made))
+        flat_parts += part.parts if isinstance(part, Seq) else [part]
+    return flat_parts[0] if len(flat_parts) == 1 else Seq(tuple(flat_parts))
 
 
 def alt(branches: list[Node]) -> Node:
     """Join branches.  If a branch is empty, the other branches become optional, so no text matches in two ways."""
-    made = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
-    node = made[0] if len(made) == 1 else Alt(made)
+    distinct = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
+    node = distinct[0] if len(distinct) == 1 else Alt(distinct)
     return repeat(node, 0, 1) if EMPTY_TEXT in branches else node
 
 
@@ -165,8 +165,8 @@ def repeat(repeated: Node, minimum: int, maximum: int | None) -> Node:
 def restrict_to(node: Node, allowed: Ranges) -> Node:
     """Returns the node, limited to texts of allowed characters; NO_TEXT if no text is left."""
     if isinstance(node, Chars):
-        kept = intersection(node.ranges, allowed)
-        return Chars(kept) if kept else NO_TEXT
+        allowed_ranges = intersection(node.ranges, allowed)
+        return Chars(allowed_ranges) if allowed_ranges else NO_TEXT
     if isinstance(node, Seq):
         return seq([restrict_to(part, allowed) for part in node.parts])
     if isinstance(node, Alt):
@@ -202,8 +202,7 @@ def regex_of(node: Node) -> str:
     """Returns the regex in ASCII, with only classes, groups and repetitions, which all parts of xgrammar read alike.
 
     xgrammar merges states that the same texts reach, and states in which a text ends.  This is wrong if a text can end
-    in several states, or return to the first state.  The empty groups add a separate first and last state.
-    """
+    in several states, or return to the first state.  The empty groups add a separate first and last state."""
     return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_CHARS_IN_BLOCKS)})()"
 
 
@@ -272,14 +271,14 @@ def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
 
     From a range across such a code point, xgrammar would make bytes that are not UTF-8.
     """
-    made = []
+    pieces = []
     for first, last in ranges:
         for gap in UTF8_GAPS:
             if first <= gap < last:
-                made += [(first, gap - 1)] if first < gap else []
+                pieces += [(first, gap - 1)] if first < gap else []
                 first = gap + 1
-        made.append((first, last))
-    return tuple(made)
+        pieces.append((first, last))
+    return tuple(pieces)
 
 
 def _range_text(bounds: tuple[int, int]) -> str:

@@ -60,12 +60,12 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
-    made = rewriter.rewrite(schema, "#", 0)
+    rewritten = rewriter.rewrite(schema, "#", 0)
     rewriter.check_references()
     rewriter.check_disjoint()
     require_finite_values(rewriter.rewritten_schemas)
-    _deduplicate_patterns(made)
-    return json.dumps(made)
+    _deduplicate_patterns(rewritten)
+    return json.dumps(rewritten)
 
 
 def _deduplicate_patterns(schema: dict[str, Any]) -> None:
@@ -91,8 +91,8 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield schema
         schema = list(schema.values())
     if isinstance(schema, list):
-        for each in schema:
-            yield from _subschemas(each)
+        for item in schema:
+            yield from _subschemas(item)
 
 
 class _SchemaRewriter:
@@ -124,10 +124,10 @@ class _SchemaRewriter:
         rules = {name: value for name, value in schema.items() if name not in ANNOTATION_KEYWORDS | DEFINITION_KEYWORDS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.rewritten_schemas[path] = self._rewritten_rules(rules, path, depth)
+        rewritten = self.rewritten_schemas[path] = self._rewritten_rules(rules, path, depth)
         for name in DEFINITION_KEYWORDS & schema.keys():
-            made = {**made, name: self._schemas_by_name(schema[name], f"{path}/{name}", depth)}
-        return made
+            rewritten = {**rewritten, name: self._schemas_by_name(schema[name], f"{path}/{name}", depth)}
+        return rewritten
 
     def _rewritten_rules(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         combining = [name for name in COMBINATORS if name in rules]
@@ -151,22 +151,24 @@ class _SchemaRewriter:
     def _branches(self, value: Any, name: str, path: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise schema_error(path, f"{name!r} is {shown(value)}", "use a list of schemas")
-        return [self.rewrite(each, f"{path}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
+        return [self.rewrite(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in enumerate(value)]
 
     def _schemas_by_name(self, value: Any, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise schema_error(path, f"{shown(value)} is no object", "use an object of schemas")
-        return {name: self.rewrite(each, f"{path}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
+        return {
+            name: self.rewrite(schema, f"{path}/{_pointer_part(name)}", depth + 1) for name, schema in value.items()
+        }
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-        """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so values of
-        other types are removed here."""
+        """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so this method
+        removes values of other types."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise schema_error(path, f"'enum' is {shown(values)}", "use a list of values")
         if "type" in rules:
             types = self._checked_types(rules["type"], path)
-            values = [value for value in values if any(IS_OF_TYPE[each](value) for each in types)]
+            values = [value for value in values if any(IS_OF_TYPE[name_of_type](value) for name_of_type in types)]
         if not values:
             raise schema_error(path, f"{name!r} allows no value", "add a value of the type")
         return {"enum": values}
@@ -193,8 +195,8 @@ class _SchemaRewriter:
         """Raises EspalierError if a value may match two schemas of a oneOf.  They must differ in type, or in a required
         property's constant texts.  Call check_references first."""
         for place, branches in self.one_of_schemas.items():
-            kinds = [self._resolve_references(branch) for branch in branches]
-            if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
+            schemas = [self._resolve_references(branch) for branch in branches]
+            if not all(self._are_disjoint(schemas[i], schemas[j]) for i in range(len(schemas)) for j in range(i)):
                 raise schema_error(
                     place, "'oneOf' is not supported where two of its schemas may allow the same value", "use 'anyOf'"
                 )
@@ -203,7 +205,7 @@ class _SchemaRewriter:
 
     def _typed_schema(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         for name in rules:
-            if name != "type" and not any(name in known for known in KEYWORDS_OF.values()):
+            if name != "type" and not any(name in keywords for keywords in KEYWORDS_OF.values()):
                 raise schema_error(path, f"{name!r} is not supported", "leave it out, and check its rule on the output")
         if "type" not in rules:
             rules = {"type": self._infer_type(rules, path), **rules} if rules else {}
@@ -211,18 +213,18 @@ class _SchemaRewriter:
             return {}
         types = self._checked_types(rules.pop("type"), path)
         for name in rules:
-            if not any(name in KEYWORDS_OF[each] for each in types):
+            if not any(name in KEYWORDS_OF[type_name] for type_name in types):
                 raise schema_error(path, f"{name!r} is not supported with type {shown(types)}", "leave it out")
-        made = [self._rewritten_type(each, rules, path, depth, len(types) > 1) for each in types]
-        return made[0] if len(made) == 1 else {"anyOf": made}
+        schemas = [self._rewritten_type(type_name, rules, path, depth, len(types) > 1) for type_name in types]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def _infer_type(self, rules: dict[str, Any], path: str) -> str:
         """Returns the type of the keywords.  A schema without a type would allow any value of other types."""
-        fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
-        numeric = [each for each in fitting if each in ("integer", "number")]
+        fitting = [type_name for type_name, keywords in KEYWORDS_OF.items() if rules.keys() <= keywords]
+        numeric = [type_name for type_name in fitting if type_name in ("integer", "number")]
         if "format" in rules:
-            fitting = [each for each in fitting if is_known_format(each, rules["format"])] or ["string"]
-            numeric = [each for each in numeric if each in fitting]
+            fitting = [type_name for type_name in fitting if is_known_format(type_name, rules["format"])] or ["string"]
+            numeric = [type_name for type_name in numeric if type_name in fitting]
         if numeric:
             return numeric[-1]
         if len(fitting) != 1:
@@ -231,49 +233,49 @@ class _SchemaRewriter:
 
     def _checked_types(self, value: Any, path: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
-        if not types or not all(isinstance(each, str) and each in KEYWORDS_OF for each in types):
+        if not types or not all(isinstance(type_name, str) and type_name in KEYWORDS_OF for type_name in types):
             raise schema_error(path, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS_OF)}")
         return types
 
     def _rewritten_type(
         self, name: str, rules: dict[str, Any], path: str, depth: int, is_one_of: bool
     ) -> dict[str, Any]:
-        own = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
-        if is_one_of and name != "string" and not is_known_format(name, own.get("format")):
-            own.pop("format", None)
+        own_rules = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
+        if is_one_of and name != "string" and not is_known_format(name, own_rules.get("format")):
+            own_rules.pop("format", None)
         if name not in ("integer", "number"):
-            check_count_keywords(own, path)
+            check_count_keywords(own_rules, path)
         if name == "object":
-            return self._rewritten_object(own, path, depth)
+            return self._rewritten_object(own_rules, path, depth)
         if name == "array":
-            return self._rewritten_array(own, path, depth)
+            return self._rewritten_array(own_rules, path, depth)
         if name == "string":
-            return string_rules(own, path)
-        return number_rules(own, name, path)
+            return string_rules(own_rules, path)
+        return number_rules(own_rules, name, path)
 
     def _rewritten_object(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         properties = self._schemas_by_name(rules.pop("properties", {}), f"{path}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise schema_error(path, f"'required' is {shown(required)}", "use a list of names")
-        extra = rules.pop("additionalProperties", None)
-        closed = extra is False or (extra is None and bool(properties))
-        opens = extra is not None and extra is not False
-        if opens:
-            extra = self.rewrite(extra, f"{path}/additionalProperties", depth + 1)
+        extra_schema = rules.pop("additionalProperties", None)
+        is_closed = extra_schema is False or (extra_schema is None and bool(properties))
+        allows_extra = extra_schema is not None and extra_schema is not False
+        if allows_extra:
+            extra_schema = self.rewrite(extra_schema, f"{path}/additionalProperties", depth + 1)
         for name in required:
             if name not in properties:
-                if closed:
+                if is_closed:
                     raise schema_error(
                         path, f"'required' names {name!r}, which is no property", "add it to 'properties'"
                     )
-                properties[name] = {} if extra is None else extra
-        if not properties and not closed:
+                properties[name] = {} if extra_schema is None else extra_schema
+        if not properties and not is_closed:
             if rules.get("minProperties", 0) > 1:
                 # The output may repeat a name, which counts only once.
                 raise schema_error(path, "'minProperties' above 1 needs named properties", "leave it out")
-            return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.original_schemas[path]:
+            return {"type": "object", "additionalProperties": True if extra_schema is None else extra_schema, **rules}
+        if allows_extra and self.strict and "properties" in self.original_schemas[path]:
             # xgrammar would allow a named property again with any value, if its name is written with an escape.
             raise schema_error(
                 path,
@@ -289,19 +291,19 @@ class _SchemaRewriter:
         }
 
     def _rewritten_array(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
-        made = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
+        rewritten = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
         items = rules.get("items")
         if "prefixItems" in rules:
-            made["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", path, depth)
+            rewritten["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", path, depth)
             items = False if items is None else items
         if isinstance(items, list):
             raise schema_error(path, "'items' as a list is not supported", "use 'prefixItems'")
-        made["items"] = (
+        rewritten["items"] = (
             False if items is False else self.rewrite({} if items is None else items, f"{path}/items", depth + 1)
         )
-        if "uniqueItems" in rules and made.get("maxItems", 2) > 1:
-            return self._rewritten_unique_array(rules["uniqueItems"], made, path, depth)
-        return {"type": "array", **made}
+        if "uniqueItems" in rules and rewritten.get("maxItems", 2) > 1:
+            return self._rewritten_unique_array(rules["uniqueItems"], rewritten, path, depth)
+        return {"type": "array", **rewritten}
 
     def _rewritten_unique_array(
         self, item_schema: Any, array_schema: dict[str, Any], path: str, depth: int
@@ -334,7 +336,7 @@ class _SchemaRewriter:
             return self.values_of_reference[place]
         if "anyOf" in schema:
             lists = [self._all_values(branch, depth + 1) for branch in schema["anyOf"]]
-            return None if None in lists else [value for each in lists if each for value in each]
+            return None if None in lists else [value for values in lists if values for value in values]
         return list_values(schema)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
@@ -351,15 +353,17 @@ class _SchemaRewriter:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def _are_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        types = [self._type_set(each) for each in (one, other)]
+    def _are_disjoint(self, first_schema: dict[str, Any], second_schema: dict[str, Any]) -> bool:
+        types = [self._type_set(schema) for schema in (first_schema, second_schema)]
         if types[0] and types[1] and not types[0] & types[1]:
             return True
         if types != [{"object"}, {"object"}]:
             return False
-        for name in set(one.get("required", ())) & set(other.get("required", ())):
-            first, second = (_constant_texts(each.get("properties", {}).get(name)) for each in (one, other))
-            if first and second and not first & second:
+        for name in set(first_schema.get("required", ())) & set(second_schema.get("required", ())):
+            first_texts, second_texts = (
+                _constant_texts(schema.get("properties", {}).get(name)) for schema in (first_schema, second_schema)
+            )
+            if first_texts and second_texts and not first_texts & second_texts:
                 return True
         return False
 

@@ -1,6 +1,6 @@
 """Rewrites the rules of a single JSON value for xgrammar: lengths, formats, bounds, enums.
 
-If several parts of a regular expression have variable lengths, the bound on the whole length is divided among them. So
+If several parts of a regular expression have variable lengths, the bound on the whole length is divided among them.  So
 the result may allow fewer texts than the regex and the bounds, but never more.
 """
 
@@ -46,11 +46,11 @@ def length_bounds(node: Node) -> tuple[int, float]:
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Seq):
-        found = [length_bounds(part) for part in node.parts]
-        return sum(low for low, _ in found), sum(high for _, high in found)
+        bounds = [length_bounds(part) for part in node.parts]
+        return sum(low for low, _ in bounds), sum(high for _, high in bounds)
     if isinstance(node, Alt):
-        found = [length_bounds(branch) for branch in node.branches]
-        return min(low for low, _ in found), max(high for _, high in found)
+        bounds = [length_bounds(branch) for branch in node.branches]
+        return min(low for low, _ in bounds), max(high for _, high in bounds)
     assert isinstance(node, Repeat)
     low, high = length_bounds(node.repeated)
     return low * node.minimum, high * (inf if node.maximum is None else node.maximum) if high else 0
@@ -78,16 +78,18 @@ def _limit_to_most(node: Node, maximum: int) -> Node:
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
-    """Limit the total length of the parts to `spare_chars` characters more than their fewest."""
-    made = []
-    found = [length_bounds(part) for part in parts]
-    for i, (part, (low, high)) in enumerate(zip(parts, found, strict=True)):
+    """Limits a sequence's length to `spare_chars` more than the sum of the parts' least lengths."""
+    limited = []
+    bounds = [length_bounds(part) for part in parts]
+    for i, (part, (low, high)) in enumerate(zip(parts, bounds, strict=True)):
         # This part may use the characters that later parts cannot use.
-        behind = [above - below for below, above in found[i + 1 :] if above > below]
-        share = max(spare_chars // (1 + len(behind)), spare_chars - sum(behind) if inf not in behind else 0)
-        made.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
-        spare_chars -= int(min(length_bounds(made[-1])[1], low + share)) - low
-    return seq(made)
+        later_spans = [above - below for below, above in bounds[i + 1 :] if above > below]
+        share = max(
+            spare_chars // (1 + len(later_spans)), spare_chars - sum(later_spans) if inf not in later_spans else 0
+        )
+        limited.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
+        spare_chars -= int(min(length_bounds(limited[-1])[1], low + share)) - low
+    return seq(limited)
 
 
 def _limit_to_least(node: Node, minimum: int) -> Node:
@@ -115,14 +117,14 @@ def _limit_to_least(node: Node, minimum: int) -> Node:
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Require `missing_chars` characters more than the parts' fewest, first from the part that can grow most."""
-    made = list(parts)
+    """Raises a sequence's least length by `missing_chars`, first in the part whose length can grow most."""
+    extended = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
         low, high = length_bounds(parts[i])
         more = int(min(missing_chars, high - low))
-        made[i] = _limit_to_least(parts[i], low + more) if more else parts[i]
+        extended[i] = _limit_to_least(parts[i], low + more) if more else parts[i]
         missing_chars -= more
-    return seq(made)
+    return seq(extended)
 
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
@@ -135,18 +137,18 @@ DECIMAL_UNITS = 10**6
 
 def check_count_keywords(rules: dict[str, Any], path: str) -> None:
     """Check minLength, maxItems and the like: they must be whole numbers, and the minimum at most the maximum."""
-    for what in ("Length", "Items", "Properties"):
-        least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
+    for noun in ("Length", "Items", "Properties"):
+        least, most = (rules.get(f"{side}{noun}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
-            whole = (
+            is_whole = (
                 isinstance(count, int | float) and not isinstance(count, bool) and count >= 0 and count == int(count)
             )
-            if count is not None and not whole:
-                raise schema_error(path, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
+            if count is not None and not is_whole:
+                raise schema_error(path, f"'{side}{noun}' is {shown(count)}", "use a whole number, 0 or more")
             if count is not None:
-                rules[f"{side}{what}"] = int(count)
+                rules[f"{side}{noun}"] = int(count)
         if least is not None and most is not None and least > most:
-            raise schema_error(path, f"'min{what}' is above 'max{what}'", "lower it")
+            raise schema_error(path, f"'min{noun}' is above 'max{noun}'", "lower it")
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
@@ -160,8 +162,8 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
     node: Any = Repeat(Chars(JSON_CHARACTERS), 0, None)
     if "format" in rules:
         if rules["format"] not in FORMATS:
-            known = ", ".join(sorted(FORMATS))
-            raise schema_error(path, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
+            names = ", ".join(sorted(FORMATS))
+            raise schema_error(path, f"format {shown(rules['format'])} is not supported", f"use one of {names}")
         node = node_of_format(rules["format"], is_short="maxLength" in rules)
     elif "pattern" in rules:
         try:
@@ -170,8 +172,8 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
             raise schema_error(path, str(error), "rewrite the pattern") from None
     node = limit_length(node, rules.get("minLength", 0), rules.get("maxLength"))
     if node == NO_TEXT:
-        what = next(name for name in ("pattern", "format") if name in rules)
-        raise schema_error(path, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
+        keyword = next(name for name in ("pattern", "format") if name in rules)
+        raise schema_error(path, f"{keyword!r} allows no text of this length", "change 'minLength' or 'maxLength'")
     if num_states(node) > MAX_STATES:
         raise schema_error(path, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
     return {"type": "string", "pattern": regex_of(node)}
@@ -179,7 +181,7 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
 
 def number_rules(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
     """Returns the rules of a number or an integer.  Bounds of an integer become integers."""
-    made: dict[str, Any] = {}
+    number_schema: dict[str, Any] = {}
     rules = _apply_integer_format(rules, name, path)
     for rule, value in rules.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -187,45 +189,45 @@ def number_rules(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
         if name == "integer":
             if rule == "multipleOf" and (value != int(value) or value <= 0):
                 raise schema_error(path, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
-            up = rule in ("minimum", "exclusiveMaximum")
-            value = math.ceil(value) if up else math.floor(value)
-        made[rule] = value
-    if "multipleOf" in made:
-        return _multiples_schema(made, path)
+            rounds_up = rule in ("minimum", "exclusiveMaximum")
+            value = math.ceil(value) if rounds_up else math.floor(value)
+        number_schema[rule] = value
+    if "multipleOf" in number_schema:
+        return _multiples_schema(number_schema, path)
     unit = 1 if name == "integer" else DECIMAL_UNITS
-    least, most = _first_and_last(made, unit)
+    least, most = _first_and_last(number_schema, unit)
     if least is not None and most is not None and least > most:
-        what = "integer" if name == "integer" else "number with 6 decimals"
-        raise schema_error(path, f"the bounds allow no {what}", "widen them")
-    return {"type": name, **made}
+        noun = "integer" if name == "integer" else "number with 6 decimals"
+        raise schema_error(path, f"the bounds allow no {noun}", "widen them")
+    return {"type": name, **number_schema}
 
 
 def _apply_integer_format(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
     """Returns the rules with an integer's format replaced by bounds."""
-    made = {rule: value for rule, value in rules.items() if rule != "format"}
+    other_rules = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[name]:
-        return made
+        return other_rules
     if name != "integer" or rules["format"] not in INTEGER_BOUNDS:
-        known = ", ".join(sorted(ANNOTATION_FORMATS[name] | (INTEGER_BOUNDS.keys() if name == "integer" else set())))
+        names = ", ".join(sorted(ANNOTATION_FORMATS[name] | (INTEGER_BOUNDS.keys() if name == "integer" else set())))
         raise schema_error(
-            path, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
+            path, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {names}"
         )
     least, most = INTEGER_BOUNDS[rules["format"]]
-    given = {rule: value for rule, value in made.items() if isinstance(value, int | float)}
+    numeric_rules = {rule: value for rule, value in other_rules.items() if isinstance(value, int | float)}
     return {
-        **made,
-        **({"minimum": least} if given.get("minimum", least) <= least else {}),
-        **({"maximum": most} if given.get("maximum", most) >= most else {}),
+        **other_rules,
+        **({"minimum": least} if numeric_rules.get("minimum", least) <= least else {}),
+        **({"maximum": most} if numeric_rules.get("maximum", most) >= most else {}),
     }
 
 
 def is_known_format(name: str, format: Any) -> bool:
     """Returns whether a format is known for the type `name`."""
-    known = {
+    names = {
         *(FORMATS if name == "string" else INTEGER_BOUNDS if name == "integer" else ()),
         *ANNOTATION_FORMATS.get(name, ()),
     }
-    return isinstance(format, str) and format in known
+    return isinstance(format, str) and format in names
 
 
 def list_values(schema: dict[str, Any]) -> list[Any] | None:
@@ -253,20 +255,20 @@ def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, 
             f"'uniqueItems' with {count} possible arrays is not supported",
             f"use fewer values or a lower 'maxItems', for {MAX_ENUM_SIZE} arrays at most",
         )
-    return {"enum": [list(each) for size in range(minimum, maximum + 1) for each in permutations(values, size)]}
+    return {"enum": [list(array) for size in range(minimum, maximum + 1) for array in permutations(values, size)]}
 
 
 def _json_equality_key(value: Any) -> Any:
     """Returns a key that is equal for JSON values that are equal by JSON Schema: 1.0 equals 1, but True does not."""
     if isinstance(value, list):
-        return [_json_equality_key(each) for each in value]
+        return [_json_equality_key(item) for item in value]
     if isinstance(value, dict):
-        return {name: _json_equality_key(each) for name, each in value.items()}
+        return {name: _json_equality_key(item) for name, item in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _first_and_last(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
-    """Returns the first and the last allowed multiple of 1 / unit, times unit; None without a bound."""
+    """Returns the least and the greatest allowed numerator of a fraction with this denominator; None if unbounded."""
     least = [math.ceil(_scaled_bound(bounds, "minimum", denominator))] if "minimum" in bounds else []
     most = [math.floor(_scaled_bound(bounds, "maximum", denominator))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
@@ -277,7 +279,7 @@ def _first_and_last(bounds: dict[str, Any], denominator: int) -> tuple[int | Non
 
 
 def _scaled_bound(bounds: dict[str, Any], rule: str, denominator: int) -> Fraction:
-    """Returns a bound times unit, computed from the bound's decimal text instead of its binary float."""
+    """Returns a bound times the denominator, computed from the bound's decimal text instead of its binary float."""
     return Fraction(repr(bounds[rule])) * denominator
 
 

@@ -18,12 +18,13 @@ MAX_SPEC_CHARS = 64 * 1024
 class Grammar:
     """The form that an output must have.
 
-    kind: one of KINDS.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a
-    regular expression, a grammar in xgrammar's EBNF, "" for json_object. strict: True refuses a JSON schema whose
-    objects may have unnamed properties.  False accepts the schema, and the output has only named properties. after:
-    text that ends the model's reasoning, such as "</think>".  The grammar applies after this text; None: from the first
-    token. Raises EspalierError for a wrong value.
-    """
+    kind: one of KINDS.
+    spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular expression for
+    regex, a grammar in xgrammar's EBNF for ebnf, "" for json_object.
+    strict: True refuses a JSON schema whose objects may have unnamed properties.  False accepts the schema, and the
+    output has only named properties.
+    after: text that ends the model's reasoning, such as "</think>".  The grammar applies after this text; None: from
+    the first token.  Raises EspalierError for a wrong value."""
 
     kind: GrammarKind = ""  # type: ignore[assignment]  # refused below, with the kinds
     spec: str = ""

@@ -30,9 +30,9 @@ def format_of_tag(text: str) -> Any:
     tag = read_json("structural tag", text)
     if not isinstance(tag, dict):
         raise EspalierError(f"structural tag {shown(tag)} is not supported; use an object")
-    known = {"structures", "triggers"} if "structures" in tag else {"format"}
-    if other := sorted(tag.keys() - known - {"type"}):
-        raise EspalierError(f"a structural tag with {min(known)!r} has no {other[0]!r}; leave it out")
+    known_fields = {"structures", "triggers"} if "structures" in tag else {"format"}
+    if unknown_fields := sorted(tag.keys() - known_fields - {"type"}):
+        raise EspalierError(f"a structural tag with {min(known_fields)!r} has no {unknown_fields[0]!r}; leave it out")
     if "structures" in tag:
         return _format_of_structures(tag)
     if "format" not in tag:
@@ -45,11 +45,11 @@ def _format_of_structures(tag: dict[str, Any]) -> dict[str, Any]:
         tags = [
             {
                 "type": "tag",
-                "begin": each["begin"],
-                "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
-                "end": each["end"],
+                "begin": structure["begin"],
+                "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+                "end": structure["end"],
             }
-            for each in tag["structures"]
+            for structure in tag["structures"]
         ]
         return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
     except (KeyError, TypeError, AttributeError):
@@ -62,7 +62,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise EspalierError(f"the structural tag is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(value, list):
-        return [_enforceable_part(each, strict, depth + 1) for each in value]
+        return [_enforceable_part(item, strict, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") in SCHEMA_TYPES and "json_schema" in value:
@@ -72,7 +72,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
         return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
     if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
         check_ebnf_escapes(value["grammar"])
-    return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}
+    return {name: _enforceable_part(item, strict, depth + 1) for name, item in value.items()}
 
 
 def ebnf_parts(value: Any) -> Iterator[str]:
@@ -80,8 +80,8 @@ def ebnf_parts(value: Any) -> Iterator[str]:
     if isinstance(value, dict) and value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
         yield value["grammar"]
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from ebnf_parts(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from ebnf_parts(item)
 
 
 MAX_CHOICES = 4096

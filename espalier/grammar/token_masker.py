@@ -32,7 +32,7 @@ class TokenMasker(Protocol):
         """Returns the mask after the last pushed token: [words] int32, all zero if no token may follow."""
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Write the mask after each node of a tree to `out` [D, words] int32, which must allow all tokens before.
+        """Write the mask after each node of a tree to `out` [D, words] int32.  Before, `out` must allow all tokens.
 
         Node 0 is the root, the last pushed token.  A parent comes before its children.  Void nodes have token -1.  The
         rows of void nodes, of forbidden tokens, and of nodes below forbidden tokens are never read, and may have any

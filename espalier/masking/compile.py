@@ -1,10 +1,10 @@
 """Compiles grammars with xgrammar in threads, tries their masks, and keeps the results.
 
 A request waits MAX_WAIT_S for its grammar.  After that the compilation is given up: the request is refused with
-CompilerBusy, because load may be the cause.  A thread cannot be ended, so it runs on, and a retry gets its result.  A
-grammar that takes longer than MAX_COMPILE_S is refused for good, unless its compilation succeeds in the end.  While
-MAX_RUNNING_COMPILATIONS threads that were given up run, no compilation can begin, so waiting and new grammars are
-refused with CompilerBusy.  Compiling releases the GIL, so other requests go on.
+CompilerBusy, because load may be the cause.  The compiling thread cannot be ended, so it runs on, and a retry gets its
+result.  A grammar that takes longer than MAX_COMPILE_S is refused for good, unless its compilation succeeds in the end.
+While MAX_RUNNING_COMPILATIONS given-up compilations run, no other can begin.  So waiting and new grammars are refused
+with CompilerBusy.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -69,8 +69,7 @@ class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
     wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
-    count from the compilation's begin.  num_given_up: compilations that were given up and still run.
-    """
+    count from the compilation's begin.  num_given_up: how many given-up compilations still run."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = MAX_WAIT_S, time_limit_s: float = MAX_COMPILE_S
@@ -93,16 +92,18 @@ class GrammarCompiler:
         """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
-            if (known := self._futures.get(key)) is not None:
+            if (earlier := self._futures.get(key)) is not None:
                 self._futures.move_to_end(key)
-                return known
-            made: Future[CompiledGrammar] = Future()
+                return earlier
+            future: Future[CompiledGrammar] = Future()
             if self.num_given_up == MAX_RUNNING_COMPILATIONS:
-                made.set_exception(_busy_error())
-                return made
-            self._futures[key] = made
-        threading.Thread(target=self._run_compilation, args=(key, grammar, made), name=THREAD_NAME, daemon=True).start()
-        return made
+                future.set_exception(_busy_error())
+                return future
+            self._futures[key] = future
+        threading.Thread(
+            target=self._run_compilation, args=(key, grammar, future), name=THREAD_NAME, daemon=True
+        ).start()
+        return future
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar and wait for it.  Raises EspalierError with the reason."""
@@ -162,8 +163,8 @@ class GrammarCompiler:
             del self._futures[key]
 
     def _drop_oldest_grammar(self) -> None:
-        done = {key: future for key, future in self._futures.items() if future.done()}
-        sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
+        done_futures = {key: future for key, future in self._futures.items() if future.done()}
+        sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done_futures.items()}
         total = sum(sizes.values())
         for key, size in sizes.items():
             if total <= MAX_KEPT_BYTES and len(self._futures) <= MAX_KEPT_GRAMMARS:
@@ -193,8 +194,7 @@ class GrammarCompiler:
     def _compiler(self, spells_special_tokens: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
         """Returns the compiler, and the number of bytes of each token.
 
-        spells_special_tokens: whether the grammar may spell special tokens, as structural tags do.
-        """
+        spells_special_tokens: whether the grammar may spell special tokens, as structural tags do."""
         with self._vocabulary_lock:
             if spells_special_tokens not in self._compilers:
                 import xgrammar
@@ -204,7 +204,7 @@ class GrammarCompiler:
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
-                self._compilers[spells_special_tokens] = compiler, np.array([len(each) for each in vocabulary])
+                self._compilers[spells_special_tokens] = compiler, np.array([len(token) for token in vocabulary])
             return self._compilers[spells_special_tokens]
 
 
@@ -223,9 +223,8 @@ def compile_with_xgrammar(compiler: "xgrammar.GrammarCompiler", grammar: Grammar
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
     """Returns the bytes of each token id; b"" for an id that a grammar never allows.
 
-    spells_special_tokens: special tokens count as their names.  If False, no grammar allows special tokens, because the
-    text omits them.
-    """
+    spells_special_tokens: if True, special tokens count as their names; if False, no grammar allows them, because the
+    text omits them."""
     vocabulary = []
     for token in range(vocab_size):
         part = tokenizer.bytes_of(token) if token < tokenizer.num_tokens else None

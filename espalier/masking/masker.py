@@ -23,10 +23,9 @@ class GrammarMasker:
 
     A pushed token is matched only at the next call that needs it, since matching may take long.
 
-    end_tokens: allowed only where the grammar ends.  start_marker: the marker, a text.  Before the marker, every token
-    is allowed except end tokens; behind it, the grammar begins.  If the marker's last token has more text, that text is
-    not checked.  None if the grammar begins at the first token.
-    """
+    end_tokens: allowed only where the grammar ends.
+    start_marker: a text after which the grammar begins; None if it begins at the first token.  Up to the marker, every
+    token is allowed except end tokens.  If the token that ends the marker has more text, that text is not checked."""
 
     def __init__(
         self,
@@ -68,8 +67,8 @@ class GrammarMasker:
     @property
     def has_rejected(self) -> bool:
         """Whether a token was pushed that the grammar does not allow."""
-        pushed, self.unmatched_tokens = self.unmatched_tokens, []
-        for token in pushed:
+        tokens, self.unmatched_tokens = self.unmatched_tokens, []
+        for token in tokens:
             self._match(token)
         return self._has_rejected
 
@@ -77,8 +76,8 @@ class GrammarMasker:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _tail_after(self, text_tail: bytes, token_id: int) -> bytes | None:
-        """Returns the output's last bytes after this token; None if the marker is complete.  text_tail: the bytes
-        before."""
+        """Returns the output's last bytes after this token; None if the marker is complete.  text_tail: the last bytes
+        before this token."""
         assert self.start_marker is not None
         text = text_tail + self.bytes_of(token_id).bytes
         return None if self.start_marker in text else text[max(0, len(text) - len(self.start_marker) + 1) :]
@@ -102,11 +101,11 @@ class GrammarMasker:
         mask = None
         while not self.has_rejected and self.start_marker is None and not self.matcher.is_terminated():
             mask = self.root_mask()
-            only = only_token(mask)
-            if only is None or len(forced) == max_tokens:
+            only_allowed = only_token(mask)
+            if only_allowed is None or len(forced) == max_tokens:
                 break
-            forced.append(only)
-            self.matcher.accept_token(only)
+            forced.append(only_allowed)
+            self.matcher.accept_token(only_allowed)
             mask = None
         self.matcher.rollback(len(forced))
         return ForcedTokens(forced, mask)
@@ -160,9 +159,9 @@ class GrammarMasker:
             out[nodes] = rows
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
+        """Fill the masks if the marker is not complete yet.  At a node that completes it, the grammar begins."""
         tails: list[bytes | None] = [self.text_tail]
-        # For each node that completes the marker, the node itself and those below it; completed_at: the inverse map.
+        # For each node that completes the marker, the node and its descendants; completed_at: the inverse map.
         nodes_from: dict[int, list[int]] = {}
         completed_at: dict[int, int] = {}
         out[:] = self.mask_before_marker

@@ -26,7 +26,7 @@ MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_SAMPLE_TOKENS = 96
-# Longer tokens are not preferred over tokens of this many bytes, because the masks behind them may take too long.
+# Longer tokens are not preferred over tokens of this many bytes, because the masks after them may take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
@@ -101,10 +101,10 @@ def _try_one_text(
 
 
 def _first_index(is_candidate: np.ndarray, start: int) -> int:
-    """Returns the first candidate index from `start` on, else from 0 on.  A list of all would take longer than the
-    mask."""
-    behind = start + int(is_candidate[start:].argmax())
-    return behind if is_candidate[behind] else int(is_candidate.argmax())
+    """Returns the first candidate index from `start` on, else from 0 on.  A list of all candidates would take longer
+    than the mask."""
+    from_start = start + int(is_candidate[start:].argmax())
+    return from_start if is_candidate[from_start] else int(is_candidate.argmax())
 
 
 def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
@@ -116,6 +116,6 @@ def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
 def _require_fast(is_fast: bool, length: int) -> None:
     if not is_fast:
         raise EspalierError(
-            f"the grammar is too ambiguous: behind {length} bytes of a sample text it takes too long to find the next "
+            f"the grammar is too ambiguous: after {length} bytes of a sample text it takes too long to find the next "
             "tokens; write it so that each text can be read in one way only, lower its counts, or make it smaller"
         )

@@ -12,11 +12,10 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """The sampling features that a batch's requests need, known to the host at launch.  With none, it is argmax.
+    """The sampling features that a batch's requests need, known to the host at launch.  Without any: plain argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
-    min_tokens.
-    """
+    min_tokens."""
 
     sampled: bool = False
     filtered: bool = False
@@ -31,8 +30,8 @@ class SamplingFeatures:
 class DraftedAncestors(NamedTuple):
     """Drafted tokens between the root and the rows of a batch.
 
-    tokens: [B, E], -1 for no token; ancestor_bits: [B, Q, W] int64, the bits of each row's ancestors and of itself.
-    """
+    tokens: [B, E], -1 for no token; ancestor_bits: [B, Q, W] int64, whose bit e of row q says whether token e is on the
+    path from the root to row q, the row's own token included."""
 
     tokens: Tensor
     ancestor_bits: Tensor
@@ -47,10 +46,10 @@ class SlotSamplingParams:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
     ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
-    bias_ids, bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
-    min_position; counts: [B, V], output tokens up to the root; seen: [B, V] bool, tokens of the prompt.  Fields that
-    only bias or penalties read are None if the batch has no bias or no penalties.
-    """
+    bias_ids, bias_values: [B, NB], padded with 0; stop_ids: [B, NS], padded with -1, banned at positions below
+    min_position.  These three are None if the batch has no bias and no min_tokens.
+    counts: [B, V], how often each token is in the output up to the root; seen: [B, V] bool, whether it is in the
+    prompt.  Both are None if the batch has no penalties."""
 
     ints: Tensor
     floats: Tensor
@@ -95,10 +94,9 @@ def process_logits(
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
-    logits: [B, Q, V] of tokens at positions [B, Q]; the result is float32, or float64 for float64.  A row's ancestors
-    count as output.  The repetition penalty applies to prompt and output (Keskar et al. 2019), the other penalties to
-    output only.
-    """
+    logits: [B, Q, V], for tokens at positions [B, Q].  Returns float32 logits, or float64 for float64.  A row's drafted
+    ancestors count as output.  The repetition penalty applies to prompt and output (Keskar et al. 2019), the other
+    penalties to output only."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling_features.biased:
         logits = _ban_stops(_add_bias(logits, params), params, positions)
@@ -128,9 +126,9 @@ def _output_counts(params: SlotSamplingParams, queries: int, drafted_ancestors: 
     if drafted_ancestors is None:
         return params.counts[:, None]
     counts = params.counts[:, None].repeat(1, queries, 1)
-    counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
-    ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(counted)
-    return counts.scatter_add_(2, ids, counted.to(counts.dtype))
+    is_counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
+    ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(is_counted)
+    return counts.scatter_add_(2, ids, is_counted.to(counts.dtype))
 
 
 def _penalise(logits: Tensor, params: SlotSamplingParams, counts: Tensor) -> Tensor:
@@ -139,6 +137,6 @@ def _penalise(logits: Tensor, params: SlotSamplingParams, counts: Tensor) -> Ten
         value.to(logits.dtype)[:, None, None]
         for value in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     )
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where((counts > 0) | params.seen[:, None], repeated, logits)
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where((counts > 0) | params.seen[:, None], penalised, logits)
     return logits - (frequency * counts + presence * (counts > 0))

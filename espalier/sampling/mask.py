@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A function of the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  The function returns for each of Q rows the
-# only token [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
+# A function of (tokens [B, E], ancestor_bits [B, Q, W]), as in DraftedAncestors.  Returns for each of Q draft rows the
+# only token [B, Q] that may follow, -1 if several may, and the masks [B, Q, words].
 AskAllowedTokens = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WORD_BITS = 32
 ALL_ALLOWED = -1
@@ -56,9 +56,10 @@ class DraftGuide:
     emitted tokens.
 
     forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
-    not forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level
-    0: not known.  ask_allowed_tokens: queries the host at each deeper level; None for no queries.
-    """
+    not forced.
+    level: [B] int64, the level after the forced tokens; mask: [B, words] int32, the tokens allowed at this level.
+    Level 0: the mask is not known.
+    ask_allowed_tokens: asks the host at each level after the first; None if the host is not asked."""
 
     forced_tokens: Tensor
     mask: Tensor
@@ -73,12 +74,10 @@ class DraftGuide:
     def allowed_children(
         self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns for the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
+        """Returns, for the children at `level`, the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
-        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.
-        tokens and ancestor_bits are None at level 1.  If the answer is the same for all rows of the level, the results
-        have Q = 1 and are broadcast over the rows.
-        """
+        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of the Q parents of the
+        children.  Both are None at level 1.  If the answer is the same for all parents, the results have Q = 1."""
         only_tokens = self.forced_tokens[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
         if self.ask_allowed_tokens is None or tokens is None or ancestor_bits is None:
@@ -96,12 +95,11 @@ class DraftGuide:
 def force_only_children(
     only_tokens: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """If only one token is allowed after a row, make it the row's first child, with the row's own score.
+    """If only one token is allowed after a row, makes it the row's first child, with the row's own score.
 
     only_tokens: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children;
-    row_scores: [B, Q], the rows' path scores.
-    """
-    sure = torch.full_like(scores, -torch.inf)
-    sure[..., 0] = row_scores
+    row_scores: [B, Q], the rows' path scores."""
+    forced_scores = torch.full_like(scores, -torch.inf)
+    forced_scores[..., 0] = row_scores
     is_forced = (only_tokens >= 0)[..., None]
-    return torch.where(is_forced, only_tokens[..., None], tokens), torch.where(is_forced, sure, scores)
+    return torch.where(is_forced, only_tokens[..., None], tokens), torch.where(is_forced, forced_scores, scores)

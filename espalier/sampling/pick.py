@@ -20,7 +20,7 @@ class SampledTokens(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of tokens. tokens, chosen, ranks: [...], each token, its log-probability and its rank (1 is the
+    """Log-probabilities.  tokens, chosen, ranks: [...], the tokens, their log-probabilities and their ranks (1 is the
     likeliest); ids, values: [..., n], the likeliest tokens and their log-probabilities."""
 
     tokens: Tensor
@@ -48,10 +48,10 @@ def pick(
     if params is not None:
         logits = process_logits(logits, params, sampling_features, positions, drafted_ancestors)
     if params is not None and noise is not None:
-        greedy = (params.temperature == 0)[:, None, None]
+        is_greedy = (params.temperature == 0)[:, None, None]
         scaled = divide_by_temperature(logits, params)
-        kept = apply_filters(scaled, params) if sampling_features.filtered else scaled
-        logits = torch.where(greedy, logits, kept + noise)
+        filtered = apply_filters(scaled, params) if sampling_features.filtered else scaled
+        logits = torch.where(is_greedy, logits, filtered + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())
 
@@ -62,18 +62,18 @@ def apply_filters(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
     2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
     """
-    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    sorted_logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)
-    removed = rank >= params.top_k.masked_fill(params.top_k <= 0, vocab_size)[:, None, None]
-    ratio = torch.exp(ordered - ordered[..., :1])
-    mass = (ratio * 2.0**40).long().masked_fill_(removed, 0)
+    is_removed = rank >= params.top_k.masked_fill(params.top_k <= 0, vocab_size)[:, None, None]
+    ratio = torch.exp(sorted_logits - sorted_logits[..., :1])
+    mass = (ratio * 2.0**40).long().masked_fill_(is_removed, 0)
     cumulative = mass.cumsum(-1)
     top_p = params.top_p.double()[:, None, None]
     enough = (cumulative[..., -1:] * top_p).ceil().long()
-    removed = removed | ((cumulative - mass >= enough) & (top_p < 1))
-    removed |= ratio < params.min_p.to(ratio.dtype)[:, None, None]
-    return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(removed & (rank > 0), -torch.inf))
+    is_removed = is_removed | ((cumulative - mass >= enough) & (top_p < 1))
+    is_removed |= ratio < params.min_p.to(ratio.dtype)[:, None, None]
+    return torch.empty_like(logits).scatter_(-1, ids, sorted_logits.masked_fill_(is_removed & (rank > 0), -torch.inf))
 
 
 def divide_by_temperature(logits: Tensor, params: SlotSamplingParams) -> Tensor:
@@ -87,8 +87,8 @@ def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
     not depend on these scores.
     """
-    greedy = (params.temperature == 0)[:, None, None]
-    return torch.log_softmax(torch.where(greedy, logits, divide_by_temperature(logits, params) + noise), -1)
+    is_greedy = (params.temperature == 0)[:, None, None]
+    return torch.log_softmax(torch.where(is_greedy, logits, divide_by_temperature(logits, params) + noise), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
@@ -105,9 +105,8 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 def mix_bits(bits: Tensor) -> Tensor:
     """A bijection of 32-bit patterns; every output bit depends on every input bit.  bits: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap around.  The >> of int32 copies the sign bit;
-    the masks remove the copies.
-    """
+    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit, so the
+    masks clear these copies."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     bits *= 0x7FEB352D
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
@@ -118,11 +117,11 @@ def mix_bits(bits: Tensor) -> Tensor:
 
 def random_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Returns random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
-    halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
+    seed_halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
     # The first hashes of both key halves are computed together: [2, B, P].
-    begun = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
-    k0, k1 = mix_bits(halves ^ mix_bits(halves.flip(0) ^ begun))
+    position_hashes = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
+    k0, k1 = mix_bits(seed_halves ^ mix_bits(seed_halves.flip(0) ^ position_hashes))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
     return mix_bits(mix_bits(ids ^ k0[..., None]).add_(k1[..., None]))
 

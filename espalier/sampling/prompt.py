@@ -14,11 +14,11 @@ from espalier.sampling.pick import Logprobs, logprobs
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The rows of a prefill pass for whose next token a log-probability is reported, known on the host.
+    """The rows of a prefill pass after which the log-probability of the next prompt token is reported.
 
-    Lists have one entry per request of the batch.  row_spans: rows [begin, end) of the pass, a request's pieces one
-    after another; num_top_logprobs: how many of the likeliest tokens the request wants besides each token.
-    """
+    Both tuples are on the host and have one entry for each request of the batch.  row_spans: rows [begin, end) of the
+    pass, a request's pieces one after another.  num_top_logprobs: how many of the likeliest tokens the request wants
+    beside each token."""
 
     row_spans: tuple[tuple[int, int], ...]
     num_top_logprobs: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Pieces of a prefill pass.  A piece is some consecutive tokens of one request, and a request may have several.
 
-All pieces have one width.  A piece attends to the request's earlier pieces through the pages, so each layer commits its
-rows before it attends.
+All pieces have one width.  A piece attends to the request's earlier pieces through the pages.  So each layer writes the
+rows of a pass to the pages before it attends.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +17,7 @@ class Pieces(NamedTuple):
     """The pieces of a pass.  Pieces of one request are adjacent and in order.
 
     request_row: [P], the row of the batch that a piece belongs to; token_offset: [P], the number of that request's
-    tokens in earlier pieces of the pass; last_piece: [B], the last piece of each request.
-    """
+    tokens in earlier pieces of the pass; last_piece: [B], the index of each request's last piece."""
 
     request_row: Tensor
     token_offset: Tensor
@@ -28,10 +27,9 @@ class Pieces(NamedTuple):
 class LastTokens(NamedTuple):
     """The places of the last token of each piece, and of each request, in a prefill pass.
 
-    row: [P], the row of a piece's last token among the piece's rows; piece: [B], each request's last piece, None if
-    each request has one piece; slots: [B], the requests' slots.  For a request without tokens, `piece` may be any
-    piece.
-    """
+    row: [P], the index of a piece's last token among the piece's rows.  slots: [B], the requests' slots.
+    piece: [B], the index of each request's last piece; None if each request has one piece.  For a request without
+    tokens, it may be the index of any piece."""
 
     row: Tensor
     piece: Tensor | None
@@ -46,10 +44,9 @@ class LastTokens(NamedTuple):
 class PieceRows:
     """The rows of a prefill pass, one batch row for each piece.
 
-    slots: [P], whose prefix_len and num_tokens count the request's earlier pieces; length: [P], tokens of a piece;
-    last_piece: [B], the last piece of each request, None if each request has one piece; request_slots: [B], the
-    requests' slots.
-    """
+    slots: [P], the request's slot for each piece, with the tokens of its earlier pieces added to prefix_len and
+    num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the requests' slots.
+    last_piece: [B], the index of each request's last piece; None if each request has one piece."""
 
     slots: BatchState
     length: Tensor
@@ -62,10 +59,12 @@ class PieceRows:
         piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
-        made = gather_slots(slots.table, slots.index[pieces.request_row])
+        piece_slots = gather_slots(slots.table, slots.index[pieces.request_row])
         offset = pieces.token_offset
-        moved = replace(made, prefix_len=made.prefix_len + offset, num_tokens=made.num_tokens + offset)
-        return cls(moved, (length[pieces.request_row] - offset).clamp(max=width), pieces.last_piece, slots.index)
+        advanced = replace(
+            piece_slots, prefix_len=piece_slots.prefix_len + offset, num_tokens=piece_slots.num_tokens + offset
+        )
+        return cls(advanced, (length[pieces.request_row] - offset).clamp(max=width), pieces.last_piece, slots.index)
 
     @property
     def last_tokens(self) -> LastTokens:

@@ -35,10 +35,9 @@ class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
     cache: the rows that the target's layers keep.  shares_noise: whether the draft scores children with the noise
-    that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
+    that the target samples with, so that more sampled tokens are accepted; False only for measurements.
     trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
-    shapes differ from round to round, which a CUDA graph does not allow.
-    """
+    shapes differ from round to round, which a CUDA graph does not allow."""
 
     layout: RoundLayout
     table: SlotTable
@@ -64,8 +63,8 @@ class ModelRunner:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The forms of prefill passes that can be CUDA graphs.
 
-        Layers that keep a state have many kernels, so a host launches a full pass more slowly than a GPU runs it.
-        """
+        If layers keep recurrent states, full passes are captured too.  Such layers have many kernels, so a host would
+        launch a full pass more slowly than a GPU runs it."""
         if not (self.cache.backend.captures_prefill and self.drafter.captures_prefill):
             return ()
         full = () if self.cache.states is None else self.layout.captured_full_passes
@@ -119,12 +118,11 @@ class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
     path: the emitted tokens; logits: [B, R, V]; num_logprobs: [B], as in BatchState.
-    logit_rows: [B, W], the row of the logits that each emitted token was picked from.
+    logit_rows: [B, W], the index in [0, R) of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
-    sources; else None.
-    """
+    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with a tree in an engine that
+    calibrates scores; else None."""
 
     path: AcceptedPath
     logits: Tensor
@@ -141,8 +139,7 @@ class RoundStage:
     """The data that all stages of a round have.
 
     runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
-    snapshots: the snapshots of states that the commit takes.
-    """
+    snapshots: the snapshots of recurrent states that `commit` takes."""
 
     runner: ModelRunner
     slots: BatchState
@@ -159,7 +156,7 @@ class BegunRound(RoundStage):
 
 @dataclass(frozen=True)
 class ProposedRound(RoundStage):
-    """The state after the propose stage.  tree: one for each slot."""
+    """The state after the propose stage.  tree: the trees of all slots."""
 
     tree: Tree
 
@@ -168,9 +165,8 @@ class ProposedRound(RoundStage):
 class VerifiedRound:
     """The state after the verify stage.
 
-    out: the target's output; logits: [B, D, V], at every node; None if these are too many to hold at a time
-    (`sample_nodes`).
-    """
+    out: the target's output; logits: [B, D, V], at every node; None if all these logits take too much memory
+    (`sample_nodes`)."""
 
     proposed: ProposedRound
     out: ModelOutput
@@ -247,7 +243,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
 
 
 def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
-    """Returns the rows of the verify pass that are chosen over the whole batch; None if rows are not shared out."""
+    """Returns the nodes of the whole batch that get a row of the verify pass; None if requests share no rows."""
     batch, nodes = proposed.tree.tokens.shape
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
@@ -270,9 +266,11 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
     if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
-        fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
+        table_fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
         source_outputs = {
-            name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
+            name: field.index_select(0, slots.index).flatten(1)
+            for name, field in table_fields.items()
+            if field.shape[1]
         }
     if verified.logits is not None:
         return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_outputs)
@@ -308,10 +306,8 @@ def prefill(
     """Enters `length` [B] known tokens of each slot of `slot_ids` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
-    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
-    token.
-    prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
-    """
+    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for that token.
+    prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`."""
     slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
@@ -370,8 +366,8 @@ def compute_prompt_logprobs(
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
-    """Returns how many nodes of the trees must run: void nodes, and nodes too deep to be accepted, are cut off at the
-    end of all trees."""
+    """Returns how many nodes of each tree must run.  Void nodes, and nodes too deep to be accepted, need not run if
+    they stand at the end of all trees."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
     is_offered[0] = True
     return 1 + int(is_offered.nonzero()[-1])
@@ -405,16 +401,15 @@ def commit(
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.target_output`); None if it
-    reads no field."""
+    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.target_output`); None if
+    the draft reads no field."""
     return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
 def path_features(drafter: Drafter, out: ModelOutput, path: AcceptedPath) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
-    Only the features of the path's nodes are concatenated.
-    """
+    Only the features of the path's nodes are concatenated."""
     if drafter.spec.target_output is None:
         return None
     return gather_rows(path.rows, *(out.captured_inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

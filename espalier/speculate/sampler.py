@@ -33,11 +33,10 @@ ALL_NODES = slice(None)
 class DraftRows(NamedTuple):
     """The draft's logits of some rows.  The best tokens of a row become its children.
 
-    logits: [B, Q, draft vocabulary]; d2t: the target id of each draft id, None if both vocabularies are the same;
-    position_offset, position_stride: a row's children have position Sampler.first_position + position_offset + row ·
-    position_stride; path_scores: [B, Q] float32, path scores of the rows; drafted_ancestors: the drafted tokens between
-    the root and each row.
-    """
+    logits: [B, Q, draft vocabulary].  d2t: the target id of each draft id; None if both vocabularies are the same.
+    position_offset, position_stride: the children of row q have position Sampler.first_position + position_offset + q ·
+    position_stride.  path_scores: [B, Q] float32, the path scores of the rows.
+    drafted_ancestors: the drafted tokens between the root and each row."""
 
     logits: Tensor
     d2t: Tensor | None
@@ -57,9 +56,8 @@ class Sampler(ABC):
     """The sampler of one launch: in plain torch, or with the GPU's kernels.
 
     first_position: [B], position of the first token that this launch may sample.
-    shares_noise: whether the draft's scores use the noise.
-    guide: the forced and the allowed next tokens of grammars; None if no request of the batch has a grammar.
-    """
+    shares_noise: whether the draft's scores use the noise that the target samples with.
+    guide: the forced and the allowed next tokens of grammars; None if no request of the batch has a grammar."""
 
     first_position: Tensor
     sampling_features: SamplingFeatures
@@ -88,26 +86,24 @@ class Sampler(ABC):
     ) -> SampledTokens:
         """Samples a token for each row of logits [B, n, V], at position `first_position` + offsets [B, n].
 
-        Penalties count the tokens of `drafted_ancestors` except the root (node 0), which the slot has already counted.
-        """
+        Penalties count the tokens of `drafted_ancestors` except the root (node 0), which the slot already counts."""
 
     def best_children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
-        only, mask = None, None
+        forced, mask = None, None
         if self.guide is not None:
             level = rows.position_offset + 1
             at_levels = self.guide.allowed_at_levels(level, rows.num_rows) if rows.position_stride else None
-            only, mask = at_levels or self.guide.allowed_children(level, *(rows.drafted_ancestors or (None, None)))
+            forced, mask = at_levels or self.guide.allowed_children(level, *(rows.drafted_ancestors or (None, None)))
             mask = mask.expand(-1, rows.num_rows, -1)
-        found = self._best_allowed_children(rows, topk, mask)
-        return found if only is None else force_only_children(only, *found, rows.path_scores)
+        children = self._best_allowed_children(rows, topk, mask)
+        return children if forced is None else force_only_children(forced, *children, rows.path_scores)
 
     @abstractmethod
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the topk best children among the target ids that `mask` allows.  See `children`.
+        """Returns the topk best children among the target ids that `mask` allows, as `best_children` does.
 
-        mask: [B, Q, words]; None allows all ids.
-        """
+        mask: [B, Q, words]; None allows all ids."""
 
     @abstractmethod
     def next_depth(
@@ -115,17 +111,15 @@ class Sampler(ABC):
     ) -> DepthRows:
         """Writes the best children of each row of a block draft with edges to `out`, [B, R, K] each.
 
-        depth: counts from 0; the children have position `first_position` + depth.  Returns the rows of the next depth.
-        """
+        depth: from 0 on; the children have position `first_position` + depth.  Returns the rows of the next depth."""
 
 
 @dataclass(frozen=True)
 class TorchSampler(Sampler):
     """The sampler in plain torch.
 
-    vocab_size: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for
-    positions first .. first + width - 1. `rows` and `noise` are None if no request of the batch needs them.
-    """
+    vocab_size: size of the target's vocabulary.  params: the parameters of each request; noise: [B, width, V], for
+    positions first_position .. first_position + width - 1.  Both are None if no request of the batch needs them."""
 
     vocab_size: int
     params: SlotSamplingParams | None
@@ -158,21 +152,20 @@ class TorchSampler(Sampler):
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  The ids are None if a column's index is its target id,
-        as always with sampling parameters.
-        """
-        d2t, precise = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
+        mask: [B, Q, words], the target ids that may be drafted.  The returned ids are None if a column's index is its
+        target id, as always with sampling parameters."""
+        d2t, logits = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
             allowed = unpack_mask(mask, self.vocab_size)
-            precise = precise.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
+            logits = logits.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
         if self.params is None:
-            return torch.log_softmax(precise, -1), d2t
+            return torch.log_softmax(logits, -1), d2t
         if d2t is not None:
-            precise = precise.new_full((*precise.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, d2t, precise)
-        steps = torch.arange(rows.num_rows, device=precise.device)
-        offsets = (rows.position_offset + rows.position_stride * steps).expand(precise.shape[:2])
+            logits = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, d2t, logits)
+        steps = torch.arange(rows.num_rows, device=logits.device)
+        offsets = (rows.position_offset + rows.position_stride * steps).expand(logits.shape[:2])
         processed = process_logits(
-            precise, self.params, self.sampling_features, self.first_position[:, None] + offsets, rows.drafted_ancestors
+            logits, self.params, self.sampling_features, self.first_position[:, None] + offsets, rows.drafted_ancestors
         )
         noise = self._noise(offsets)
         if noise is None:
@@ -192,8 +185,7 @@ class TorchSampler(Sampler):
 class KernelSampler(Sampler):
     """The sampler with the GPU's kernels.
 
-    slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used.
-    """
+    slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used."""
 
     slot_rows: GatheredSlots
 
@@ -202,11 +194,17 @@ class KernelSampler(Sampler):
     ) -> SampledTokens:
         from espalier.kernels.sampling.pick import sample_triton
 
-        first_above = 0 if drafted_ancestors is None else 1
-        found = sample_triton(
-            logits, self.slot_rows, self.first_position, offsets, drafted_ancestors, first_output=first_above, mask=mask
+        first_output = 0 if drafted_ancestors is None else 1
+        sampled = sample_triton(
+            logits,
+            self.slot_rows,
+            self.first_position,
+            offsets,
+            drafted_ancestors,
+            first_output=first_output,
+            mask=mask,
         )
-        return SampledTokens(*found)
+        return SampledTokens(*sampled)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         from espalier.kernels.tree.draft_topk import draft_topk_triton
@@ -224,10 +222,10 @@ class KernelSampler(Sampler):
         from espalier.kernels.tree.edge_topk import edge_topk_triton
 
         # Without a projection, the kernel reads the factors from the table itself.
-        made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
-        only, mask = (None, None) if self.guide is None else self.guide.allowed_children(depth + 1, None, None)
+        factors = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
+        forced, mask = (None, None) if self.guide is None else self.guide.allowed_children(depth + 1, None, None)
         return edge_topk_triton(
-            edges, depth, rows, made, d2t, self.slot_rows, self.first_position, out, self.shares_noise, mask, only
+            edges, depth, rows, factors, d2t, self.slot_rows, self.first_position, out, self.shares_noise, mask, forced
         )
 
 
@@ -246,10 +244,10 @@ def make_sampler(
         return make_kernel_sampler(slots, sampling_features, first_position, shares_noise)
     if not sampling_features.any:
         return TorchSampler(first_position, sampling_features, shares_noise, None, vocab_size, None, None)
-    rows = SlotSamplingParams.gather(slots, sampling_features)
+    params = SlotSamplingParams.gather(slots, sampling_features)
     positions = first_position[:, None] + torch.arange(width, device=first_position.device)
-    noise = gumbel(rows.seed, positions, vocab_size, dtype) if sampling_features.sampled else None
-    return TorchSampler(first_position, sampling_features, shares_noise, None, vocab_size, rows, noise)
+    noise = gumbel(params.seed, positions, vocab_size, dtype) if sampling_features.sampled else None
+    return TorchSampler(first_position, sampling_features, shares_noise, None, vocab_size, params, noise)
 
 
 def make_kernel_sampler(
@@ -265,6 +263,5 @@ def make_kernel_sampler(
 def noise_offsets(tree: Tree) -> Tensor:
     """Returns [B, D]: the position of the token that follows each node, counted from `first_position`.
 
-    `first_position` is the position after the root, so the offset is the node's depth.
-    """
+    `first_position` is the position after the root, so the offset is the node's depth."""
     return tree.depths

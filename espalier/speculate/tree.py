@@ -1,4 +1,4 @@
-"""The token tree: drafted candidates are collected in a pool, and the best of them become the tree to verify.
+"""The token tree: drafted candidates are collected in a CandidatePool, and the best become the tree to verify.
 
 Beams, candidates and nodes have three different indices.  A beam is a draft row at some depth.  A candidate is a scored
 child in the pool.  A node is a member of the tree.  Node 0 is the root, and a parent comes before its children.  If
@@ -32,7 +32,7 @@ class RootTrees:
 
 
 class CandidatePool:
-    """The candidates of a batch, level by level.  So a parent precedes its children.
+    """The candidates of a batch, level by level.  So a parent comes before its children.
 
     Level 1 has topk candidates.  Each later level has topk candidates for each of its topk beams, in beam order.
     """
@@ -54,6 +54,6 @@ class CandidatePool:
         self.beams.append(candidate_indices)
 
     def select(self, root: Tensor, num_nodes: int) -> Tree:
-        """Returns the tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the
+        """Returns the tree of the root [B] and the best num_nodes - 1 candidates, sorted by (score, level, index in the
         level)."""
         return select_tree(root, self.tokens, self.scores, self.beams, self.topk, num_nodes)

@@ -71,14 +71,14 @@ def config_without_files(
     **differing_fields: Any,
 ) -> ResolvedConfig:
     """Returns the configuration of an engine for models that were not loaded from files.
-    By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.  differing_fields:
-    fields of ResolvedConfig with other values."""
+    By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.
+    differing_fields: the fields of ResolvedConfig that differ from these defaults."""
     name = str(dtype).removeprefix("torch.")
-    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
-    off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
-    off |= {"model_impl": "native", "model_overrides": {}}
-    off |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
-    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
+    row_fields = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
+    disabled: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
+    disabled |= {"model_impl": "native", "model_overrides": {}}
+    disabled |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
+    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **row_fields, **disabled}
     return ResolvedConfig(
         layout=layout,
         algorithm=algorithm,
@@ -94,9 +94,9 @@ def cache_specs(
 ) -> tuple[LayerSpec, ...]:
     """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
     kv_dtype, draft_kv_dtype: the fields of ResolvedConfig."""
-    stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
-    specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
-    # A layer that reads another layer's rows has the stored dtype of that layer.
+    row_dtype, draft_row_dtype = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
+    specs = (*with_row_dtype(target, row_dtype), *with_row_dtype(draft, draft_row_dtype))
+    # A layer that reads another layer's rows has the row dtype of that layer.
     return tuple(
         spec if spec.shares_with is None else replace(spec, cache_spec=specs[spec.shares_with].cache_spec)
         for spec in specs
@@ -105,8 +105,8 @@ def cache_specs(
 
 def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
     """Returns a text about the sizes of pages and states.  specs: the specs of all layers; dtype: the model's dtype."""
-    tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
-    pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
+    tokens, token_bytes = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
+    pages = f"pages hold {tokens} tokens, {token_bytes} bytes each: {tokens * token_bytes / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
     if not state:
         return pages
@@ -120,24 +120,26 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """Returns the scales of an FP8 KV cache by layer index.  A checkpoint has scales for all layers or for no layer.
     The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
     of the target have a scale, or if a scale is not a positive number."""
-    stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
-    instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
+    scales_by_layer = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
+    remedy = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
-    own = [layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_with is None]
-    missing = [layer for layer in own if layer not in stored]
-    if (target.config.declared_kv_dtype or stored) and missing:
+    layers_with_own_rows = [
+        layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_with is None
+    ]
+    missing = [layer for layer in layers_with_own_rows if layer not in scales_by_layer]
+    if (target.config.declared_kv_dtype or scales_by_layer) and missing:
         raise EspalierError(
             f"weight 'model.layers.{missing[0]}.self_attn.k_scale' is missing, and kv_dtype={FP8_KV} needs it in each "
-            f"layer: {instead}"
+            f"layer: {remedy}"
         )
-    for layer, scales in stored.items():
+    for layer, scales in scales_by_layer.items():
         for name, scale in (("k", scales.k), ("v", scales.v)):
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise EspalierError(
                     f"weight 'model.layers.{layer}.self_attn.{name}_scale' is {scale.tolist()}, not a positive number: "
-                    f"{instead}"
+                    f"{remedy}"
                 )
-    return stored
+    return scales_by_layer
 
 
 def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
@@ -165,9 +167,9 @@ def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
     """Returns the sources of draft tokens that run on the host, in order of preference.
     names: the names of all sources.  searches_text: whether the source `text` also runs on the host."""
-    made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
-    made += [OwnTextSource()] if "text" in names and searches_text else []
-    return [*made, IndexSource(index_bytes)] if "index" in names else made
+    sources: list[HostSource] = [PredictionSource()] if "prediction" in names else []
+    sources += [OwnTextSource()] if "text" in names and searches_text else []
+    return [*sources, IndexSource(index_bytes)] if "index" in names else sources
 
 
 def make_executor(
@@ -200,8 +202,8 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     if bytes_per_state(target.layer_specs, dtype):
         states = StateTable(layout, config.num_snapshots, target.layer_specs, dtype, device)
     cache, draft_cache = (
-        ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), of_layers, kept)
-        for layers, rows, of_layers, kept in (
+        ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), layers_backend, layers_states)
+        for layers, rows, layers_backend, layers_states in (
             (target_layers, layout.target_rows, backend, states),
             (draft_layers, layout.draft_rows, draft_backend, None),
         )

@@ -38,9 +38,9 @@ def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
     """Raises EspalierError for a path that find_target or find_draft would refuse.  It does not import PyTorch.
     names_by_setting: {setting: path or id}.  Nothing is downloaded, so every name that looks like a Hugging Face id is
     accepted."""
-    for what, name in names_by_setting.items():
+    for setting, name in names_by_setting.items():
         if str(name) != BUNDLED:
-            _local_checkpoint(what, name)
+            _local_checkpoint(setting, name)
 
 
 def _find_checkpoint(setting: str, name: str | PathLike[str], bundled: Path, file_patterns: list[str]) -> Path:

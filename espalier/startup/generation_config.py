@@ -38,30 +38,32 @@ def generation_config(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
     if not file.exists():
         return {}
-    read = read_json(file)
+    config_fields = read_json(file)
     for theirs, ours in GENERATION_CONFIG_NAMES.items():
-        if (value := read.get(theirs)) is not None:
+        if (value := config_fields.get(theirs)) is not None:
             try:
                 PARAM_CHECKS[ours](theirs, value)
             except EspalierError as error:
                 raise EspalierError(f"{file}: {error}; correct the file, or remove this field from it") from None
-    dropped = [
-        f"{name}={read[name]!r}" for name, neutral in UNSUPPORTED_FIELDS.items() if read.get(name) not in neutral
+    ignored_fields = [
+        f"{name}={config_fields[name]!r}"
+        for name, neutral in UNSUPPORTED_FIELDS.items()
+        if config_fields.get(name) not in neutral
     ]
-    if dropped:
-        log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))
-    return read
+    if ignored_fields:
+        log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(ignored_fields))
+    return config_fields
 
 
 def end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Returns the model's end tokens.  An end token outside the vocabulary is ignored, with a warning."""
-    beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
-    if beyond:
+    outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    if outside:
         log.warning(
             "%s: eos_token_id %s is outside the vocabulary of %d tokens and ignored; correct config.json or "
             "generation_config.json",
             path,
-            ", ".join(map(str, beyond)),
+            ", ".join(map(str, outside)),
             config.vocab_size,
         )
-    return tuple(token for token in config.eos_token_ids if token not in beyond)
+    return tuple(token for token in config.eos_token_ids if token not in outside)

@@ -155,13 +155,13 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
     if device.type == "cpu":
         set_num_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
-    of_target: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
+    target_arguments: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
     target = load_target(
         checkpoint.target_path,
         captured_layers=checkpoint.spec.captured_layers,
         max_context=resolved.layout.max_context,
         shards=shards,
-        **of_target,
+        **target_arguments,
         **how,
     )
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
@@ -178,12 +178,12 @@ def build_engine_of_ranks(
     load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
     errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
-    joined = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loaded}"
-    work = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
+    file = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loaded}"
+    startup = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(file))
     with replace_by_rank_failure(ranks):
-        ranks.load(work)
-        loaded = work.load_rank_models(0, ranks.join)
-        executor, loaded = work.make_executor(loaded)
+        ranks.load(startup)
+        loaded = startup.load_rank_models(0, ranks.join)
+        executor, loaded = startup.make_executor(loaded)
     ranks.wait_until_loaded()
     _log_resolved_config(loaded)
     config = loaded.config
@@ -222,9 +222,9 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
 
 
 def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
-    """Returns the size of the weights on each rank: a part of the target, the whole embedding if there is a draft, and
-    the draft or a part of it."""
-    # If the draft consists of the target's own MTP layers, these are counted with the target.
+    """Returns the size of the weights on each rank: a part of the target (with the whole embedding if there is a
+    draft), and the draft or a part of it."""
+    # If the draft consists of MTP layers in the target's directory, these are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
     target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)
@@ -235,8 +235,8 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
         return target
     draft = count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
     if draft_shards(checkpoint.draft, Shards(0, ranks)).count > 1:
-        divided = num_dense_values(replace(checkpoint.draft.layer, vocab_size=checkpoint.spec.vocab_size))
-        draft = draft.of_rank(ranks, max(draft.num_cast_values - divided, 0))
+        num_divided = num_dense_values(replace(checkpoint.draft.layer, vocab_size=checkpoint.spec.vocab_size))
+        draft = draft.of_rank(ranks, max(draft.num_cast_values - num_divided, 0))
     return target + draft
 
 
@@ -250,22 +250,22 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
     if resolved.device != "cpu":
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})
-    for what, model in models.items():
-        if stored := _quantised_format_name(model):
+    for role, model in models.items():
+        if stored_as := _quantised_format_name(model):
             log.warning(
                 "the %s's weights are stored as %s, which saves memory and gains no speed on a CPU: each use converts "
                 "them, and a pass may take several times as long as with the unquantised model",
-                what,
-                stored,
+                role,
+                stored_as,
             )
             break
-    stored = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
+    stored_as = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
     is_bundled = checkpoint.target_path == BUNDLED_FILES / "target"
-    if is_unresolved(config.dtype) and stored in HALF_DTYPES and not is_bundled:
+    if is_unresolved(config.dtype) and stored_as in HALF_DTYPES and not is_bundled:
         log.warning(
             "the model is stored in %s and runs in %s on a CPU, with twice the memory for its weights; set dtype to "
             "choose another",
-            stored,
+            stored_as,
             resolved.dtype,
         )
 

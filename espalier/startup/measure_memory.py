@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 def largest_prefill_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    """Returns the largest pass of this width (rows of a piece): with the maximum numbers of pieces and requests, and
-    with the log-probabilities of all rows."""
+    """Returns the largest pass of this width (rows of a piece), with the maximum numbers of pieces and requests, and
+    with log-probabilities for all rows."""
     num_pieces = layout.max_pieces(width)
     return dummy_prefill_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
 def smaller_prefill_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
-    """Yields the passes that use kernels which no fullest pass uses.
+    """Yields smaller passes, which together use all kernels that no `largest_prefill_pass` uses.
     Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
     the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
     rows."""
     narrowest, *wider = layout.chunk_widths
-    most = layout.max_pieces(narrowest)
-    powers = [1 << i for i in range(most.bit_length())]
+    max_pieces = layout.max_pieces(narrowest)
+    powers = [1 << i for i in range(max_pieces.bit_length())]
     for num_pieces in powers:
         requests = min(num_pieces, layout.max_batch)
         masks = np.zeros((requests, 1, mask_words(vocab_size)), np.int32)
         yield replace(dummy_prefill_pass(narrowest, num_pieces, requests, num_pieces * narrowest), masks=masks)
     for num_pieces in (1, *(power + 1 for power in powers)):
-        if num_pieces <= most:
+        if num_pieces <= max_pieces:
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_prefill_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
     yield from prefill_passes_without_logprobs(layout, powers)
@@ -64,11 +64,11 @@ def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) 
     powers: the powers of two up to the largest number of pieces of a pass.  Rounds already cover the powers up to
     max_batch."""
     narrowest, *wider = layout.chunk_widths
-    most = layout.max_pieces(narrowest)
-    above = [power for power in powers if power > layout.max_batch]
-    wanted = {most - 1, *above, *(power * 3 // 2 + 1 for power in above), *(power + 1 for power in powers)}
-    for num_pieces in sorted(wanted):
-        if 0 < num_pieces <= most:
+    max_pieces = layout.max_pieces(narrowest)
+    large = [power for power in powers if power > layout.max_batch]
+    piece_counts = {max_pieces - 1, *large, *(power * 3 // 2 + 1 for power in large), *(power + 1 for power in powers)}
+    for num_pieces in sorted(piece_counts):
+        if 0 < num_pieces <= max_pieces:
             yield dummy_prefill_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
     for width in wider[:1]:
         yield dummy_prefill_pass(width, layout.max_pieces(width), 1, 0)
@@ -96,8 +96,7 @@ MEMORY_MARGIN = 0.02
 class MeasuredMemory:
     """Measured memory, in bytes.
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
-    free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
-    allocated.
+    free_bytes: the free memory between launches, beside the models, the layout's buffers and TRIAL_PAGES pages.
     total_bytes: the memory of the GPU."""
 
     eager_bytes: int
@@ -166,7 +165,7 @@ def measure_launch_memory(
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
     launches are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
-    # In ascending order of batches, a later batch replaces an earlier batch of the same tree, so the largest remains.
+    # Batches ascend, and a batch replaces earlier batches of the same tree.  So the largest batch of each tree remains.
     staged = {
         layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.batch_buckets
     }
@@ -208,14 +207,14 @@ def choose_max_batch(config: EngineConfig, info: "StartupInfo", dtype: torch.dty
     if not is_unresolved(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(info.layer_specs, dtype)
-    left = max(info.free_bytes - info.weights.nbytes(dtype), 0)
-    if not state_bytes or default * state_bytes <= left // STATES_MEMORY_DIVISOR:
+    bytes_left = max(info.free_bytes - info.weights.nbytes(dtype), 0)
+    if not state_bytes or default * state_bytes <= bytes_left // STATES_MEMORY_DIVISOR:
         return default
-    chosen = max(left // STATES_MEMORY_DIVISOR // state_bytes, 1)
+    chosen = max(bytes_left // STATES_MEMORY_DIVISOR // state_bytes, 1)
     log.info(
         "max_batch=%d, not %d: the states of a request take %.0f MiB, and those of all at most 1/%d of the %.1f GiB "
         "that weights leave",
-        *(chosen, default, state_bytes / 2**20, STATES_MEMORY_DIVISOR, left / 2**30),
+        *(chosen, default, state_bytes / 2**20, STATES_MEMORY_DIVISOR, bytes_left / 2**30),
     )
     return chosen
 

@@ -53,10 +53,10 @@ class RankStartup:
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = wrap_connect(
+        collectives = wrap_connect(
             lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count)
         )
-        return self.load_models(config, Shards(rank, count, joined))
+        return self.load_models(config, Shards(rank, count, collectives))
 
     def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
         """Returns the executor, and the models with a number of pages that fits on every rank."""

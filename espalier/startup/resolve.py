@@ -36,8 +36,8 @@ from espalier.startup.tree_policy import (
 
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_PAGE_SIZE = 16
-# The default tree of a draft that proposes all depths in one pass.  Greater depth takes no more time, and more
-# candidates take almost no time.
+# The default tree of a draft that proposes all depths in one pass.  More depths take no more time, and more candidates
+# take almost no time.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 # For control groups v2 and v1: the files with the memory limit, the memory use and the statistics, and the statistic
@@ -78,13 +78,12 @@ class StartupInfo:
     """What startup knows about the machine and the models before weights are loaded.  With several ranks, all values
     are those of one rank.
 
-    free_bytes: free memory of the device.  weights: the size of the weights of target and draft.  stored_dtype: dtype
-    of the target's checkpoint.  layer_specs: specs of the target's layers, then of the draft's layers.  hidden_size,
-    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and
-    threads.
-    pass_weights: numbers of weights that passes read.  declared_kv_dtype: the kv_dtype in the target's config.json.
-    model_impl: "native" or "transformers", the code that runs the target.
-    """
+    free_bytes: free memory of the device.  weights: the size of the weights of target and draft.
+    stored_dtype: dtype of the target's checkpoint.  declared_kv_dtype: the kv_dtype in the target's config.json.
+    layer_specs: specs of the target's layers, then of the draft's layers.
+    max_position, hidden_size, num_layers: of the target.  model_impl: the code that runs it, native or transformers.
+    chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and threads.
+    pass_weights: the numbers of weights that passes read."""
 
     free_bytes: int
     weights: WeightSize
@@ -195,7 +194,7 @@ def requested_algorithm(config: EngineConfig) -> str:
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
     """Returns the user's algorithm, else the draft's algorithm, else "ngram".
-    draft_algorithm: the algorithm for the format of the user's draft or the bundled draft; None if there is no draft.
+    draft_algorithm: the algorithm for the format of the draft that was found; None if no draft was found.
     Raises EspalierError if the user's algorithm and the draft do not fit together."""
     requested = requested_algorithm(config)
     if requested == "auto":
@@ -235,8 +234,8 @@ def resolve(
     chunk_size = _value_or_default(config.chunk_size, defaults.chunk_size)
     overlap = _value_or_default(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    shares = can_share_rows(info.layer_specs, info.model_impl, device)
-    of_engine = (spec.algorithm, shares, sources, info.pass_weights)
+    can_share = can_share_rows(info.layer_specs, info.model_impl, device)
+    of_engine = (spec.algorithm, can_share, sources, info.pass_weights)
     costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
@@ -413,9 +412,9 @@ def _machine_memory() -> int:
 def _cgroup_memory() -> list[int]:
     """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without limits."""
     remaining = [2**63]
-    for limit, used, parts, cached in CGROUP_FILES:
+    for limit, used, statistics, cached in CGROUP_FILES:
         try:
-            in_use = int((CGROUP_FOLDER / used).read_text()) - _statistic_bytes(CGROUP_FOLDER / parts, cached)
+            in_use = int((CGROUP_FOLDER / used).read_text()) - _statistic_bytes(CGROUP_FOLDER / statistics, cached)
             remaining.append(int((CGROUP_FOLDER / limit).read_text()) - in_use)
         except (OSError, ValueError):
             continue

@@ -20,30 +20,31 @@ def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: to
     """Whether the requests of a batch may share the rows of a verify pass.
     Recurrent layers and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
     been timed on them."""
-    in_order = any(isinstance(spec.cache_spec, RecurrentState) or spec.topk is not None for spec in layer_specs)
-    return device.type == "cpu" and model_impl == "native" and not in_order
+    needs_own_rows = any(isinstance(spec.cache_spec, RecurrentState) or spec.topk is not None for spec in layer_specs)
+    return device.type == "cpu" and model_impl == "native" and not needs_own_rows
 
 
 def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
     """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host searches texts."""
-    of_text = TEXT_PATHS * ("text" in sources)
-    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * searches_on_host
-    return {"text_paths": of_text * (not searches_on_host), "sent_paths": sent}
+    num_text_paths = TEXT_PATHS * ("text" in sources)
+    num_sent_paths = SENT_PATHS * ("prediction" in sources or "index" in sources) + num_text_paths * searches_on_host
+    return {"text_paths": num_text_paths * (not searches_on_host), "sent_paths": num_sent_paths}
 
 
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError for others."""
+    """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError if the user's setting
+    names an unknown source, or does not fit the algorithm or the tree."""
     if is_unresolved(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
-    named = [name.strip() for name in speculation.sources.split(",")]
-    if named == ["none"]:
+    names = [name.strip() for name in speculation.sources.split(",")]
+    if names == ["none"]:
         return ()
-    if unknown := [name for name in named if name not in SOURCES]:
-        raise EspalierError(f"sources={unknown[0]!r} is not supported; use {', '.join(SOURCES)}, or none alone")
+    if unknown_names := [name for name in names if name not in SOURCES]:
+        raise EspalierError(f"sources={unknown_names[0]!r} is not supported; use {', '.join(SOURCES)}, or none alone")
     if not tree.steps:
         raise EspalierError(f"sources={speculation.sources!r} needs a tree, and this is {tree}; leave it out")
-    if algorithm == "ngram" and "text" in named:
+    if algorithm == "ngram" and "text" in names:
         raise EspalierError("sources='text' is what algorithm='ngram' drafts with; leave it out of sources")
-    return tuple(name for name in SOURCES if name in named)
+    return tuple(name for name in SOURCES if name in names)

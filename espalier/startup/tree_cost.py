@@ -1,9 +1,9 @@
 """Predicts the fastest tree at each batch size from the sizes of the models and two figures of the chip.
 
-The figures, bandwidth and peak, are measured at startup in some 0.1 s.
+The figures, bandwidth and peak FLOP rate, are measured at startup in some 0.1 s.
 
-A pass takes the time to read its weights and the time of its products, which overlap, the time to read the cache, a
-fixed time for each layer, and one for the pass.
+The time of a pass is a sum: the time to read weights and to multiply (these two overlap), the time to read the cache, a
+fixed time for each layer, and a fixed time for the pass.
 With a tree, a round emits more tokens, but its verify pass has more rows.  So deep trees are fastest for few requests,
 small trees and chains for more, and plain decoding for very many.  With experts, more rows read more experts: at one
 request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
@@ -30,13 +30,13 @@ from espalier.models.layer_loading import layer_specs_of
 
 # Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
-# Four numbers, fitted to 25 rounds of an 8B on an H100 (docs/log.md).  Seconds that a layer and a pass take beside
-# reading and products; the share of the bandwidth at which the cache is read; and the power mean of the two times that
-# overlap: with 1 they would add up, with infinity the longer one would hide the other.
+# Four numbers, fitted to 25 rounds of an 8B model on an H100 (docs/log.md): the fixed seconds of a layer and of a pass,
+# the share of the bandwidth at which the cache is read, and how well reading and multiplying overlap.  OVERLAP is the
+# exponent of a power mean of both times: with 1 they would add up, with infinity the longer would hide the shorter.
 LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.25
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
 MIN_SPEEDUP = 1.03
-# Committed tokens of a request.  A round reads their K/V once.
+# The assumed number of committed tokens of a request.  A round reads their K/V once.
 ASSUMED_CONTEXT = 1024
 
 
@@ -54,20 +54,19 @@ class PassWeights:
     """The numbers of weights that passes read, and the numbers of layers.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
-    layers; 0 without experts.  layers: of the target.  kv_values: values of a token in the target's cache.
-    state_bytes: of a request's states, which a round reads twice and writes once.
-    draft: weights that a draft pass reads; draft_layers: the layers of that pass.
-    block_rows: rows of a block draft's one pass; 0 for other drafts, which run a pass for each level.
-    extends: whether a draft runs its layers over decided tokens.  value_bytes: bytes of a weight, the mean.
-    """
+    layers; 0 without experts.  num_layers: layers of the target.  kv_values: values of a token in the target's cache.
+    state_bytes: bytes of a request's recurrent states, which a round reads twice and writes once.
+    draft: weights that a draft pass reads.  num_draft_layers: the layers of that pass.
+    block_rows: rows of the only pass of a block draft; 0 for other drafts, which run a pass for each level.
+    extends: whether a draft runs its layers over decided tokens.  value_bytes: the mean number of bytes of a weight."""
 
     dense: int
     draft: int
     expert: int = 0
     num_experts: int = 1
     top_k: int = 1
-    layers: int = 0
-    draft_layers: int = 0
+    num_layers: int = 0
+    num_draft_layers: int = 0
     kv_values: int = 0
     state_bytes: int = 0
     block_rows: int = 0
@@ -75,8 +74,8 @@ class PassWeights:
     value_bytes: float = 2.0
 
     def of_rank(self, count: int, draft_count: int) -> "PassWeights":
-        """Returns the weights that each of `count` ranks holds.  The time in which ranks join their results is left
-        out.  draft_count: the number of parts of the draft."""
+        """Returns the weights that each of `count` ranks holds.  The time of the ranks' communication is left out.
+        draft_count: the number of ranks that share the draft."""
         return replace(
             self,
             dense=self.dense // count,
@@ -87,19 +86,19 @@ class PassWeights:
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a target pass, without reading the cache."""
-        touched = expected_active_experts(self.num_experts, self.top_k, rows) if self.expert else 0
-        read = self.dense + self.expert * touched
-        return self._seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
+        num_experts_read = expected_active_experts(self.num_experts, self.top_k, rows) if self.expert else 0
+        num_read = self.dense + self.expert * num_experts_read
+        return self._seconds(num_read, (self.dense + self.expert * self.top_k) * rows, self.num_layers, chip)
 
     def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a draft pass."""
-        return self._seconds(self.draft, self.draft * rows, self.draft_layers, chip)
+        return self._seconds(self.draft, self.draft * rows, self.num_draft_layers, chip)
 
-    def _seconds(self, read: float, products: float, layers: int, chip: ChipFigures) -> float:
-        """Seconds of a pass.  read: weights; products: multiplications of a weight with a row's value."""
-        reading, multiplying = self.value_bytes * read / chip.bandwidth, 2 * products / chip.peak_flops
+    def _seconds(self, num_read: float, num_products: float, num_layers: int, chip: ChipFigures) -> float:
+        """Seconds of a pass.  num_read: weights to read; num_products: products of a weight and a value of a row."""
+        reading, multiplying = self.value_bytes * num_read / chip.bandwidth, 2 * num_products / chip.peak_flops
         together = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
-        return together + layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
+        return together + num_layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""
@@ -120,14 +119,13 @@ class PassWeights:
 def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: int = 0) -> PassWeights:
     """The numbers of weights of a target and its draft.
 
-    draft: None for a drafter without weights.  stored_bytes: of both, as they are in memory, with the embedding; 0: two
-    bytes a weight.
-    """
-    found = _count_weights(target, draft)
+    draft: None for a drafter without weights.  stored_bytes: the memory of the weights of both models, with the
+    embedding; 0 if unknown, in which case a weight has two bytes."""
+    weights = _count_weights(target, draft)
     # A pass reads only a few rows of an embedding, unless the embedding is also the head.
-    read = stored_bytes - (0 if target.tie_word_embeddings else 2 * target.vocab_size * target.hidden_size)
-    held = found.dense + found.expert * found.num_experts + found.draft
-    return replace(found, value_bytes=min(read / held, 2.0)) if read > 0 and held else found
+    read_bytes = stored_bytes - (0 if target.tie_word_embeddings else 2 * target.vocab_size * target.hidden_size)
+    num_values = weights.dense + weights.expert * weights.num_experts + weights.draft
+    return replace(weights, value_bytes=min(read_bytes / num_values, 2.0)) if read_bytes > 0 and num_values else weights
 
 
 def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
@@ -139,11 +137,11 @@ def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeight
         expert=num_expert_values(target),
         num_experts=1 if routing is None else routing.num_experts,
         top_k=1 if routing is None else routing.top_k,
-        layers=target.num_layers,
+        num_layers=target.num_layers,
         kv_values=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
-        draft_layers=0 if draft is None else len(draft.spec.layer_specs) if draft.spec.block_rows else 1,
+        num_draft_layers=0 if draft is None else len(draft.spec.layer_specs) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
         extends=draft is None or draft.spec.num_modules > 0,
     )
@@ -152,9 +150,8 @@ def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeight
 def _draft_weights(draft: DraftConfig) -> int:
     """Weights that a draft pass reads.
 
-    A draft that proposes one level a pass has attention over embedding and hidden state together, so this attention has
-    about twice the weights of a target layer's attention.
-    """
+    In a draft that proposes one level a pass, attention reads embedding and hidden state side by side, so it has about
+    twice the weights of a target layer's attention."""
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layer_specs), 1) if spec.block_rows else (1, 2)
     of_layer = inputs * num_mixer_values(layer) + 3 * layer.hidden_size * layer.intermediate_size
@@ -166,8 +163,7 @@ def trees_by_cost(
 ) -> dict[int, TreeShape]:
     """The trees that are predicted to be fastest, as a table: least number of requests -> tree.
 
-    Empty if the configured tree is predicted to be fastest at every batch size.
-    """
+    Empty if the configured tree is predicted to be fastest at every batch size."""
     trees = [configured_tree, *smaller_trees(configured_tree, weights), PLAIN_TREE]
     chosen: dict[int, TreeShape] = {}
     current = configured_tree
@@ -198,9 +194,9 @@ def fits_in(configured_tree: TreeShape, tree: TreeShape) -> bool:
     )
 
 
-def _buckets(most: int) -> Sequence[int]:
-    """The buckets 1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
-    return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})
+def _buckets(max_batch: int) -> Sequence[int]:
+    """The buckets 1, 2, 3, 4, 6, 8, 12, ..., up to `max_batch`."""
+    return sorted({next_bucket(batch) for batch in range(1, max_batch + 1) if next_bucket(batch) <= max_batch})
 
 
 # Bytes of a copy that is too large for the L2 cache, and the side of a square product that fills a chip.
@@ -224,11 +220,10 @@ def measure_chip(device: torch.device) -> ChipFigures:
 def _seconds_of(work: Callable[[], object]) -> float:
     """The time of some work in seconds: the lower quartile.
 
-    A busy host launches late, which makes single times several times as long (docs/log.md).
-    """
+    A busy host launches late, which makes single times several times as long (docs/log.md)."""
     times: list[float] = []
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < WARM_UP_S or len(times) < 2 * REPEATS:
+    begun_s = time.perf_counter()
+    while time.perf_counter() - begun_s < WARM_UP_S or len(times) < 2 * REPEATS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()

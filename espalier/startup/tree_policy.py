@@ -30,12 +30,12 @@ SHARED_ROWS = 4
 # The depth of looked-up tokens in a round without a draft pass on a CPU.  Repeated text is often long, and the tree is
 # cut where more rows would not be worth their time.
 MAX_LOOKUP_STEPS = 12
-# The assumed acceptance rates of drafts: how often the first child is accepted at depth 1.
+# How good an unknown draft may be: rates at which the first child is accepted at depth 1.
 ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # The prediction for a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
-# The engine keeps at least MIN_TREES trees beside plain decoding, and more until the set is at least MIN_SET_RATE times
-# as fast as all trees in the worst case.
+# The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more until, at every assumed rate, the best
+# kept tree is at least MIN_SET_RATE times as fast as the best of all trees.
 MIN_TREES, MIN_SET_RATE = 3, 0.97
 
 ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -63,8 +63,7 @@ def tree_sets(
     """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
     speed).
 
-    has_sources: whether other sources propose tokens in addition to a draft.
-    """
+    has_sources: whether other sources propose tokens in addition to a draft."""
     trees = [configured_tree, *smaller_trees(configured_tree, costs.weights)]
     halved = configured_tree
     sets: dict[int, tuple[TreeShape, ...]] = {}
@@ -84,21 +83,21 @@ def tree_sets(
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
     """Returns plain decoding and the smallest sufficient subset of trees, in order of predicted speed."""
-    every = (*trees, PLAIN_TREE)
-    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
-    supposed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in supposed for tree in trees]
+    all_trees = (*trees, PLAIN_TREE)
+    measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
+    assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_rate(kept: Sequence[TreeShape]) -> float:
-        return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in supposed)
+        return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in assumed)
 
     counts = range(min(MIN_TREES, len(trees)), len(trees) + 1)
     sets = (max(combinations(trees, count), key=worst_rate) for count in counts)
     kept = next(kept for kept in sets if worst_rate(kept) >= MIN_SET_RATE)
-    return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -known[tree]))
+    return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -measured[tree]))
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
-    """Returns the tokens per second of a request, by tree.  acceptance: of the first child at depth 1."""
+    """Returns the tokens per second of a request, by tree.  acceptance: the rate of the first child at depth 1."""
     first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, ASSUMED_CONTEXT) for tree in trees}
 
@@ -113,30 +112,30 @@ TreesByBatch = dict[int, TreeShape]
 
 
 def choose_trees(
-    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
+    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_set: bool = False, max_batch: int = 1
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
-    is_named: whether the user set the configured tree; max_batch: the largest batch.
+    is_set: whether the user set a size of the configured tree.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
-        chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
+        trees, reason = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
-        chosen, why = read_trees(Path(requested)), f"read from {requested}"
+        trees, reason = read_trees(Path(requested)), f"read from {requested}"
     elif configured_tree == PLAIN_TREE:
         return {}
     elif costs is None:
-        chosen, why = {}, "trees of smaller batches are not predicted for this device"
+        trees, reason = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted_trees(configured_tree, costs, max_batch)
+        trees, reason = _predicted_trees(configured_tree, costs, max_batch)
     if requested == "auto":
-        chosen = _limit_trees(chosen, configured_tree, max_batch)
-    listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
-    replaces_named = requested == "auto" and is_named and costs is not None
-    level = logging.WARNING if replaces_named else logging.INFO
-    log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {listed}" if chosen else " at every batch", why)
-    return chosen
+        trees = _limit_trees(trees, configured_tree, max_batch)
+    text = "; ".join(f"from {least} requests on {shape}" for least, shape in trees.items())
+    replaces_users_tree = requested == "auto" and is_set and costs is not None
+    level = logging.WARNING if replaces_users_tree else logging.INFO
+    log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {text}" if trees else " at every batch", reason)
+    return trees
 
 
 def has_tree_settings(speculation: SpeculationConfig) -> bool:
@@ -158,13 +157,11 @@ def adaptive_tree_choices(
     """Returns the values of ResolvedConfig.round_costs and RoundLayout.choices.
 
     Returns None and () if the engine does not choose trees while it runs.
-
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
     draft pass are chosen only if other sources search texts.
-    can_share_rows: whether requests may share rows; read on a CPU only.  sources: the sources in addition to the
-    drafter.  weights: the numbers of weights of target and draft.  max_steps: the maximum depth of this drafter; None
-    for no limit.
-    """
+    can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
+    weights: the numbers of weights of target and draft.  max_steps: the maximum depth of this drafter; None for no
+    limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
@@ -182,19 +179,19 @@ def adaptive_tree_choices(
 
 
 def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
-    """Returns the tree with the steps of the deepest choice, so that its buffers fit every choice."""
+    """Returns the tree with the steps of the deepest choice, so that buffers of its size fit every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
 def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[TreesByBatch, str]:
     """Returns the trees that tree_cost.py predicts, and a text that explains the prediction."""
     chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
-    why = (
+    reason = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak_flops / 1e12:.0f} TFLOP/s, as "
         f"measured on {chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
-    return trees_by_cost(configured_tree, costs.weights, max_batch, chip), why
+    return trees_by_cost(configured_tree, costs.weights, max_batch, chip), reason
 
 
 def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:

@@ -74,7 +74,7 @@ def count_prefill_passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
     """Returns the number of prefill passes for prompts of these lengths, if requests decode in between."""
     left, num_passes = list(prompts), 0
     while left:
-        lengths = next_prefill_pass(layout, left[: layout.max_batch], layout.max_pass_rows(decoding=True)).lengths
+        lengths = next_prefill_pass(layout, left[: layout.max_batch], layout.max_pass_rows(is_streamed=True)).lengths
         left = [tokens - n for tokens, n in zip(left, lengths, strict=False) if tokens > n] + left[len(lengths) :]
         num_passes += 1
     return num_passes

@@ -115,7 +115,7 @@ class EngineStats:
             max_batch=layout.max_batch,
             max_context=layout.max_context,
             chunk_size=layout.chunk_size,
-            busy_chunk_size=layout.max_pass_rows(decoding=True),
+            busy_chunk_size=layout.max_pass_rows(is_streamed=True),
             page_size=layout.page_size,
             num_pages=engine.pool.num_pages,
             prefix_cache=engine.prefix_tree is not None,

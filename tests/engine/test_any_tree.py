@@ -55,7 +55,7 @@ class AnyTree:
     samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+    def choose(self, batch: int, num_drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
@@ -131,9 +131,9 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+        def choose(self, batch: int, num_drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
             self.forms = engine.layout.tree_choices_for(batch)
-            return super().choose(batch, drafting, context)
+            return super().choose(batch, num_drafting, context)
 
     chooser = OfBucket(())
     engine.scheduler.round_trees.chooser = chooser

@@ -330,7 +330,7 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 def test_what_a_path_says_of_first_children(sample: AcceptSample, counts: list[tuple[int, int]]) -> None:
     found = Acceptance(5, 1, 1)
     found.add(TREE, [sample])
-    assert [(count.denominator, count.numerator) for count in found.depths[:4]] == counts
+    assert [(count.denominator, count.numerator) for count in found.first_child_counts[:4]] == counts
 
 
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from espalier.slots import NUM_LEVELS, NUM_RANKS, PATH_KINDS
+from espalier.slots import NUM_CONFIDENCE_LEVELS, NUM_RANKS, PATH_KINDS
 from tests.oracles.reference_round import Node
 
 # As in speculate/sources/calibrate.py.
-LEVEL_SCALE, MOST, TIE = 3.5, 0.98, 1e-3
+CONFIDENCE_SCALE, MOST, TIE = 3.5, 0.98, 1e-3
 
 
 def recalibrated(nodes: Sequence[Node], is_sampled: bool, survival: np.ndarray, skill: float) -> list[Node]:
@@ -22,8 +22,8 @@ def recalibrated(nodes: Sequence[Node], is_sampled: bool, survival: np.ndarray, 
         above = node.path[:-1]
         rank = siblings[above] = siblings.get(above, -1) + 1
         step = min(float(node.score) - said[above], 0.0)
-        level = min(int(LEVEL_SCALE * math.sqrt(-step)), NUM_LEVELS - 1)
-        kind = PATH_KINDS + (is_sampled * NUM_RANKS + min(rank, NUM_RANKS - 1)) * NUM_LEVELS + level
+        level = min(int(CONFIDENCE_SCALE * math.sqrt(-step)), NUM_CONFIDENCE_LEVELS - 1)
+        kind = PATH_KINDS + (is_sampled * NUM_RANKS + min(rank, NUM_RANKS - 1)) * NUM_CONFIDENCE_LEVELS + level
         chance = min(float(survival[kind, node.depth - 1]) + skill, math.log(MOST))
         said[node.path] = float(node.score)
         made[node.path] = made[above] + chance + TIE * step

@@ -224,7 +224,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         (
             "/v1/chat/completions",
             {**CHAT, "max_tokens": 4096},
-            "max_tokens=4096 is more than fits behind the prompt of",
+            "max_tokens=4096 is more than fits after the prompt of",
         ),
         ("/v1/completions", {**TEXT, "max_tokens": 4096}, "this model's maximum context length is"),
         ("/tokenize", {}, "send either prompt or messages"),

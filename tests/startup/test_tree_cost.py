@@ -99,7 +99,7 @@ def test_at_one_request_a_mixture_has_a_small_tree():
 
 def test_a_pass_reads_multiplies_and_launches():
     weights = PassWeights(
-        dense=1000, expert=100, num_experts=10, top_k=2, draft=50, layers=3, draft_layers=1, kv_values=7
+        dense=1000, expert=100, num_experts=10, top_k=2, draft=50, num_layers=3, num_draft_layers=1, kv_values=7
     )
     fixed = 3 * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
     # Reading hides the products of a row, and the products of many rows hide the reading.

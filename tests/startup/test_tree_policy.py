@@ -28,7 +28,7 @@ from tests.test_config import CPU, FACTS, HEAD
 
 H100 = ChipFigures("an H100", 3.0e12, 6.9e14)
 # Llama-3.1-8B with an EAGLE-3 head.
-BIG = PredictedCosts(PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kv_values=65536), H100)
+BIG = PredictedCosts(PassWeights(7_504_658_432, 391_118_848, num_layers=32, num_draft_layers=1, kv_values=65536), H100)
 WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 
 

@@ -4,9 +4,9 @@ Row q of every module belongs to token q.  The row's inputs are token q and a hi
 the row's RoPE position is q - k, as in training, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
 true ancestors.
 
-Module l proposes level l.  So module l runs over the beams of all earlier levels, [B, (l-1) · K], none of which it has
-seen.  The last module also proposes all deeper levels.  At those levels the hidden state that a beam reads is the last
-module's own output at the beam's parent.
+Module l proposes level l.  So module l runs over the beams of all earlier levels, [B, (l-1) · K], over none of which it
+has run before.  The last module also proposes all deeper levels.  At those levels, the hidden state that a beam reads
+is the last module's own output at the beam's parent.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,9 +35,8 @@ class TreeRows:
     """All draft rows of a tree, level after level.
 
     slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; parent_positions: [B, beam_rows], the
-    positions of one level above; tokens: [B, beam_rows], written when beams are chosen.
-    modules: the rows of each module; beam_levels: the beams of each level.
-    """
+    positions of the rows' parents; tokens: [B, beam_rows], written when beams are chosen.
+    modules: the committed rows of each module; beam_levels: the beams of each level."""
 
     slots: BatchState
     positions: Tensor
@@ -74,7 +73,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         )
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
+        # After a prefix hit, module k attends to k - 1 more cached rows than module 1 (see feeds.py).
         more = self.spec.num_modules - 1
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
@@ -117,10 +116,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level).logits(out.last_rows(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
-        """Runs the forward pass that proposes `level`, over the beams that the module has not seen.
+        """Runs the forward pass that proposes `level`, over the beams over which the module has not run.
 
-        out: the output of the level before.  Returns [B, Q]; the last rows are the beams of the level before.
-        """
+        out: the output of the level before.  Returns [B, Q]; the last rows are the beams of the level before."""
         module, end = self._module_index(level), self.layout.draft_rows_above(level)
         first = 0 if level <= self.spec.num_modules else self.layout.draft_rows_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
@@ -193,8 +191,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     ) -> Tensor:
         """Run one module over the new tokens, in as many rows for each request as `feed` has.
 
-        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: as in Pass.
-        """
+        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: needed_row of
+        Pass."""
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
         length = rows.length(length)

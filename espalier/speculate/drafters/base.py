@@ -26,9 +26,8 @@ GrowTree = Callable[[Sampler], Tree]
 class Drafter(Protocol):
     """Proposes token trees, and runs its model over the tokens that were decided.
 
-    spec: the inputs and layers that the draft declares (DraftSpec); root_trees: trees of the roots alone, without a
-    proposal; captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass.
-    """
+    spec: the inputs and layers that the draft declares (DraftSpec); root_trees: makes trees of the roots alone;
+    captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass."""
 
     spec: DraftSpec
     root_trees: RootTrees
@@ -57,10 +56,10 @@ class Drafter(Protocol):
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if target_output is
-        None.  length: [B], at most W.  last_tokens: in a prefill pass, the place of each request's last token; `slots`
-        then has one row for each piece (speculate/pieces.py).  None in a round, where each row is a request.
-        """
+        target_features: [B, W, F], the features that `spec.target_output` names, at tokens n .. n+W-1; None if it is
+        None.  length: [B], at most W.
+        last_tokens: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
+        (speculate/pieces.py).  None in a round, where `slots` has one row for each request."""
         ...
 
 
@@ -90,8 +89,7 @@ class DrafterWithoutFiles:
         """Returns a tree of layout.num_draft_tokens nodes under the root of each slot.
 
         A CUDA graph captures this method, so sizes must follow from the layout alone, and nothing may wait for the
-        device. sampler.guide: which next tokens a grammar allows or forces; a drafter may ignore it.
-        """
+        device.  sampler.guide: which next tokens a grammar allows or forces; a drafter may ignore it."""
         raise NotImplementedError
 
     def extend(
@@ -110,7 +108,7 @@ class NoDrafter(DrafterWithoutFiles):
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
-# The part of a draft's layers that each rank holds.  "whole": all.  "as target": a part, as of the target's layers; a
+# How much of each layer of a draft a rank holds.  "whole": all.  "as target": a part, as of the target's layers; a
 # number of ranks that cannot divide the draft is refused.  "if divisible": a part if the ranks can divide it, else all.
 DraftSharding = Literal["whole", "as target", "if divisible"]
 
@@ -119,17 +117,19 @@ DraftSharding = Literal["whole", "as target", "if divisible"]
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
 
-    algorithm: the name that users give; equal to `DraftSpec.algorithm`.  title: the name of such drafts in error texts,
-    in the plural.  architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that
-    mean this format.  marked_architectures: further such names, which mean this format only if config.json has one of
-    `marker_fields`.  excluding_fields: fields that rule this format out if config.json has one of them.
+    algorithm: the name that users give; equal to `DraftSpec.algorithm`.
+    title: the name of such drafts in error texts, in the plural.
+    architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
+    marked_architectures: further such names, which mean this format only if config.json has one of `marker_fields`.
+    excluding_fields: fields that rule this format out if config.json has one of them.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
-    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.  make:
-    (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.  drafter: makes the
-    drafter that runs the model.  is_in_target: (directory of a target, its config) -> whether the directory also holds
-    a draft of this format; None if no target's directory does.  checks: the fields of the draft's config.json to check
-    if almost none of its tokens is accepted.  sharding: which part of the draft's layers a rank holds.
-    """
+    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
+    make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
+    drafter: makes the drafter that runs the model.
+    is_in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None
+    if no target's directory does.
+    checks: the fields of the draft's config.json to check if almost none of its tokens is accepted.
+    sharding: see DraftSharding."""
 
     algorithm: str
     title: str
@@ -151,10 +151,13 @@ class DraftFormat:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
 
-    def matches(self, raw: Json) -> bool:
-        declared = raw.get("speculators_model_type")
-        if declared is not None:
-            return declared in self.speculators_types
-        given = {name for name, value in raw.items() if value is not None}
-        marked = self.marked_architectures if given.intersection(self.marker_fields) else ()
-        return architecture_of(raw) in (*self.architectures, *marked) and not given.intersection(self.excluding_fields)
+    def matches(self, config_json: Json) -> bool:
+        speculators_type = config_json.get("speculators_model_type")
+        if speculators_type is not None:
+            return speculators_type in self.speculators_types
+        set_fields = {name for name, value in config_json.items() if value is not None}
+        marked_architectures = self.marked_architectures if set_fields.intersection(self.marker_fields) else ()
+        return architecture_of(config_json) in (
+            *self.architectures,
+            *marked_architectures,
+        ) and not set_fields.intersection(self.excluding_fields)

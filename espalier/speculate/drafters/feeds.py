@@ -1,15 +1,14 @@
 """Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
 A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
-Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, by form:
+Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, this depends on hidden_source:
 
-chain: module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
-target: module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN, ...,
-feed2, and then the features of tokens n, n + 1, ...
+"chain": module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation
+21).  "target": module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN,
+..., feed2, and then the features of tokens n, n + 1, ...
 
-After a prefix hit, and at the start of a text, the first rows of module k cannot be computed: module k starts k - 1
-rows behind module 1 (`module_rows`).
-"""
+After a prefix hit, and at the start of a text, the first rows of module k cannot be computed: the first row of module k
+comes k - 1 rows after the first row of module 1 (`module_rows`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,10 +31,10 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1. prefix: the
-    module's committed rows.  Module k has the rows of tokens k .. n, where token n is the root.  num_missing: [B], how
-    many rows at the start of the pass the module cannot compute; None for module 1, which computes all.
-    """
+    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1.
+    prefix: the module's committed rows.  Module k has the rows of tokens k .. n, where token n is the root.
+    num_missing: [B], how many rows at the start of the pass the module cannot compute; None for module 1, which
+    computes all rows."""
 
     slots: BatchState
     prefix: Prefix
@@ -51,11 +50,15 @@ def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first_position=1))]
     if modules > 1:
         # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
-        ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
-    for most in range(1, modules):
-        num_missing = (ahead + most).clamp(min=0, max=most)
-        moved = replace(slots, prefix_len=slots.prefix_len + num_missing, num_tokens=slots.num_tokens + num_missing)
-        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first_position=most + 1), num_missing))
+        num_unknown = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
+    for max_missing in range(1, modules):
+        num_missing = (num_unknown + max_missing).clamp(min=0, max=max_missing)
+        advanced = replace(slots, prefix_len=slots.prefix_len + num_missing, num_tokens=slots.num_tokens + num_missing)
+        rows.append(
+            ModuleRows(
+                advanced, Prefix(advanced.page_table, advanced.num_tokens, first_position=max_missing + 1), num_missing
+            )
+        )
     return rows
 
 
@@ -67,8 +70,7 @@ class ModuleFeeds(ABC):
     ) -> None:
         """features: [B, W, H], the target's features at tokens n .. n+W-1; length: [B], how many rows exist.
 
-        is_split: a request may have several rows of the batch, one after another (speculate/pieces.py).
-        """
+        is_split: whether a request may have several rows of the batch, one after another (speculate/pieces.py)."""
         self.outputs: list[Tensor] = []
         self.slots, self.rows, self.features, self.length, self.is_split = slots, rows, features, length, is_split
         self.offsets = torch.arange(features.shape[1], device=features.device)
@@ -90,9 +92,9 @@ class ModuleFeeds(ABC):
     ) -> Feed:
         """Returns the feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
-        previous_output: [B, R, H], the output of the module before, over the beams of all levels but the last, or at
-        the root.  parents: [B, (module-1)·topk], each beam's parent: 0 for the root, 1 + the parent's index among all
-        beams.
+        previous_output: [B, R, H], the output of the module before, over the beams of all levels but the last; for
+        module 2, at the root.
+        parents: [B, (module-1)·topk], each beam's parent: 0 for the root, else 1 + the parent's index among all beams.
         """
         ...
 
@@ -123,7 +125,7 @@ class ChainFeeds(ModuleFeeds):
 class TargetFeeds(ModuleFeeds):
     @cached_property
     def hidden(self) -> Tensor:
-        """The hidden states that the slots carry, followed by the features."""
+        """The hidden states that the slots carry (feedN, ..., feed2), followed by the target's features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
             first = _from_previous_piece(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
@@ -147,7 +149,7 @@ class TargetFeeds(ModuleFeeds):
 
 
 def feeds_class(form_name: str) -> type[ModuleFeeds]:
-    """Returns the class of a form (DraftSpec.hidden_source)."""
+    """Returns the class for a value of DraftSpec.hidden_source."""
     return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
 
 

@@ -26,7 +26,7 @@ class ModelDrafter(Generic[Model]):
         """Make the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        # Drafters are kept, because a CUDA graph replays with the tensors of its capture.
+        # A drafter of each layout is kept, because a CUDA graph replays with the tensors of its capture.
         if layout not in self.drafter_by_layout:
             self.drafter_by_layout[layout] = type(self)(self.draft, layout, self.cache)
         return self.drafter_by_layout[layout]

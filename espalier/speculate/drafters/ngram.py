@@ -40,13 +40,13 @@ class NgramDrafter(DrafterWithoutFiles):
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
         """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
-        steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
+        steps, topk, num_forced = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced_tokens = guide.forced_tokens[:, :steps]
-        # Behind the root, history holds nothing until tokens are decided.
+        # After the root, history holds nothing until tokens are decided.
         places = slots.index[:, None], slots.prefix_len[:, None] + 1 + torch.arange(steps, device=forced_tokens.device)
         history = slots.table.history
         history[places] = torch.where(forced_tokens >= 0, forced_tokens, history[places])
-        end = slots.prefix_len + count[:, 0].clamp(max=steps)
+        end = slots.prefix_len + num_forced[:, 0].clamp(max=steps)
         length, match_ends = find_matches(history, slots.index, end, topk)
         logp = match_log_probability(length)
         allowed = allows(guide.mask, slots.history_at(continuation_positions(match_ends, end, 1)).clamp(min=0))
@@ -54,21 +54,21 @@ class NgramDrafter(DrafterWithoutFiles):
         pool, branches = CandidatePool(topk), torch.arange(topk, device=match_ends.device).expand_as(match_ends)
         for level in range(1, steps + 1):
             # The depth below the last forced token; 0 or less for a forced token.
-            depth = level - count
+            depth = level - num_forced
             if level > 1:
                 # The branches begin as children of one beam.  Later, each branch is the first child of its own beam.
                 pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continuation_positions(match_ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
             if level > 1:
-                beginning = torch.full_like(scores, -torch.inf)
-                beginning[:, 0] = logp
+                first_scores = torch.full_like(scores, -torch.inf)
+                first_scores[:, 0] = logp
                 is_first = (depth == 1)[..., None]
                 tokens = torch.where(is_first, tokens.mT, tokens)
-                scores = torch.where(is_first, beginning, scores)
-            sure = scores.new_full(scores.shape[:2], -torch.inf)
-            sure[:, 0] = 0
-            pool.add_level(*force_only_children(forced_tokens[:, level - 1, None], tokens, scores, sure))
+                scores = torch.where(is_first, first_scores, scores)
+            forced_scores = scores.new_full(scores.shape[:2], -torch.inf)
+            forced_scores[:, 0] = 0
+            pool.add_level(*force_only_children(forced_tokens[:, level - 1, None], tokens, scores, forced_scores))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 
@@ -81,7 +81,7 @@ def match_log_probability(length: Tensor) -> Tensor:
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Others get -inf."""
+    """Returns candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Other scores are -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores
@@ -89,10 +89,8 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def continuation_positions(match_ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """Returns [B, K]: the position of the token that comes `level` tokens after `match_ends` [B, K].  level: int or [B,
-    1].
+    """Returns [B, K]: the position of the token that comes `level` tokens after `match_ends` [B, K].
 
-    Beyond the root's position `root` [B], the text between match and root is repeated.
-    """
+    level: int or [B, 1].  After the root's position `root` [B], the text between match and root is repeated."""
     period = (root[:, None] - match_ends).clamp(min=1)
     return match_ends + 1 + (level - 1) % period

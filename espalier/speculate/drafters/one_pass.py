@@ -33,13 +33,13 @@ from espalier.speculate.tree import Tree
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate_tensors(self) -> None:
-        # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
+        # Without causal attention, each row sees the whole block, as in training, also the rows of unused depths.
         spec, layout, device = self.spec, self.layout, self.device
         self.block_width = spec.first_proposing_row + layout.steps if all(spec.is_causal_layer) else layout.block_rows
         self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
-        everything = torch.ones(self.block_width, self.block_width, dtype=torch.bool, device=device)
+        all_visible = torch.ones(self.block_width, self.block_width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
-            is_causal: pack_bits(everything.tril() if is_causal else everything) for is_causal in (False, True)
+            is_causal: pack_bits(all_visible.tril() if is_causal else all_visible) for is_causal in (False, True)
         }
 
     def begin(self, slots: BatchState) -> GrowTree:
@@ -88,7 +88,9 @@ def best_paths(
     layout: RoundLayout,
     sampler: Sampler,
 ) -> Tree:
-    """Returns the tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
+    """Returns the tree of the best paths.
+
+    roots: [B, 1]; logits: [B, steps, draft vocabulary], used if the draft has no edges."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = plain_candidates(
@@ -109,7 +111,7 @@ def edge_candidates(
 ) -> Candidates:
     """Returns candidates whose scores depend on the tokens before.
 
-    rows: the roots.  next_depth: like fill_depth, called with (a depth from 0, its rows, the candidates to fill).
+    rows: the roots.  next_depth: called with (a depth from 0, its rows, the candidates to fill); returns the next rows.
     """
     candidates = Candidates.empty(rows.tokens[:, 0], steps, topk)
     for depth in range(steps):

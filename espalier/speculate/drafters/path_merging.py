@@ -88,10 +88,10 @@ class PathMergingDrafter:
         if self.layout.sent_paths:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
-            of_text = paths_of_text(slots, self.layout.text_paths, steps)
-            own_paths = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
+            text_paths = paths_of_text(slots, self.layout.text_paths, steps)
+            own_paths = torch.cat((text_paths.kinds[..., None], text_paths.tokens), -1)
             slots.table.own_paths.index_copy_(0, slots.index, _padded(own_paths, slots.table.own_paths))
-            paths.append(of_text)
+            paths.append(text_paths)
         return Paths.join(paths) if paths else None
 
     def extend(
@@ -101,7 +101,7 @@ class PathMergingDrafter:
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:
-    """Returns values [..., n] of a round, padded to the width of a slot-table field, which fits the largest tree."""
+    """Returns values [..., n] of a round, padded to the width of the slot-table field, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 

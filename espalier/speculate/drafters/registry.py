@@ -109,7 +109,7 @@ BUILT_IN_FORMATS = (
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in BUILT_IN_FORMATS}
+DRAFT_FORMATS: dict[str, DraftFormat] = {draft_format.algorithm: draft_format for draft_format in BUILT_IN_FORMATS}
 # Names of unsupported drafts, by architecture or speculators_model_type.
 UNSUPPORTED_DRAFTS = {
     "xpress": "XPress",
@@ -165,28 +165,28 @@ def low_acceptance_advice(algorithm: str) -> str:
     )
 
 
-def format_of(raw: Json, path: Path) -> DraftFormat:
+def format_of(config_json: Json, path: Path) -> DraftFormat:
     """Returns the format of the draft at `path`, by its config.json.  Raises EspalierError for an unknown format."""
-    for known in DRAFT_FORMATS.values():
-        if known.matches(raw):
-            return known
-    by_speculators = raw.get("speculators_model_type") is not None
-    names = {known.title: known.format_names(by_speculators) for known in DRAFT_FORMATS.values()}
-    supported = "; ".join(f"{title} ({named})" for title, named in names.items() if named)
-    raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
+    for draft_format in DRAFT_FORMATS.values():
+        if draft_format.matches(config_json):
+            return draft_format
+    by_speculators = config_json.get("speculators_model_type") is not None
+    names = {draft_format.title: draft_format.format_names(by_speculators) for draft_format in DRAFT_FORMATS.values()}
+    supported = "; ".join(f"{title} ({format_names})" for title, format_names in names.items() if format_names)
+    raise EspalierError(f"{path}: {_why_unknown(config_json, path)}; supported are {supported}")
 
 
-def _why_unknown(raw: Json, path: Path) -> str:
-    declared = raw.get("speculators_model_type")
-    name = architecture_of(raw) if declared is None else str(declared)
+def _why_unknown(config_json: Json, path: Path) -> str:
+    speculators_type = config_json.get("speculators_model_type")
+    name = architecture_of(config_json) if speculators_type is None else str(speculators_type)
     if name in eagle3.EAGLE_1_2_ARCHITECTURES:
         eagle3.refuse_eagle3_called_eagle(name, path)
     if name in UNSUPPORTED_DRAFTS:
         return f"{name!r} ({UNSUPPORTED_DRAFTS[name]}) is not supported yet"
     if name in UNSUPPORTED_MTP:
         return f"{name!r} (the MTP layers of {UNSUPPORTED_MTP[name]}) is not supported yet"
-    if declared is not None:
-        return f"speculators_model_type {shown(declared)} is not supported"
+    if speculators_type is not None:
+        return f"speculators_model_type {shown(speculators_type)} is not supported"
     remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
     return f"architecture {name!r} is not a known draft{remedy}"
 
@@ -200,16 +200,16 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     """
     if is_gguf(path):
         return False
-    raw = read_json(path / "config.json")
-    if is_multimodal(raw, FAMILIES.values()):
+    config_json = read_json(path / "config.json")
+    if is_multimodal(config_json, FAMILIES.values()):
         return False
-    is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
+    is_family = config_json.get("speculators_model_type") is None and architecture_of(config_json) in FAMILIES
     # Without safetensors files, the weights are in files that are not read here.
     if is_family and (not safetensors_files(path) or FIRST_LAYER_WEIGHT in Weights(path, torch.float32, "cpu")):
         return False
     if is_expected:
-        format_of(raw, path)
-    return any(known.matches(raw) for known in DRAFT_FORMATS.values())
+        format_of(config_json, path)
+    return any(draft_format.matches(config_json) for draft_format in DRAFT_FORMATS.values())
 
 
 def draft_algorithm(path: Path) -> str:
@@ -222,8 +222,12 @@ def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | N
 
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
-    formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
-    return path if any(known.is_in_target and known.is_in_target(path, target) for known in formats) else None
+    formats = (draft_format for draft_format in DRAFT_FORMATS.values() if algorithm in ("auto", draft_format.algorithm))
+    return (
+        path
+        if any(draft_format.is_in_target and draft_format.is_in_target(path, target) for draft_format in formats)
+        else None
+    )
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
@@ -232,13 +236,13 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     Raises EspalierError for an unknown format, and for a draft that does not fit this target.
     """
     path = Path(path)
-    raw = read_raw_config(path)
+    config_json = read_raw_config(path)
     with add_path_to_errors(path):
-        return format_of(raw, path).read(path, raw, target)
+        return format_of(config_json, path).read(path, config_json, target)
 
 
 def draft_shards(config: DraftConfig | None, shards: Shards) -> Shards:
-    """Returns the part of a draft for a rank that holds `shards` of the target; SINGLE_RANK for all parts.
+    """Returns the part of a draft for a rank that holds `shards` of the target; SINGLE_RANK for the whole draft.
     config: None for a drafter without a model."""
     if config is None or shards.count == 1:
         return SINGLE_RANK
@@ -271,8 +275,8 @@ def load_draft(
             f"loaded to capture {target.captured_layers}; load the target with captured_layers="
             f"{config.spec.captured_layers}"
         )
-    own = draft_shards(config, shards)
-    weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own)
+    own_shards = draft_shards(config, shards)
+    weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own_shards)
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
 
 

@@ -22,7 +22,8 @@ def path_kind(source: str, strength: int) -> int:
 
 
 def match_strength(num_matching: int) -> int:
-    """Returns the strength of a guess.  num_matching: how many tokens before the guess equal the text's last tokens."""
+    """Returns the strength of a guess, 1 to MATCH_STRENGTHS.  num_matching: at the place from which the guess was
+    copied, how many tokens before it equal the last tokens of the request's text."""
     return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 
 
@@ -30,8 +31,7 @@ class Paths(NamedTuple):
     """Paths below the roots of a batch.
 
     tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.
-    kinds: [B, P] int64, from `path_kind`; 0: no path.
-    """
+    kinds: [B, P] int64, from `path_kind`; 0: no path."""
 
     tokens: Tensor
     kinds: Tensor

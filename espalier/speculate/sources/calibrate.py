@@ -1,9 +1,9 @@
-"""Replaces the draft's own scores by the share of recent nodes of the same kind that were accepted.
+"""Replaces the draft's scores by the share of recent nodes of the same kind that were accepted.
 
-The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
-for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its
-depth, times the skill of the request (survival.py counts both).  All sizes are static, so a CUDA graph captures this.
-"""
+The draft counts as one more source.  The kind of a draft's node is a number made of three values: the node's rank among
+its siblings, the draft's confidence level (its probability for the node's last step, in NUM_CONFIDENCE_LEVELS classes),
+and whether the request samples.  The new score of a step is the survival of the node's kind at its depth, times the
+skill of the request's draft (survival.py counts both).  All sizes are static, so a CUDA graph captures this."""
 
 import math
 from typing import NamedTuple, Self
@@ -14,12 +14,21 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import self_only_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, UNDRAFTED_OFFSET, BatchState
+from espalier.slots import (
+    MATCH_STRENGTHS,
+    NUM_CONFIDENCE_LEVELS,
+    NUM_RANKS,
+    PATH_KINDS,
+    SOURCES,
+    UNDRAFTED_OFFSET,
+    BatchState,
+)
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
-# The level is this times the square root of -log p.  The bounds of p are 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
-LEVEL_SCALE = 3.5
+# The confidence level of probability p is this times the square root of -log p, rounded down; 0 is the surest.  So the
+# levels are separated by p = 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+CONFIDENCE_SCALE = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
 TIE_BREAK_WEIGHT = 1e-3
 # The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
@@ -27,28 +36,29 @@ DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 
 
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
-    """Returns [B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
-    own = _step_log_probability(tree)
-    level = (LEVEL_SCALE * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
+    """Returns [B, D] int64: the kinds of a draft's nodes, from PATH_KINDS on; 0 for roots and void nodes.
+
+    is_sampled: [B] bool, whether the request samples."""
+    log_p = _step_log_probability(tree)
+    confidence_level = (CONFIDENCE_SCALE * (-log_p).clamp(min=0).sqrt()).clamp(max=NUM_CONFIDENCE_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
     # The root is its own parent, but no sibling of its children.
     is_sibling[:, :, 0] = False
     rank = is_sibling.tril(-1).sum(-1).clamp(max=NUM_RANKS - 1)
-    kinds = PATH_KINDS + (is_sampled[:, None] * NUM_RANKS + rank) * NUM_LEVELS + level
+    kinds = PATH_KINDS + (is_sampled[:, None] * NUM_RANKS + rank) * NUM_CONFIDENCE_LEVELS + confidence_level
     return kinds.masked_fill(_is_root_or_void(tree), 0)
 
 
-def probability_at_level_middle(level: int) -> float:
-    """Returns the probability, in the draft's own scores, at the middle of a level."""
-    return math.exp(-(((level + 0.5) / LEVEL_SCALE) ** 2))
+def middle_probability(confidence_level: int) -> float:
+    """Returns the draft's probability at the middle of a confidence level."""
+    return math.exp(-(((confidence_level + 0.5) / CONFIDENCE_SCALE) ** 2))
 
 
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
     kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and draft_skill: [B, 1], both float32 as in
-    SlotTable.
-    """
+    SlotTable."""
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + draft_skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
     step = (step + TIE_BREAK_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
@@ -58,15 +68,14 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: T
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
     """Returns [B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
-    made = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
-    return made.masked_fill(_is_root_or_void(tree), VOID)
+    packed = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
+    return packed.masked_fill(_is_root_or_void(tree), VOID)
 
 
 class CandidateNodes(NamedTuple):
     """The nodes that `pack_nodes` holds, unpacked on the host into arrays of the same shape.
 
-    exists: False for roots and void nodes, whose other fields are 0.
-    """
+    exists: False for roots and void nodes, whose other fields are 0."""
 
     exists: np.ndarray
     kinds: np.ndarray
@@ -77,10 +86,10 @@ class CandidateNodes(NamedTuple):
     @classmethod
     def unpack(cls, packed: np.ndarray) -> Self:
         exists = packed != VOID
-        cells = np.where(exists, packed, 0)
-        ends = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))
-        parts = [cells >> first & (1 << end - first) - 1 for first, end in ends]
-        return cls(exists, *parts)
+        filled = np.where(exists, packed, 0)
+        bit_ranges = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))
+        columns = [filled >> first & (1 << end - first) - 1 for first, end in bit_ranges]
+        return cls(exists, *columns)
 
     @property
     def sources(self) -> np.ndarray:
@@ -112,7 +121,7 @@ def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tr
 
 
 def _step_log_probability(tree: Tree) -> Tensor:
-    """Returns [B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
+    """Returns [B, D]: the draft's log-probability of a node's last step, at most 0; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

@@ -1,8 +1,8 @@
 """A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
 
-The texts stand in a ring of tokens.  Hash tables map an n-gram to the place where it ended last.  Ring and
-tables have a fixed size.  The ring may have overwritten the place, so the tokens there are compared before a guess.  A
-request sees only texts of its own client.
+The texts stand in a ring of tokens.  Hash tables map an n-gram to the ring index of its last token where it was added
+last.  Ring and tables have a fixed size.  Another text may stand at that index by now, so the tokens there are compared
+before a guess.  A request sees only texts of its own client.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from espalier.speculate.sources.base import HostSource, match_strength, path_kin
 
 # The lengths of the n-grams that are looked up, the longest first.
 NGRAM_LENGTHS = (12, 6, 3)
-# The memory of one token: its id, the number of its text, and a place in each table.
+# The memory of one token: its id (4 bytes), its entry of `text_ids` (8), and one entry in each hash table (8).
 BYTES_PER_TOKEN = 4 + 8 + 8 * len(NGRAM_LENGTHS)
 # At most this many tokens are compared to find how well a place matches.
 MAX_MATCHING = 16
@@ -56,8 +56,8 @@ class IndexSource(HostSource):
         last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [
-            Guess(start, path_kind("index", match_strength(matching // 2)), ahead)
-            for matching, ahead in self.find_continuations(last, client_salt(request.client), max_length)
+            Guess(start, path_kind("index", match_strength(matching // 2)), continuation)
+            for matching, continuation in self.find_continuations(last, client_salt(request.client), max_length)
         ]
 
     def find_continuations(
@@ -67,25 +67,25 @@ class IndexSource(HostSource):
 
         The places of longer n-grams come first.
         """
-        text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
+        text, found_continuations, seen_places = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
                 continue
             place = int(table[_ngram_hash(last_tokens[-length:], salt) % self.ring_size])
-            if place < 0 or place in seen:
+            if place < 0 or place in seen_places:
                 continue
-            seen.add(place)
+            seen_places.add(place)
             matching = self._num_matching(text, place, salt)
-            ahead = self._tokens_after(place, max_length)
-            if matching >= length and ahead:
-                made.append((matching, ahead))
-        return made
+            continuation = self._tokens_after(place, max_length)
+            if matching >= length and continuation:
+                found_continuations.append((matching, continuation))
+        return found_continuations
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
         """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
-        # Behind the oldest token of the ring comes the newest, which may belong to the same text.
+        # In the ring, the newest token stands before the oldest token, and may belong to the same text.
         text = text[-((place - self.ring_end) % self.ring_size + 1) :]
         places = (place - np.arange(len(text))) % self.ring_size
         equal = (self.tokens[places] == text[::-1]) & (self.text_ids[places] == self.text_ids[place])
@@ -108,17 +108,17 @@ def client_salt(client: str) -> int:
 
 def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
     """Returns the hash of one n-gram, as in `_ngram_hashes`.  For one n-gram, plain integers are faster than NumPy."""
-    made = salt
+    hash_value = salt
     for token in ngram:
-        made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
-        made ^= made >> 29
-    return made
+        hash_value = (hash_value ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
+        hash_value ^= hash_value >> 29
+    return hash_value
 
 
 def _ngram_hashes(text: np.ndarray, ngram_length: int, salt: int) -> np.ndarray:
     """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of this length, in order."""
-    made = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
+    hashes = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
     for at in range(ngram_length):
-        made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR
-        made ^= made >> np.uint64(29)
-    return made
+        hashes = (hashes ^ text[at : at + len(hashes)].astype(np.uint64)) * HASH_FACTOR
+        hashes ^= hashes >> np.uint64(29)
+    return hashes

@@ -12,7 +12,7 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import UNDRAFTED_OFFSET
 from espalier.speculate.sources.base import Paths
 
-# Fills a node's sequence of tokens beyond the node's depth.  This number differs from every token and from VOID.
+# Fills a node's sequence of tokens after the node's depth.  This number differs from every token and from VOID.
 SEQUENCE_PADDING = -2
 
 
@@ -21,13 +21,11 @@ def merge_paths(
 ) -> tuple[Tree, Tensor]:
     """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
-    node_kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a
-    kind is right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the
-    trees.
-
+    node_kinds: [B, D], the kinds of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a
+    node of a kind is right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft
+    made the trees.
     Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
-    parent comes before its children.
-    """
+    parent comes before its children."""
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     exists = _existing_nodes(tree, paths, steps)
     size = exists.shape[1]
@@ -36,19 +34,19 @@ def merge_paths(
     order = torch.arange(size, device=exists.device)
     first = torch.where(same, order, size - 1).amin(-1)
     num_drafted = tree.tokens.shape[1]
-    of_paths = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
+    path_kinds = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
     if is_drafted:
-        is_alone = (first[:, num_drafted:] >= num_drafted).view(of_paths.shape)
-        of_paths = of_paths + UNDRAFTED_OFFSET * (is_alone & (of_paths > 0))
+        is_undrafted = (first[:, num_drafted:] >= num_drafted).view(path_kinds.shape)
+        path_kinds = path_kinds + UNDRAFTED_OFFSET * (is_undrafted & (path_kinds > 0))
     depths = torch.arange(steps, device=exists.device)
-    path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
+    path_scores = survival[path_kinds, depths].cumsum(-1).flatten(1)
     scores = comparable_scores(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
     best = torch.where(same, scores[:, None], -torch.inf).amax(-1)
     best = best.masked_fill(first != order, -torch.inf)
     # The root always stays.
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
-    node_kinds = torch.cat((node_kinds, of_paths.flatten(1)), 1)
+    node_kinds = torch.cat((node_kinds, path_kinds.flatten(1)), 1)
     return _build_tree(tree, paths, chosen, first, best, steps), node_kinds.gather(1, chosen)
 
 
@@ -57,8 +55,8 @@ def tree_sequences(tree: Tree, steps: int) -> Tensor:
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
-    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), SEQUENCE_PADDING)
-    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], SEQUENCE_PADDING))[..., 1:]
+    sequences = tree.tokens.new_full((*tree.tokens.shape, steps + 1), SEQUENCE_PADDING)
+    return sequences.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], SEQUENCE_PADDING))[..., 1:]
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
@@ -78,7 +76,9 @@ def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
 
 
 def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
-    """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
+    """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children.
+
+    first: for each node, the first node with the same tokens; best: the score of each node that stays, else -inf."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device
     order = torch.arange(size - drafted, device=device)

@@ -1,8 +1,7 @@
-"""The source `text` on the host, which searches a request's own text.
+"""The source `text` on the host, which searches the request's own text: its prompt and output so far.
 
-The source is used if the host knows all tokens of a request before each round.  Tables map each n-gram to the place
-after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
-"""
+The source is used if the host knows all tokens of a request before each round.  Tables map each n-gram to the position
+after its last occurrence.  Each token enters the tables once, so the cost of a round is constant."""
 
 from collections.abc import Sequence
 
@@ -19,8 +18,7 @@ MAX_MATCHING = 16
 class IndexedText:
     """A request's tokens.
 
-    next_positions: for each length of NGRAM_LENGTHS, a map from an n-gram to the position after its last occurrence.
-    """
+    next_positions: for each length of NGRAM_LENGTHS, a map from an n-gram to the position after its last occurrence."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -38,17 +36,18 @@ class IndexedText:
     def find_continuations(self, num_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, `num_tokens` tokens that followed) for each place, longest n-grams first.
 
-        If the text ends before `num_tokens` tokens, the text from the place on is repeated.
-        """
-        tokens, end, found = self.tokens, len(self.tokens), {}
+        If the text ends before `num_tokens` tokens, the text from the place on is repeated."""
+        tokens, end, by_place = self.tokens, len(self.tokens), {}
         for length, next_positions in self.next_positions.items():
             place = next_positions.get(tuple(tokens[-length:])) if end >= length else None
-            if place is not None and place not in found:
-                most = min(MAX_MATCHING, place)
-                matching = next((n for n in range(length, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
-                ahead = tuple(tokens[place + at % (end - place)] for at in range(num_tokens))
-                found[place] = (matching, ahead)
-        return list(found.values())
+            if place is not None and place not in by_place:
+                max_matching = min(MAX_MATCHING, place)
+                matching = next(
+                    (n for n in range(length, max_matching) if tokens[place - 1 - n] != tokens[-1 - n]), max_matching
+                )
+                continuation = tuple(tokens[place + at % (end - place)] for at in range(num_tokens))
+                by_place[place] = (matching, continuation)
+        return list(by_place.values())
 
 
 class OwnTextSource(HostSource):
@@ -66,8 +65,8 @@ class OwnTextSource(HostSource):
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
         start = request.num_tokens - 1
         return [
-            Guess(start, path_kind("text", match_strength(matching)), ahead)
-            for matching, ahead in self.text_by_request[request.id].find_continuations(max_length)
+            Guess(start, path_kind("text", match_strength(matching)), continuation)
+            for matching, continuation in self.text_by_request[request.id].find_continuations(max_length)
         ]
 
     def remove_request(self, request: Request) -> None:

@@ -13,7 +13,7 @@ from espalier.kernels.ops.tree import VOID, Tree
 from espalier.layout import ANCESTOR_BITS
 from espalier.slots import NO_TOKEN, BatchState
 
-# A node's token, parent, depth, score, kind, and the bits of its ancestors, which are set once the node has its place.
+# A node's token, parent, depth, score, kind, and the bits of its ancestors, which `_best_nodes` sets.
 GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
@@ -29,10 +29,12 @@ def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_ancestor
         tree_nodes: list[GuessNode] = [(root, 0, 0, 0.0, 0, 0)]
         node_indices: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
-            decided = length - start
-            since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
-            if kind and decided >= 0 and tokens[:decided] == since:
-                _add_guess_path(tree_nodes, node_indices, tokens[decided : decided + steps], kind, survival[kind])
+            num_decided = length - start
+            decided_tokens = table.history[slot, start + 1 : length + 1].tolist() if num_decided > 0 else []
+            if kind and num_decided >= 0 and tokens[:num_decided] == decided_tokens:
+                _add_guess_path(
+                    tree_nodes, node_indices, tokens[num_decided : num_decided + steps], kind, survival[kind]
+                )
         trees.append(_best_nodes(tree_nodes, num_nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
@@ -74,12 +76,12 @@ def _best_nodes(tree_nodes: list[GuessNode], num_nodes: int) -> list[GuessNode]:
     """Returns the root and the best other nodes, in the order of their scores, padded with void nodes."""
     order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:num_nodes]
     place = {at: i for i, at in enumerate(order)}
-    made: list[GuessNode] = []
+    nodes: list[GuessNode] = []
     for at in order:
         token, parent, depth, score, kind, _ = tree_nodes[at]
-        above = made[place[parent]][5] if at else 0
-        made.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
-    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), num_nodes)]
+        above = nodes[place[parent]][5] if at else 0
+        nodes.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
+    return nodes + [(*VOID_NODE, 1 << at) for at in range(len(nodes), num_nodes)]
 
 
 def _ancestor_word(ancestor_bits: int, word_index: int) -> int:

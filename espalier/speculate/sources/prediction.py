@@ -1,5 +1,5 @@
-"""A source for `prediction`, a text that the client expects as the output.  The source tracks the output's progress in
-it."""
+"""A source for `prediction`, a text that the client expects as the output.  The source tracks up to which token of the
+prediction the output has come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ REJOIN_TOKENS = 3
 class PredictionProgress:
     """A prediction and how far the output has followed it.
 
-    tokens: of the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions where it ends, in
-    order; next_position: the position of the expected token; num_matching: how many tokens before next_position agreed
-    in a row; has_appeared: for each token of the prediction, whether the output has contained it.
+    tokens: the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences, in
+    order; next_position: the position in `tokens` of the expected next token; num_matching: how many tokens in a row
+    agreed before next_position; has_appeared: for each token of the prediction, whether the output has contained it.
     """
 
     tokens: Sequence[int]
@@ -42,7 +42,7 @@ class PredictionProgress:
         self.num_matching = 0
         ngram_ends = self.ngram_ends.get(tuple(last_tokens), ())
         if ngram_ends:
-            # Edits go forward, so take the first place behind next_position, or else the last place.
+            # Edits go forward, so take the first place after next_position, or else the last place.
             self.next_position = next((end for end in ngram_ends if end > self.next_position), ngram_ends[-1])
             self.num_matching = REJOIN_TOKENS
             self.has_appeared[self.next_position - REJOIN_TOKENS : self.next_position] = b"\1" * REJOIN_TOKENS
@@ -70,9 +70,9 @@ class PredictionSource(HostSource):
         # While the output does not agree with the prediction, there is nothing to guess.
         if progress is None or (request.output and not progress.num_matching):
             return []
-        ahead = tuple(progress.tokens[progress.next_position : progress.next_position + max_length])
+        continuation = tuple(progress.tokens[progress.next_position : progress.next_position + max_length])
         kind = path_kind("prediction", match_strength(progress.num_matching))
-        return [Guess(request.num_tokens - 1, kind, ahead)] if ahead else []
+        return [Guess(request.num_tokens - 1, kind, continuation)] if continuation else []
 
     def remove_request(self, request: Request) -> None:
         self.progress.pop(request.id, None)

@@ -12,8 +12,16 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, UNDRAFTED_OFFSET
-from espalier.speculate.sources.calibrate import CandidateNodes, probability_at_level_middle
+from espalier.slots import (
+    MATCH_STRENGTHS,
+    NODE_KINDS,
+    NUM_CONFIDENCE_LEVELS,
+    NUM_RANKS,
+    PATH_KINDS,
+    SOURCES,
+    UNDRAFTED_OFFSET,
+)
+from espalier.speculate.sources.calibrate import CandidateNodes, middle_probability
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
 # is assumed to survive with probability m / (m + 1).  For a draft's nodes the draft's own probability is assumed.
@@ -26,26 +34,26 @@ INITIAL_SURVIVAL = {
 UNDRAFTED_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
-# The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE guesses of its
-# kind.
+# The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after GUESS_HALF_LIFE later guesses
+# of its kind.
 PRIOR_WEIGHT = 4.0
 GUESS_HALF_LIFE = 256.0
 # The table is sent again once a probability has changed by MIN_PROBABILITY_CHANGE, checked after every
 # MIN_COUNTS_TO_SEND counts.
 MIN_PROBABILITY_CHANGE, MIN_COUNTS_TO_SEND = 0.02, 8
 # A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
-# halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_DRAFT_SKILL ..  MAX_DRAFT_SKILL.
+# halved after REQUEST_HALF_LIFE rounds.  The ratio in `draft_skill` is at most MAX_DRAFT_SKILL, at least its inverse.
 REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_DRAFT_SKILL = 2.0, 8.0, 50.0
 
 
 class SurvivalCounts:
     """The counts of right guesses.
 
-    num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were
-    right at this depth too.  path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], both counts for whole paths of the
-    sources, by whether the request samples. path_counts include tokens that a draft proposed too.  counts_of_request:
-    by request, how many nodes of its draft were expected to be right, and how many were.
-    """
+    num_tried, num_right: [NODE_KINDS, S], by kind and depth, how many guesses were right at all depths above, and how
+    many of these were right at this depth too.
+    path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], by (whether the request samples; 0 for tried, 1 for right; kind;
+    depth).  Unlike num_tried and num_right, they count a token under the same kind whether or not a draft proposed it.
+    counts_of_request: by request id, (how many nodes of its draft were expected to be right, how many were)."""
 
     def __init__(self, steps: int) -> None:
         by_kind = [
@@ -53,7 +61,7 @@ class SurvivalCounts:
             *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
         ]
         by_kind += [UNDRAFTED_FACTOR * first for first in by_kind[1:]]
-        by_kind += [probability_at_level_middle(level) for level in range(NUM_LEVELS)] * (2 * NUM_RANKS)
+        by_kind += list(map(middle_probability, range(NUM_CONFIDENCE_LEVELS))) * (2 * NUM_RANKS)
         self.initial_survival = np.array(by_kind)
         self.num_tried = np.zeros((NODE_KINDS, steps))
         self.num_right = np.zeros((NODE_KINDS, steps))
@@ -67,14 +75,13 @@ class SurvivalCounts:
         """[NODE_KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
 
         Few guesses reach a great depth, so each depth starts from the probability of the depth above, with the weight
-        of PRIOR_WEIGHT guesses.
-        """
-        made = np.empty_like(self.num_tried)
+        of PRIOR_WEIGHT guesses."""
+        probabilities = np.empty_like(self.num_tried)
         above = self.initial_survival
-        for depth in range(made.shape[1]):
+        for depth in range(probabilities.shape[1]):
             above = (self.num_right[:, depth] + PRIOR_WEIGHT * above) / (self.num_tried[:, depth] + PRIOR_WEIGHT)
-            made[:, depth] = above
-        return made
+            probabilities[:, depth] = above
+        return probabilities
 
     def count_path(
         self,
@@ -87,27 +94,26 @@ class SurvivalCounts:
         """Count a path of a source.  Returns how many of its tokens the target picked too.
 
         emitted: the tokens that the target picked at the depths of the path; num_drafted: how many of the path's tokens
-        the draft proposed too; None without a draft.
-        """
+        the draft proposed too; None without a draft."""
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
-        fades = 0.5 ** (1 / GUESS_HALF_LIFE)
+        decay = 0.5 ** (1 / GUESS_HALF_LIFE)
         first_alone = len(pairs) if num_drafted is None else min(num_drafted, len(pairs))
         for of_kind, begin, end in ((kind, 0, first_alone), (kind + UNDRAFTED_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
                 for counts, last in ((self.num_tried, tried), (self.num_right, min(followed, end))):
-                    counts[of_kind] *= fades
+                    counts[of_kind] *= decay
                     counts[of_kind, begin:last] += 1
-        whole = self.path_counts[int(is_sampled), :, kind]
-        whole *= fades
-        whole[0, : min(followed + 1, len(pairs))] += 1
-        whole[1, :followed] += 1
+        path_counts = self.path_counts[int(is_sampled), :, kind]
+        path_counts *= decay
+        path_counts[0, : min(followed + 1, len(pairs))] += 1
+        path_counts[1, :followed] += 1
         return followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """Returns for each depth the probability that a path of this kind is right down to it, beside any draft."""
+        """Returns for each depth the probability that a path of this kind is right down to it, drafted or not."""
         above, steps = float(self.initial_survival[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
@@ -117,49 +123,48 @@ class SurvivalCounts:
     def count_draft_nodes(
         self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]
     ) -> None:
-        """Update the acceptance counts with the draft's nodes of a round.
+        """Count the draft's nodes of a round.
 
-        request_ids: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
-        """
+        request_ids: [B]; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request."""
         exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
-        known = np.full((len(request_ids), self.num_tried.shape[1]), -2)
-        for row, of_request in zip(known, emitted, strict=True):
+        emitted_rows = np.full((len(request_ids), self.num_tried.shape[1]), -2)
+        for row, of_request in zip(emitted_rows, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
-        due = np.take_along_axis(known, depths - exists, 1)
-        is_right = exists & (tokens == due)
-        # A node was tried if its parent came true and the target picked a token there.
-        was_tried = exists & (due >= 0)
-        came_true = is_right | ~exists & (np.arange(candidates.shape[1]) == 0)
+        emitted_at_depth = np.take_along_axis(emitted_rows, depths - exists, 1)
+        # The root counts as right.
+        is_right = exists & (tokens == emitted_at_depth) | ~exists & (np.arange(candidates.shape[1]) == 0)
+        # A node was tried if its parent was right and the target picked a token at the node's depth.
+        was_tried = exists & (emitted_at_depth >= 0)
         for depth in range(1, self.num_tried.shape[1] + 1):
             at_depth = exists & (depths == depth)
-            was_tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
-            came_true &= ~at_depth | was_tried
+            was_tried &= ~at_depth | np.take_along_axis(is_right, parents, 1)
+            is_right &= ~at_depth | was_tried
         was_tried &= kinds >= PATH_KINDS
-        self._count_request_draft(request_ids, was_tried, came_true, self.probabilities[kinds, depths - exists])
+        self._count_request_draft(request_ids, was_tried, is_right, self.probabilities[kinds, depths - exists])
         at = kinds[was_tried], depths[was_tried] - 1
-        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / GUESS_HALF_LIFE)[:, None]
-        self.num_tried *= fades
-        self.num_right *= fades
+        decay = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / GUESS_HALF_LIFE)[:, None]
+        self.num_tried *= decay
+        self.num_right *= decay
         np.add.at(self.num_tried, at, 1)
-        np.add.at(self.num_right, at, came_true[was_tried])
+        np.add.at(self.num_right, at, is_right[was_tried])
         self._num_counted += 1
 
     def _count_request_draft(
-        self, requests: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
+        self, request_ids: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
     ) -> None:
-        fades = 0.5 ** (1 / REQUEST_HALF_LIFE)
-        expected, found = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
-        for request, more, came_true in zip(requests, expected, found, strict=True):
-            old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
-            self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
+        decay = 0.5 ** (1 / REQUEST_HALF_LIFE)
+        expected, num_right = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
+        for request_id, num_expected, num_true in zip(request_ids, expected, num_right, strict=True):
+            old, was_true = self.counts_of_request.get(request_id, (0.0, 0.0))
+            self.counts_of_request[request_id] = old * decay + num_expected, was_true * decay + num_true
 
     def draft_skill(self, request_id: str) -> float:
-        """Returns the log-ratio of how often nodes of this request's draft are right to how often they are expected to
-        be."""
-        expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
-        ratio = (found + REQUEST_PRIOR_WEIGHT) / (expected + REQUEST_PRIOR_WEIGHT)
+        """Returns the logarithm of a ratio: how many nodes of this request's draft are right, divided by how many are
+        expected to be right."""
+        num_expected, num_right = self.counts_of_request.get(request_id, (0.0, 0.0))
+        ratio = (num_right + REQUEST_PRIOR_WEIGHT) / (num_expected + REQUEST_PRIOR_WEIGHT)
         return math.log(min(max(ratio, 1 / MAX_DRAFT_SKILL), MAX_DRAFT_SKILL))
 
     def table_to_send(self) -> np.ndarray | None:
