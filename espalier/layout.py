@@ -353,7 +353,7 @@ class RoundLayout:
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the most tokens of the root that the host knows last, and of the tokens that rounds decide after it.
+        """Returns the most tokens of the newest root that the host has read, and of tokens that rounds decide after it.
 
         rounds: rounds in flight, the next launch included."""
         return rounds * self.extend_width + 1
@@ -361,7 +361,7 @@ class RoundLayout:
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest number of target rows that can be committed before a launch.
 
-        num_known: index of the root that the host knows last; rounds_in_flight: without this launch."""
+        num_known: index of the newest root that the host has read; rounds_in_flight: without this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -377,7 +377,7 @@ class RoundLayout:
     def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
         """Returns the number of pages that a request must hold before a launch.
 
-        num_known: index of the root that the host knows last; rounds: rounds in flight, the next launch included;
+        num_known: index of the newest root that the host has read; rounds: rounds in flight, the next launch included;
         end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 

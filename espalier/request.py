@@ -318,7 +318,7 @@ class Request:
     num_predicted: how many tokens of params.prediction are in output.
     generation: how often the request has left a slot.  In a slot:
     prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
-    num_known: the index of the root that the host knows last, which is also the number of rows committed before it.
+    num_known: the index of the newest root that the host has read; as many rows are committed before this root.
     rounds_in_flight: rounds that are launched and not read yet."""
 
     id: str

@@ -288,7 +288,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": 1e3 * order[-(-len(order) * p // 100) - 1] for p in PERCENTILES}
 
 
-class LoadConversations(Protocol):
+class BenchConversations(Protocol):
     """The conversations of a load.  think_s: seconds from an answer to the next turn."""
 
     @property
@@ -341,7 +341,7 @@ def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, a
     return serve_conversations(engine, RandomConversations(load, load.user_texts(prompts)), arrivals)
 
 
-def serve_conversations(engine: Engine, conversations: LoadConversations, arrivals: Arrivals) -> LoadResult:
+def serve_conversations(engine: Engine, conversations: BenchConversations, arrivals: Arrivals) -> LoadResult:
     """Run conversations until all have ended."""
     launch_times, started_at = LaunchTimes(engine), perf_counter()
     arrival_times = [started_at + at for at in arrivals.arrival_times(conversations.num_conversations)]

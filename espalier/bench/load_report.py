@@ -19,8 +19,8 @@ from espalier.bench.drive import (
 from espalier.bench.flags import DATASET_FLAGS, DEFAULT_REQUESTS, INPUT_BOUNDS, OUTPUT_BOUNDS, SERVER_FLAGS
 from espalier.bench.load import (
     Arrivals,
+    BenchConversations,
     Load,
-    LoadConversations,
     LoadResult,
     RandomConversations,
     random_load,
@@ -51,7 +51,7 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """The LoadConversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
+    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
 
     def __init__(
         self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
@@ -184,7 +184,7 @@ def _results_by_variant(
     for name, variant in variants_to_compare(engines).items():
         with engines.open(variant) as bench:
 
-            def conversations(temperature: float, bench: BenchEngine = bench) -> LoadConversations:
+            def conversations(temperature: float, bench: BenchEngine = bench) -> BenchConversations:
                 if load is not None:
                     return RandomConversations(load, load.user_texts(bench.make_prompts(load.prompt_lengths)))
                 return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)

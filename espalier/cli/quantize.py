@@ -32,13 +32,13 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a quantised copy with its original.  texts_name: a description of the texts, for the user.
+    """A comparison of a quantised copy with its original.  texts_description: a description of the texts, for the user.
 
     compare(advance): compares, calls `advance` after each step, returns (results for --json, rows of the table)."""
 
     compare: Compare
     num_steps: int
-    texts_name: str
+    texts_description: str
 
 
 def run(args: Namespace) -> int:
@@ -73,7 +73,10 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
     """Returns the comparison's results.  A comparison may take long, so messages tell that the copy is complete."""
     status = f"{out} is whole"
     stderr().print(
-        Text(f"{status}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
+        Text(
+            f"{status}; comparing it with the original on {compare.texts_description} (--texts 0 leaves this out)",
+            DIM_STYLE,
+        )
     )
     try:
         with progress("comparing", compare.num_steps) as advance:

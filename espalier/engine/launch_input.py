@@ -1,4 +1,4 @@
-"""The input that the host sends with a launch, and the results that the host reads back.
+"""What the host sends to start a launch (a prefill pass or a round), and the results that it reads back.
 
 Inputs and results are plain values, so they can be sent to another process.
 """

@@ -25,12 +25,13 @@ NO_SNAPSHOT = (0, ZERO_ROW)
 class NoStateKeeper:
     """The keeper of a model without states.  A request begins where its cached rows end."""
 
-    def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
+    def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        first_row: the first row to compute in a model without states; num_cached: tokens with rows in shared pages.
+        first_row: the first row to compute in a model without states; num_cached_tokens: tokens with rows in shared
+        pages.
         """
-        return first_row, num_cached
+        return first_row, num_cached_tokens
 
     def max_prefill_tokens(self, request: Request) -> int:
         """Returns the most tokens of the request that the next pass may enter."""
@@ -97,27 +98,29 @@ class StateKeeper(NoStateKeeper):
         if prefix_tree is not None:
             prefix_tree.on_removed = snapshots.detach
 
-    def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
+    def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         assert request.slot is not None
         # The cached pages whose snapshots stand at or before `first_row`.
-        reached = self.layout.num_full_pages(min(num_cached, first_row + self.tokens_before_end))
+        reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
         hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
         if hit is not None:
             row, end = self.snapshots.mark_used(request.pages[hit]), self.layout.tokens_in(hit + 1)
         self._pending_copies.append((row, request.slot))
         begin = max(0, end - self.tokens_before_end)
-        self._by_request[request] = RequestSnapshots(self._planned_page_ends(request.prefill_len, begin, num_cached))
+        self._by_request[request] = RequestSnapshots(
+            self._planned_page_ends(request.prefill_len, begin, num_cached_tokens)
+        )
         return begin, end
 
-    def _planned_page_ends(self, prefill_len: int, begin: int, num_cached: int) -> list[int]:
+    def _planned_page_ends(self, prefill_len: int, begin: int, num_cached_tokens: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: the end of the cached pages, every multiple of
         `prompt_interval`, and the last page end."""
         if self.prefix_tree is None:
             return []
         interval = self._rounded_to_pages(self.prompt_interval)
         last_page_end = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
-        ends = {num_cached, last_page_end, *range(interval, last_page_end, interval)}
+        ends = {num_cached_tokens, last_page_end, *range(interval, last_page_end, interval)}
         return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:

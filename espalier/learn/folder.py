@@ -26,7 +26,8 @@ DISK_REMEDY = "free some space there"
 # One of HELD_BACK_INTERVAL prompts is held back for measuring drafts.  Held-back texts get the same share of the bytes.
 HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
-# The texts of a kind fill about this many files.  Before a new file is written, the oldest file is dropped.
+# A file has at most this share of the bytes of a kind.  Before a file is written, the oldest files are dropped until it
+# fits.
 NUM_FILES = 16
 # Shorter outputs, in tokens, are not kept, because they say little about a draft.
 MIN_OUTPUT_TOKENS = 16

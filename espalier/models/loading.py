@@ -58,7 +58,7 @@ def find_family(config_json: Json, families: Mapping[str, Family], path: Path) -
     if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in config_json:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
     elif RECURRENT_NAMES.search(lowered):
-        reason = "keeps recurrent state, which is not supported;"
+        reason = "keeps recurrent state in a form that is not supported;"
     else:
         reason = "is not supported;"
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
@@ -127,8 +127,8 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
     """Reads config.json in a target's directory, and the eos ids in its generation_config.json.
     model_impl: the code that runs the model.  "native": Espalier's own layers; "transformers": the model class of
     transformers; "auto": Espalier's layers if they support the architecture, else transformers.
-    Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
-    state, and any other field that changes the computation in a way that is not supported."""
+    Raises EspalierError for an unknown architecture or override, a weight format that is not supported, and any other
+    field that changes the computation in a way that is not supported."""
     path = Path(path)
     config_json = read_raw_config(path)
     file = path / "generation_config.json"

@@ -3,6 +3,7 @@
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
 int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  For
 each group, a few scales are tried, and the scale with the least squared error is used.  No calibration text is needed.
+fp8-block, nvfp4, mxfp4: the formats of published checkpoints with these names.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
 It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense.

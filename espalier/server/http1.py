@@ -361,7 +361,8 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Sends a message, as ASGI defines.  Waits until the client has read enough, or has disconnected."""
+        """Waits until the client has read enough of the earlier parts, or has disconnected.  Then sends a message of
+        ASGI."""
         await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return

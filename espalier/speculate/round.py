@@ -283,10 +283,10 @@ def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
     """Samples the target's token at every node.  If `verified` has no logits, they are computed slice by slice."""
     proposed = verified.proposed
     if verified.logits is not None:
-        return proposed.sampler.pick_nodes(verified.logits, proposed.tree, mask)
+        return proposed.sampler.sample_at_nodes(verified.logits, proposed.tree, mask)
     target, hidden = proposed.runner.target, verified.out.hidden
     parts = [
-        proposed.sampler.pick_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
+        proposed.sampler.sample_at_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
         for nodes in proposed.runner.node_slices(proposed.slots.batch)
     ]
     return SampledTokens(*(torch.cat(values, 1) for values in zip(*parts, strict=True)))
@@ -333,7 +333,7 @@ def prefill(
         logprobs = compute_prompt_logprobs(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
     logits = runner.target.logits(last.of_last_pieces(hidden))
-    sampled = runner.sampler(slots, sampling_features, slots.prefix_len + length, 1).pick_last(logits, mask)
+    sampled = runner.sampler(slots, sampling_features, slots.prefix_len + length, 1).sample_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, sampling_features.penalised)
     if runner.layout.extends:
         runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)

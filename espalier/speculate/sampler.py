@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_next_rows
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges, choose_next_rows
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams, process_logits
 from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
 from espalier.sampling.pick import SampledTokens, divide_by_temperature, gumbel, pick, scores_with_shared_noise
@@ -64,7 +64,7 @@ class Sampler(ABC):
     shares_noise: bool
     guide: DraftGuide | None
 
-    def pick_nodes(
+    def sample_at_nodes(
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
         """Samples the target's token at every node of `nodes`.
@@ -76,7 +76,7 @@ class Sampler(ABC):
             logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
         )
 
-    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
+    def sample_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
         return self._pick(logits, torch.zeros_like(self.first_position[:, None]), mask, None)
 
@@ -147,7 +147,7 @@ class TorchSampler(Sampler):
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.best_children(drafted, out.tokens.shape[2])
-        return rank_next_rows(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        return choose_next_rows(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.

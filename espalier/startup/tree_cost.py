@@ -8,8 +8,8 @@ With a tree, a round emits more tokens, but its verify pass has more rows.  So d
 small trees and chains for more, and plain decoding for very many.  With experts, more rows read more experts: at one
 request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
-The prediction assumes uniform routing, independent rows and ASSUMED_CONTEXT tokens a request.  If neighbouring tokens
-share experts, trees are faster than predicted.  `espalier bench choose` measures instead.
+The prediction assumes uniform routing, independent rows and, if no context is given, ASSUMED_CONTEXT tokens a request.
+If neighbouring tokens share experts, trees are faster than predicted.  `espalier bench choose` measures instead.
 """
 
 import time

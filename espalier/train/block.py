@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates, select_paths
-from espalier.kernels.tree.edges import DepthRows, rank_next_rows
+from espalier.kernels.tree.edges import DepthRows, choose_next_rows
 from espalier.speculate.drafters.one_pass import edge_candidates, plain_candidates
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, read_shape, write_checkpoint
@@ -145,7 +145,7 @@ def accept_lengths(
         assert edges is not None
         factors, states = edges.factors(depth, rows)
         ids_and_scores = children(edges.logits(depth, factors))
-        return rank_next_rows(*ids_and_scores, rows, out, edges.is_recurrent)._replace(states=states)
+        return choose_next_rows(*ids_and_scores, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
         candidates = plain_candidates(*children(logits))

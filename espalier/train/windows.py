@@ -59,7 +59,8 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: of the prompt of each text."""
+    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: the length of each prompt, which
+    is the index of its first continuation token."""
 
     tokens: np.ndarray
     lengths: np.ndarray

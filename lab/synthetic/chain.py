@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.ops.tree import accept
-from espalier.kernels.tree.edges import DepthRows, rank_next_rows
+from espalier.kernels.tree.edges import DepthRows, choose_next_rows
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.drafters.one_pass import edge_candidates
 from espalier.speculate.tree import CandidatePool, Tree, ordered_topk
@@ -311,7 +311,7 @@ def _grow_block_trees(chain: Chain, roots: Tensor, steps: int, topk: int, num_dr
     def next_depth(depth: int, places: DepthRows, out: Candidates) -> DepthRows:
         best, shift = ordered_topk(by_depth[depth][places.tokens], topk)
         children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
-        return rank_next_rows(children, best, places, out)
+        return choose_next_rows(children, best, places, out)
 
     candidates = edge_candidates(DepthRows.for_roots(roots), steps, topk, next_depth)
     return select_paths(roots, candidates, num_draft_tokens)

@@ -11,7 +11,7 @@ from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree import edge_topk as edge_topk_module
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
-from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_next_rows
+from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, choose_next_rows
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import make_sampler
 from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, kernel_rows, slots_of, table_of
@@ -131,7 +131,7 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
     assert error.max() <= tolerance
     follow = places(len(asked), rows, topk, CPU)
-    same(next_rows._replace(states=None), rank_next_rows(made.tokens, made.scores, given, follow, edges.is_recurrent))
+    same(next_rows._replace(states=None), choose_next_rows(made.tokens, made.scores, given, follow, edges.is_recurrent))
     same(made, follow)
     if edges.is_recurrent:
         torch.testing.assert_close(next_rows.states, follows.states, rtol=0, atol=8 * torch.finfo(dtype).eps)
@@ -330,7 +330,7 @@ def test_rows_are_the_best_distinct_tokens(batch, rows, topk):
         scores = drawn_scores((batch, rows, topk), generator, seed % 2 > 0)
         given = DepthRows(torch.zeros(batch, rows).long(), drawn_scores((batch, rows), generator))
         out = places(batch, rows, topk, CPU)
-        made = rank_next_rows(tokens, scores, given, out)
+        made = choose_next_rows(tokens, scores, given, out)
         for b in range(batch):
             expected = rows_by_sets(tokens[b].tolist(), scores[b].tolist(), given.scores[b].tolist())
             assert (made.tokens[b].tolist(), made.scores[b].tolist(), out.next_rows[b].tolist()) == expected

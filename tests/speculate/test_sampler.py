@@ -43,16 +43,16 @@ def moved(tree: Tree, device: torch.device) -> Tree:
 def test_the_nodes_of_a_tree(kernel_device):
     by_kernels, plain = draws_of(kernel_device)
     tree, logits = tree_of(len(ASKED)), random_logits(1, len(ASKED), NODES, VOCAB, dtype=torch.float64)
-    expected = plain.pick_nodes(logits, tree)
-    picked = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device))
+    expected = plain.sample_at_nodes(logits, tree)
+    picked = by_kernels.sample_at_nodes(logits.to(kernel_device), moved(tree, kernel_device))
     assert picked.tokens.tolist() == expected.tokens.tolist() and picked.finite.all()
 
 
 def test_the_token_after_a_chunk(kernel_device):
     by_kernels, plain = draws_of(kernel_device)
     logits = random_logits(2, len(ASKED), 1, VOCAB, dtype=torch.float64)
-    expected = plain.pick_last(logits)
-    assert by_kernels.pick_last(logits.to(kernel_device)).tokens.tolist() == expected.tokens.tolist()
+    expected = plain.sample_last(logits)
+    assert by_kernels.sample_last(logits.to(kernel_device)).tokens.tolist() == expected.tokens.tolist()
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 9])
@@ -100,10 +100,10 @@ def test_a_planted_offset_reaches_the_kernels(kernel_device, monkeypatch):
     asked = ASKED[:3]
     by_kernels, plain = draws_of(kernel_device, asked)
     tree, logits = tree_of(len(asked)), random_logits(1, len(asked), NODES, VOCAB, dtype=torch.float64)
-    right = plain.pick_nodes(logits, tree).tokens
+    right = plain.sample_at_nodes(logits, tree).tokens
     monkeypatch.setattr(draws_module, "noise_offsets", lambda tree: tree.depths.gather(1, tree.parents))
-    wrong = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device)).tokens.cpu()
-    assert (wrong != right).any() and torch.equal(wrong, plain.pick_nodes(logits, tree).tokens)
+    wrong = by_kernels.sample_at_nodes(logits.to(kernel_device), moved(tree, kernel_device)).tokens.cpu()
+    assert (wrong != right).any() and torch.equal(wrong, plain.sample_at_nodes(logits, tree).tokens)
 
 
 @pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
     def launch():
         sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, first, WIDTH, VOCAB, torch.float32)
         assert isinstance(sampler, KernelSampler)
-        return sampler.pick_nodes(logits, tree).tokens, *sampler.best_children(
+        return sampler.sample_at_nodes(logits, tree).tokens, *sampler.best_children(
             DraftRows(logits, None, 2, scores, above), 3
         )
 

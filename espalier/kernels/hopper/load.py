@@ -177,7 +177,8 @@ def load_work_items(
 ):
     """Load the blocks of all work items of a program.
 
-    committed, staged: the rows of each tile; descriptors: TMA descriptors of the committed rows of each tile.
+    committed, staged, descriptors: one entry for each of Stages.tiles (K and V, or the parts of a latent row): RowPtrs
+    of its rows, and the TMA descriptor of its committed rows.
     """
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.

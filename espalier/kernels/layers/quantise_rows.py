@@ -60,7 +60,8 @@ def _divide_negated(negated, divisor):
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
-    correction.  The results were compared for every value of bfloat16 and float16 with every scale that it can have.
+    correction.  For every value of bfloat16 and float16 and every scale that it can have, the bits equal those of a
+    division.
     """
     inverse = -1.0 / divisor
     value = negated * inverse

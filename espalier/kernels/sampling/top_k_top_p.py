@@ -116,7 +116,7 @@ def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOC
         lowest = tl.maximum(cut, max_logit - 28.0)
         tail, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
         mass_of_tie = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
-        # `ties` is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
+        # `enough` is at most `left`.  So the new `ties` never exceeds the ids of this value that top-k kept.
         ties = (enough - over + mass_of_tie - 1) // mass_of_tie
         cut = tail
     return cut, ties

@@ -1,7 +1,7 @@
 """Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
 A depth is scored row by row.  Depth 1 has the roots as rows.  Each depth's candidates become the next depth's rows
-(`rank_next_rows`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
+(`choose_next_rows`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LowRankEdges:
         return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
 
 
-def rank_next_rows(
+def choose_next_rows(
     tokens: Tensor, scores: Tensor, rows: DepthRows, out: Candidates, rows_are_paths: bool = False
 ) -> DepthRows:
     """Write the candidates of a depth to `out`.  Choose and return the rows of the next depth.

@@ -93,7 +93,7 @@ def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> Non
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
     """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8; `dim` becomes 8 times as large.
-    order: order[v] is the index of the nibble with value v, counted from the low bits."""
+    order: order[i] is the place of the i-th value's nibble in its int32, counted from the low bits."""
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
     shape = [1] * (dim + 1) + [NIBBLES_OF_INT32] + [1] * (packed.ndim - dim - 1)
