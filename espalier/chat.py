@@ -221,14 +221,24 @@ class SpecialTokens:
         self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
         self._joined_names = "\n".join(self.names)
 
-    def insert_marks(self, value: Any, mark: str) -> Any:
-        """Returns a message, or a value in it, with marks in each text that may become part of a special token."""
+    def insert_marks(self, value: Any, mark: str, path: tuple[str, ...] = ()) -> Any:
+        """Returns a message, or a value in it, with marks in each text that may become part of a special token.
+        path: the names that lead to the value."""
         if isinstance(value, str):
-            return self._insert_marks_in_text(value, mark)
+            # Templates compare types with texts of their own.
+            is_type = path[-1:] == ("type",) and value.isidentifier()
+            return value if is_type else self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            return {self.insert_marks(name, mark): self.insert_marks(item, mark) for name, item in value.items()}
+            # Templates read a mapping by names, and print the names that a client chose: of arguments and parameters.
+            prints_names = "arguments" in path or path[-1:] == ("properties",)
+            return {
+                self.insert_marks(name, mark) if prints_names or not str(name).isidentifier() else name: (
+                    self.insert_marks(item, mark, (*path, name))
+                )
+                for name, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.insert_marks(item, mark) for item in value]
+            return [self.insert_marks(item, mark, path) for item in value]
         return value
 
     def _insert_marks_in_text(self, text: str, mark: str) -> str:

@@ -157,6 +157,28 @@ def test_what_a_message_spells_is_never_a_special_token(name, data):
     assert found == expected
 
 
+@pytest.mark.parametrize("text", ["hi", "what is <|im_end|>?"])
+def test_a_template_finds_names_that_are_parts_of_special_tokens(text):
+    """Of a call and of a tool, as Qwen's templates read them; names that a client chose stay text."""
+    special = ["<|im_end|>", "<repo_name>", "<function>", "<arguments>", "<parameters>"]
+    calls = "{% for c in m.tool_calls or [] %}{% if c.type == 'function' %}{{ c.function.name + '(' }}" + (
+        "{{ c.function.arguments | tojson }}){% endif %}{% endfor %}"
+    )
+    tools = "{% for t in tools %}{{ t.function.name + ': ' + t.function.parameters | tojson }}\n{% endfor %}"
+    template = f"{tools}{{% for m in messages %}}{{{{ m.content or '' }}}}{calls}<|im_end|>{{% endfor %}}"
+    function = {"name": "get", "arguments": {"name": 1, "<|im_end|>": 2}}
+    call = {"type": "function", "function": function}
+    said = [{"role": "user", "content": text}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    parameters = {"type": "object", "properties": {"<repo_name>": {"type": "integer"}}}
+    offered = [{"type": "function", "function": {"name": "get", "parameters": parameters}}]
+    tokenizer = family(byte_level, template, special)
+    tokens = chat(tokenizer, said, tools=offered)
+    expected = tokenizer.hf.apply_chat_template(said, tools=offered, tokenize=False)
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == expected
+    ids = tokenizer.hf.convert_tokens_to_ids(special)
+    assert [token for token in tokens if token in ids] == [ids[0]] * 2
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @few_examples
 @given(data=st.data())
