@@ -66,10 +66,8 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
     """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
     Raises EspalierError for invalid input, and OSError if a command fails."""
     device, work, clock = training_device().type, out / "work", TimeBudget(max_minutes * 60)
-    work.mkdir(parents=True, exist_ok=True)
-    require_same_run(
-        work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
-    )
+    made_from = {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
+    require_same_run(out, work / "auto.json", made_from | {"--kinds": " ".join(kinds), "--minutes": f"{max_minutes:g}"})
     source = f"--data {data}" if data else "questions that the target asks itself"
     hint = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
     print(
@@ -139,12 +137,16 @@ class TimeBudget:
         print(f"{step}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
-def require_same_run(path: Path, made_from: dict[str, str | None]) -> None:
-    """Raises EspalierError if the work folder belongs to another run, whose trials this run would reuse."""
+def require_same_run(out: Path, path: Path, made_from: dict[str, str | None]) -> None:
+    """Raises EspalierError if `out` belongs to another run, whose files this run would take for its own.
+    path: the file in the work folder that says what a run was made from."""
     if path.exists():
         require_same_origin(path, read_json(path), made_from, "give another --out")
-    else:
-        path.write_text(json.dumps(made_from) + "\n")
+        return
+    if foreign := next((name for name in ("config.json", "README.md") if (out / name).exists()), None):
+        raise EspalierError(f"--out {out} holds a {foreign} of something else; give another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made_from) + "\n")
 
 
 def run_espalier(*command: str) -> None:

@@ -66,7 +66,20 @@ def test_the_fastest_kind_is_trained_and_said(
     ran.clear()
     with pytest.raises(EspalierError, match=r"auto.json was made from another --data; give another --out"):
         train_auto(target, tmp_path / "other.jsonl", tmp_path / "out", 30, list(TRAINERS))
+    for minutes, kinds, flag in ((30, ["block"], "kinds"), (60, list(TRAINERS), "minutes")):
+        with pytest.raises(EspalierError, match=f"auto.json was made with --{flag} .*, now it is with --{flag} "):
+            train_auto(target, data, tmp_path / "out", minutes, kinds)
     assert not ran
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_a_folder_of_something_else_is_refused_before_anything_runs(
+    name: str, ran: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(EspalierError, match=f"holds a {name} of something else; give another folder"):
+        train_auto(find_target("bundled"), conversations(tmp_path), tmp_path, 30, list(TRAINERS))
+    assert not ran and not (tmp_path / "work").exists()
 
 
 def test_a_draft_that_is_slower_than_plain_decoding_is_called_so(
