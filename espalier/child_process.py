@@ -1,6 +1,9 @@
-"""Makes the environment variables of child processes, so that they import the same espalier as their parent."""
+"""What child processes inherit: environment variables with which they import their parent's espalier, and signals."""
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -11,3 +14,14 @@ def environment(**changes: str) -> dict[str, str]:
     """
     is_here = Path(__file__).parents[1] == Path.cwd()
     return {**os.environ, **({} if is_here else {"PYTHONSAFEPATH": "1"}), **changes}
+
+
+@contextmanager
+def signals_blocked(*signals: int) -> Iterator[None]:
+    """Blocks signals.  A process that is started inside inherits this: Ctrl-C reaches the whole process group, and
+    during the imports of a child it would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -195,7 +195,7 @@ class InputProcessor:
 
         check_text: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
-        _check_messages(messages)
+        messages = _checked_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.require_tokenizer("a conversation").template.encode_steps(messages, options, check_text)
@@ -205,7 +205,9 @@ class InputProcessor:
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
         tokenizer = self.require_tokenizer("a conversation")
-        _check_messages(messages)
+        messages = _checked_messages(messages)
+        if not isinstance(params, SamplingParams | ResolvedParams | None):
+            raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...)")
         for name in options:
             if name not in ConversationOptions.__annotations__:
                 raise unknown_name_error("LLM.chat", name, list(ConversationOptions.__annotations__))
@@ -280,24 +282,41 @@ class InputProcessor:
         return self.tokenizer
 
 
-def _check_messages(messages: Any) -> None:
-    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns the messages, with the text parts of each content joined.  Raises EspalierError."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
         raise EspalierError(
             f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
         )
     for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
         if not isinstance(role, str):
             raise EspalierError(f'message {index} has role={shown(role)}; give a text, such as "user" or "assistant"')
         if "content" not in message and not message.get("tool_calls"):
             raise EspalierError(f"message {index} has no content; give text, or None for none")
-        content_parts = content if isinstance(content, list) else []
-        is_known = content is None or isinstance(content, str | list)
-        if not is_known or not all(isinstance(part, Mapping) for part in content_parts):
-            raise EspalierError(f"message {index} has content={shown(content)}; give text, or a list of text parts")
         for value in message.values():
             if isinstance(value, str):
                 require_text("the prompt", value)
+    return [
+        {**message, "content": _joined_content(index, message["content"])} if "content" in message else {**message}
+        for index, message in enumerate(messages)
+    ]
+
+
+def _joined_content(index: int, content: Any) -> str | None:
+    """Returns the text of message `index`.  Raises EspalierError for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise EspalierError(f"message {index} has content={shown(content)}; give text, or a list of text parts")
+    for part in content:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise EspalierError(
+                f'message {index} has the part {shown(part)}; only text is supported: {{"type": "text", "text": ...}}'
+            )
+        require_text("the prompt", part["text"])
+    return "".join(part["text"] for part in content)
 
 
 def make_detokenizer(

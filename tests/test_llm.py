@@ -492,11 +492,23 @@ def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatc
      ([{"role": "user", "content": "\ud800"}], "a lone surrogate"), ([{"content": "a"}], "^message 0 has role=None"),
      ([{"role": "user", "content": "a"}, {"role": "user"}], "^message 1 has no content; give text, or None"),
      ([{"role": "user", "content": 5}], "^message 0 has content=5; give"),
-     ([{"role": "user", "content": ["a"]}], "^message 0 has content=")],
+     ([{"role": "user", "content": ["a"]}], "^message 0 has the part 'a'; only text is supported"),
+     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "^message 0 has the part .*image_url"),
+     (None, "^messages=None is not supported"), (5, "^messages=5"),
+     (iter([{"role": "user"}]), "^messages=.* use a list")],
 )  # fmt: skip
 def test_what_is_no_conversation_is_one_line(llm, messages, said):
     with pytest.raises(EspalierError, match=said):
         llm.chat(messages, GREEDY)
+
+
+def test_text_parts_are_joined_and_what_is_no_parameters_is_refused(llm):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ids = [llm.chat_prompt([{"role": "user", "content": content}]) for content in (parts, "ab")]
+    assert ids[0] == ids[1]
+    for params in ({"temperature": 0}, "x", [GREEDY]):
+        with pytest.raises(EspalierError, match=r"^params=.* use SamplingParams"):
+            llm.chat([{"role": "user", "content": "ab"}], params)
 
 
 def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():

@@ -23,8 +23,8 @@ def require_finite_values(schema: Mapping[str, Any]) -> None:
     # The innermost place first: the user must change the schema there.
     endless = sorted(schema.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
-        what = "no value ends, because the schema always needs itself again"
-        raise schema_error(endless[0], what, "make the reference optional, or give it another branch")
+        what = "no value ends: the schema always needs itself again, or more entries than it allows"
+        raise schema_error(endless[0], what, "make a reference optional, give it another branch, or lower a minimum")
 
 
 def _least_fixpoint(

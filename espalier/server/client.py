@@ -22,7 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from espalier.child_process import environment
+from espalier.child_process import environment, signals_blocked
 from espalier.errors import EspalierError
 from espalier.inputs import ModelInfo
 from espalier.server import logs, protocol
@@ -244,16 +244,12 @@ class EngineClient:
         socket.linger = 0
         socket.bind(address)
         self._socket = socket
-        # The new process inherits the blocked signal: Ctrl-C during its imports would print a traceback.
-        signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with signals_blocked(signal.SIGINT):
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self.options.worker_module, address, str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment(),
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         options = self.options
         self._send(
             protocol.StartEngine(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)

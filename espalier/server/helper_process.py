@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable
 
-from espalier.child_process import environment
+from espalier.child_process import environment, signals_blocked
 from espalier.server.errors import queue_full_error
 
 log = logging.getLogger("espalier.server")
@@ -76,9 +76,10 @@ class HelperProcess:
         if process is None or process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
             # With asyncio's default buffer of 64 KB, a large frame would wake the event loop many times.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
-            )
+            with signals_blocked(signal.SIGINT):  # only the API server ends this process
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
+                )
             self._process = process
             log.info("the %s process has pid %d", self.process_name, process.pid)
         return process
@@ -97,8 +98,6 @@ class HelperProcess:
 
 def run_helper_loop(answer: Callable[[bytes], bytes]) -> None:
     """Answers frames from stdin until the API server has exited.  The main function of a helper process."""
-    # Ctrl-C reaches the whole process group, but only the API server ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):
         answers.write(as_frame(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from espalier.child_process import environment
+from espalier.child_process import environment, signals_blocked
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Executor
 from espalier.engine.ranks import OtherRanks, Peer
@@ -102,17 +102,12 @@ def starting_ranks(count: int) -> Iterator[OtherRanks]:
 def start_rank(rank: int) -> Peer:
     """Starts the process of a rank.  No third process has the socket, so each process notices when the other ends."""
     own, others = socket.socketpair()
-    # The new process inherits blocked signals.  Ctrl-C reaches the whole process group, but only rank 0 must react.
-    ignored = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
-    try:
+    # Only rank 0 reacts to signals.
+    with others, signals_blocked(signal.SIGINT, signal.SIGTERM):
         process = subprocess.Popen(
             (sys.executable, "-m", RANK_MODULE, str(rank), str(others.fileno())),
             stdin=subprocess.DEVNULL,
             env=environment(**NO_TERMINAL_VARIABLES),
             pass_fds=(others.fileno(),),
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        others.close()
     return Peer(rank, Connection(own.detach()), process)
