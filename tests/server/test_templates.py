@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +34,18 @@ HOSTILE = {
 
 def of(template):
     return SimpleNamespace(chat_template=template, special_tokens_map={"bos_token": "<s>"})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_does_not_reach_the_process_during_its_imports():
+    async def run():
+        helper = TemplateProcess(of(PLAIN)).helper
+        process = await helper.start()
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        await helper.close()
+        return int(re.search(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)[1], 16)
+
+    assert asyncio.run(run()) >> (signal.SIGINT - 1) & 1
 
 
 def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch):
