@@ -1,5 +1,6 @@
 """What may be set, what "auto" comes to, and what is refused before anything is loaded."""
 
+import logging
 from dataclasses import asdict, fields, replace
 from itertools import product
 
@@ -342,6 +343,16 @@ def test_a_draft_alone_needs_to_name_its_target():
     _, draft = directories()
     with pytest.raises(EspalierError, match="does not name its target"):
         load.find_checkpoint(EngineConfig(draft=draft))
+
+
+@pytest.mark.parametrize("speculation", [None, SpeculationConfig(algorithm="none")])
+def test_a_draft_that_plain_decoding_leaves_out_is_said(speculation, caplog):
+    """But not to a user who asks for plain decoding by speculation=None."""
+    with caplog.at_level(logging.WARNING, "espalier"):
+        load.find_checkpoint(EngineConfig(draft="bundled", speculation=speculation))
+    assert [" is not loaded: algorithm is none" in said for said in caplog.messages] == [True] * (
+        speculation is not None
+    )
 
 
 def test_the_drafts_backend_is_the_targets_unless_it_is_named():

@@ -82,7 +82,9 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
-            log.warning("draft %s is not loaded: algorithm is %s", draft_path, algorithm)
+            # With speculation=None, plain decoding is what the user asks for.
+            level = logging.INFO if config.speculation is None else logging.WARNING
+            log.log(level, "draft %s is not loaded: algorithm is %s", draft_path, algorithm)
         return Checkpoint(target_path, target, None, None, DraftSpec(algorithm))
     draft = read_draft(used_draft, target)
     return Checkpoint(target_path, target, used_draft, draft, draft.spec)
