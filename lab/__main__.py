@@ -9,7 +9,7 @@ from espalier.cli.parser import Command, Parser
 
 
 def bench(name: str, about: str, flags: str = "") -> Command:
-    """A command whose work is in a module of lab/bench, and its flags a function of lab/bench/flags.py."""
+    """Returns a command that lab/bench/NAME.py runs.  flags: the function of lab/bench/flags.py, by default `name`."""
     return Command(about, flags=f"lab.bench.flags:{flags or name}", run_module=f"lab.bench.{name}")
 
 

@@ -28,13 +28,13 @@ SHAPE_NAMES = (
 def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     """Flags of a synthetic model besides --shape and --accept-length."""
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="of --shape: the first N layers alone, where memory ends before all"
+        "--layers", type=int, metavar="N", help="of --shape: only the first N layers, if memory is too small for all"
     )
     parser.add_argument(
         "--accept-lengths",
         type=Path,
         metavar="FILE",
-        help="in place of --accept-length: JSON, a list of how often a guess is accepted at each depth where the one "
+        help="in place of --accept-length: JSON, a list of how often a guess is accepted at each depth if the guess "
         'before was, or an accept length by draft length, {"1": 1.8, "2": 2.4}, as golden curves have it',
     )
     parser.add_argument(
@@ -112,8 +112,7 @@ def seed_of(settings: Mapping[str, Any]) -> int:
 def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of recipe_with_accept_length (lab/bench/synthetic_models.py) from the flags of a synthetic model.
 
-    settings: of the engine.
-    """
+    settings: the engine settings that were given as flags."""
     of_engine = {"seed": seed_of(settings), "model_impl": settings.get("model_impl")}
     return {"shape": args.shape, **of_engine, **{name: shape_flag(args, name) for name in SHAPE_FLAGS}}
 

@@ -14,7 +14,7 @@ from lab.bench.synthetic_models import recipe_with_accept_length
 
 @contextmanager
 def load(sent: dict[str, Any]) -> Iterator[LLM]:
-    """sent: recipe, the keywords of recipe_with_accept_length; settings, of LLM."""
+    """sent: {"recipe": the keywords of recipe_with_accept_length, "settings": the settings of LLM}."""
     recipe = recipe_with_accept_length(**sent["recipe"])
     with ShapeEngines(recipe, unpack_settings(sent["settings"]), require_gpu("server --shape")).open() as opened:
         yield opened.llm

@@ -145,7 +145,7 @@ class Peer:
     silent_s: float = 0.0
     lag_s: float = 0.0
     last_launch: int = 0
-    has_reported: bool = False
+    has_sent_message: bool = False
     failure_report: FailureReport | None = None
     is_disconnected: bool = False
 
@@ -316,7 +316,7 @@ class OtherRanks:
                 peer.is_disconnected = True
 
     def _handle_message(self, peer: Peer, message: Any) -> None:
-        peer.silent_s, peer.has_reported = 0.0, True
+        peer.silent_s, peer.has_sent_message = 0.0, True
         if isinstance(message, Heartbeat):
             peer.last_launch = message.last_launch
         elif isinstance(message, FailureReport):
@@ -337,7 +337,7 @@ class OtherRanks:
         for peer in self.peers:
             peer.silent_s += elapsed_s
             peer.lag_s = peer.lag_s + elapsed_s if peer.last_launch < self.num_launched else 0.0
-            limit = MAX_SILENCE_S if peer.has_reported else MAX_STARTUP_S
+            limit = MAX_SILENCE_S if peer.has_sent_message else MAX_STARTUP_S
             if peer.silent_s > limit:
                 self._fail_all(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
             elif peer.lag_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:

@@ -223,22 +223,22 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
 
-def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
+def count_weights(checkpoint: Checkpoint, num_ranks: int = 1) -> WeightSize:
     """Returns the size of the weights on each rank: a part of the target (with the whole embedding if there is a
     draft), and the draft or a part of it."""
     # If the draft consists of MTP layers in the target's directory, these are counted with the target.
     has_own_draft = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if has_own_draft else unread_prefixes(checkpoint.target)
     target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)
-    if ranks > 1:
+    if num_ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
-        target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
+        target = target.of_rank(num_ranks, 0 if checkpoint.draft is None else embedding)
     if has_own_draft or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     draft = count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
-    if draft_shards(checkpoint.draft, Shards(0, ranks)).count > 1:
+    if draft_shards(checkpoint.draft, Shards(0, num_ranks)).count > 1:
         num_divided = num_dense_values(replace(checkpoint.draft.layer, vocab_size=checkpoint.spec.vocab_size))
-        draft = draft.of_rank(ranks, max(draft.num_cast_values - num_divided, 0))
+        draft = draft.of_rank(num_ranks, max(draft.num_cast_values - num_divided, 0))
     return target + draft
 
 

@@ -81,7 +81,7 @@ class StartupInfo:
     free_bytes: free memory of the device.  weights: the size of the weights of target and draft.
     stored_dtype: dtype of the target's checkpoint.  declared_kv_dtype: the kv_dtype in the target's config.json.
     layer_specs: specs of the target's layers, then of the draft's layers.
-    max_position, hidden_size, num_layers: of the target.  model_impl: the code that runs it, native or transformers.
+    max_position, hidden_size, num_layers: sizes of the target.  model_impl: what runs it, native or transformers.
     chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and threads.
     pass_weights: the numbers of weights that passes read."""
 

@@ -73,15 +73,15 @@ class PassWeights:
     extends: bool = True
     value_bytes: float = 2.0
 
-    def of_rank(self, count: int, draft_count: int) -> "PassWeights":
-        """Returns the weights that each of `count` ranks holds.  The time of the ranks' communication is left out.
-        draft_count: the number of ranks that share the draft."""
+    def of_rank(self, num_ranks: int, num_draft_ranks: int) -> "PassWeights":
+        """Returns the weights that each of `num_ranks` ranks holds.  The time of the ranks' communication is left out.
+        num_draft_ranks: the number of ranks that share the draft."""
         return replace(
             self,
-            dense=self.dense // count,
-            expert=self.expert // count,
-            draft=self.draft // draft_count,
-            kv_values=self.kv_values // count,
+            dense=self.dense // num_ranks,
+            expert=self.expert // num_ranks,
+            draft=self.draft // num_draft_ranks,
+            kv_values=self.kv_values // num_ranks,
         )
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:

@@ -49,7 +49,7 @@ class TimedCase:
         return self.case.flops / self.us / 1e6
 
     def as_dict(self, column_names: Sequence[str]) -> dict[str, Any]:
-        """Returns the row for --json.  column_names: of the case's names."""
+        """Returns the row for --json.  column_names: the columns of case.names."""
         rates = {name: getattr(self, name) for name in ("us", "terabytes_per_second", "bandwidth_share", "tflops")}
         return {**dict(zip(column_names, self.case.names, strict=True)), **rates, "note": self.case.note}
 
@@ -62,7 +62,7 @@ def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float)
 
 
 def timing_table(column_names: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
-    """Returns the table's lines.  column_names: of the cases' names."""
+    """Returns the table's lines.  column_names: the columns of case.names."""
     lines = [[*column_names, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
     for row in rows:
         read = [f"{row.terabytes_per_second:.2f}", f"{row.bandwidth_share:.1%}"] if row.case.num_bytes else ["", ""]

@@ -24,8 +24,7 @@ def measure_ceilings(timer: GraphTimer, device: torch.device) -> GpuCeilings:
 class PeakMeter:
     """Measures the FLOP/s of a bf16 matrix product, again and again.
 
-    It is made once: while it is made, a hot GPU cools down.
-    """
+    Make one meter for all measurements, because a hot GPU cools down while a meter is made."""
 
     def __init__(self, timer: GraphTimer, device: torch.device) -> None:
         a, b = (torch.randn(PEAK_MATRIX_SIZE, PEAK_MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))

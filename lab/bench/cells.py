@@ -56,7 +56,7 @@ class RoundCell:
         return f"{tree}@{self.page_size}"
 
     def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
-        """Returns the smallest layout for this cell with `rounds` timed rounds.  draft: of the draft that runs."""
+        """Returns the smallest layout for this cell with `rounds` timed rounds.  draft: the spec of the draft."""
         sizes = (draft.num_recomputed_tokens, chunk_size) if self.has_draft else (0, chunk_size)
         layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, *sizes)
         layout = replace(layout, block_rows=draft.block_rows if self.has_draft else 0)

@@ -37,7 +37,7 @@ class EngineSizes(Protocol):
 class UserEngineSizes:
     """The sizes that LLM chooses for a user.  All cells of a tree and page size share an engine.
 
-    settings: of LLM, without the models, the tree and the page size, which cells name.
+    settings: arguments of LLM, without the models, the tree and the page size, which cells name.
     """
 
     def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:

@@ -54,7 +54,7 @@ def variant_with_tree(tree: TreeShape) -> EngineVariant:
 class ShapeEngines:
     """Engines of one named shape.  The models are made once, when they are first needed.
 
-    settings: of LLM, without the names of model and draft.  variants: all variants that will be opened.
+    settings: arguments of LLM, without the names of model and draft.  variants: all variants that will be opened.
     """
 
     def __init__(

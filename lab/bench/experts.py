@@ -40,7 +40,7 @@ def stored_experts(
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The routed experts of one layer, as grouped_experts takes them.  dtype: of the rows."""
+    """The routed experts of one layer, as grouped_experts takes them.  dtype: the dtype of the rows."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -187,7 +187,7 @@ def expert_case(
 ) -> KernelCase:
     """A case: the product of one layer's experts with `rows` rows.  Only the bytes of experts that have rows count.
 
-    gate_up, down: as in grouped_experts.  dtype: of the rows."""
+    gate_up, down: as in grouped_experts.  dtype: the dtype of the rows."""
     inputs = ChainInputs(shape, rows, dtype, down.device)
     calls = [
         partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights)

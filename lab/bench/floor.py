@@ -115,7 +115,7 @@ def draft_passes(num_modules: int, steps: int, topk: int) -> tuple[DraftPass, ..
 class RoundSize:
     """The sizes that determine the time of a round.
 
-    tree: of each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
+    tree: for each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
     request.  has_draft: whether a draft runs.
     num_touched_experts: how many experts the target's pass touches (RoutedExperts.mean_active).
     """
@@ -191,7 +191,7 @@ class FloorMeter:
         ranks: int = 1,
         draft_ranks: int = 1,
     ) -> None:
-        """value_bytes: of K and V, see kv_value_bytes.  ranks, draft_ranks: GPUs that share the work of the target, and
+        """value_bytes: from kv_value_bytes.  ranks, draft_ranks: GPUs that share the work of the target, and
         of the draft."""
         self.shape, self.value_bytes, self.ranks, self.draft_ranks = shape, value_bytes, ranks, draft_ranks
         self.device = require_gpu("floor")

@@ -37,12 +37,12 @@ def engine_with_timers(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
     runner = engine.executor.runner
     target: Any = ForwardTimer(runner.target, ("logits",))
-    grafted = runner.drafter if isinstance(runner.drafter, PathMergingDrafter) else None
-    drafter = runner.drafter if grafted is None else grafted.drafter
+    merging = runner.drafter if isinstance(runner.drafter, PathMergingDrafter) else None
+    drafter = runner.drafter if merging is None else merging.drafter
     if not isinstance(drafter, AutoregressiveDrafter):
         return rebuilt_engine(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("fuse",))
     draft.modules = [ForwardTimer(module, ("logits", "output_from_hidden")) for module in drafter.draft.modules]
     timed: Any = type(drafter)(draft, drafter.layout, drafter.cache)
-    timed = timed if grafted is None else PathMergingDrafter(timed, grafted.layout)
+    timed = timed if merging is None else PathMergingDrafter(timed, merging.layout)
     return rebuilt_engine(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]

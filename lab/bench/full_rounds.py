@@ -47,7 +47,7 @@ class FullRounds:
 def require_cell_fits(layout: RoundLayout, positions: int, cell: RoundCell, num_rounds: int) -> None:
     """Check, before anything is loaded, that an engine of this layout runs the whole cell.
 
-    positions: of the model.  Raises EspalierError.
+    positions: how many positions the model supports.  Raises EspalierError.
     """
     needed = cell.context + cell.max_tokens(layout, num_rounds)
     require_positions(positions, needed, f"cell {cell.name}", f"--rounds {num_rounds}")

@@ -84,12 +84,12 @@ class RoundClock:
 class PromptFigures:
     """A batch of prompts of `context` tokens.
 
-    tree: of a round of this batch; by default an engine changes it by batch.
-    first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
-    without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
-    in which each request accepts that many tokens.  floor_ms: the least time of such a round, weight_bytes_ms: of its
-    weights' bytes (floor.py); None without a named shape or a GPU.
-    """
+    tree: the tree of rounds of this batch.  By default the tree depends on the batch.
+    first_token_ms: from the call until every request has its first token.  round_ms: the time of a round that runs
+    every request, without prefill.  accept_length: the mean over all requests and rounds.
+    tokens_per_second: for rounds of round_ms in which each request accepts accept_length tokens.
+    floor_ms: the least time of such a round; weight_bytes_ms: the time to read its weights (floor.py).  Both are None
+    without a named shape or a GPU."""
 
     batch: int
     context: int
@@ -188,7 +188,7 @@ def _add_floors(by_variant: list[list[PromptFigures]], configs: list[ResolvedCon
 def measure_prompts(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> PromptFigures:
     """Medians over repeats, after a warm-up.
 
-    prompts: of one length; num_tokens: of each request, in the calls whose rounds are timed.
+    prompts: all of one length; num_tokens: tokens to generate for each request while rounds are timed.
     Raises EspalierError if the pages do not hold the batch, or if there are too few tokens to time a round.
     """
     batch, context = len(prompts), len(prompts[0])

@@ -61,7 +61,7 @@ EXPERT_COLUMNS = ("experts, a row's", "hidden x inner", "rows")
 class PassShape:
     """A pass of `queries` rows for each of `batch` requests over `context` committed rows.
 
-    chain: whether the rows are a prefill chunk, else a tree.  spec: of the pass's layers."""
+    chain: whether the rows are a prefill chunk, else a tree.  spec: the spec of each layer."""
 
     batch: int
     queries: int

@@ -52,8 +52,8 @@ class ComparedTraffic:
 
     llm: LLM
     learner: Learner
-    static: LLM
-    plain: LLM
+    static_llm: LLM
+    plain_llm: LLM
     num_equal: int = 0
     num_compared: int = 0
 
@@ -70,7 +70,7 @@ class ComparedTraffic:
         return request
 
     def compare(self, prompt: str, request: Request) -> None:
-        [output] = self.plain.generate(prompt, GREEDY_PARAMS)
+        [output] = self.plain_llm.generate(prompt, GREEDY_PARAMS)
         self.num_compared += 1
         self.num_equal += output.token_ids == request.output
 
@@ -79,14 +79,13 @@ class ComparedTraffic:
 class TopicPhase:
     """The figures of one topic.
 
-    before, after: the learning engine's rounds before and after the swap; static: rounds of the engine whose draft
-    never changes, on the prompts after the swap.
-    """
+    before_swap, after_swap: the learning engine's rounds before and after the swap of the draft; static_draft: the
+    rounds of the engine whose draft never changes, for the prompts after the swap."""
 
     topic: str
-    before: SpeculationStats = field(default_factory=SpeculationStats)
-    after: SpeculationStats = field(default_factory=SpeculationStats)
-    static: SpeculationStats = field(default_factory=SpeculationStats)
+    before_swap: SpeculationStats = field(default_factory=SpeculationStats)
+    after_swap: SpeculationStats = field(default_factory=SpeculationStats)
+    static_draft: SpeculationStats = field(default_factory=SpeculationStats)
     num_answers: int = 0
     num_answers_while_down: int = 0
     seconds: float = 0.0
@@ -119,10 +118,10 @@ def topic_row(traffic: ComparedTraffic, topic: str, num_compared: int, is_killed
     return {
         "traffic": topic,
         "answers": phase.num_answers,
-        "before": round(phase.before.accept_length, 2),
-        "after": round(phase.after.accept_length, 2),
-        "static draft": round(phase.static.accept_length, 2),
-        "gain": f"{phase.after.accept_length / phase.static.accept_length:.2f} x" if num_swaps else "-",
+        "before": round(phase.before_swap.accept_length, 2),
+        "after": round(phase.after_swap.accept_length, 2),
+        "static draft": round(phase.static_draft.accept_length, 2),
+        "gain": f"{phase.after_swap.accept_length / phase.static_draft.accept_length:.2f} x" if num_swaps else "-",
         "held back": f"{figures.served_accept_length:.2f} to {figures.trained_accept_length:.2f}",
         "swaps": num_swaps,
         "minutes": round(phase.seconds / 60, 1),
@@ -138,7 +137,7 @@ def learn_topic(traffic: ComparedTraffic, topic: str, num_compared: int, is_kill
         prompt = next(prompts)
         request = traffic.answer(prompt)
         phase.num_answers += 1
-        phase.before.merge(request.stats)
+        phase.before_swap.merge(request.stats)
         if learner.training_pid is not None:
             if is_killed:
                 os.kill(learner.training_pid, signal.SIGKILL)
@@ -152,8 +151,8 @@ def learn_topic(traffic: ComparedTraffic, topic: str, num_compared: int, is_kill
     for prompt, _ in zip(prompts, range(num_compared), strict=False):
         request = traffic.answer(prompt, keep_for_training=False)
         phase.num_answers += 1
-        phase.after.merge(request.stats)
-        phase.static.merge(traffic.static.generate(prompt, GREEDY_PARAMS)[0].speculation)
+        phase.after_swap.merge(request.stats)
+        phase.static_draft.merge(traffic.static_llm.generate(prompt, GREEDY_PARAMS)[0].speculation)
         traffic.compare(prompt, request)
     return phase
 

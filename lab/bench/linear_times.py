@@ -35,7 +35,7 @@ from lab.bench.experts import expert_case, stored_experts
 from lab.synthetic.quantised import find_quantiser
 
 DTYPE = torch.bfloat16
-# Weights of a chain together; the L2 cache holds a fraction.
+# The bytes of all weights of a chain.  The L2 cache holds only a fraction of them.
 CHAIN_BYTES = 600 * 10**6
 GATED_LAYER = "gate_up"
 
@@ -66,10 +66,9 @@ def run(args: Namespace) -> int:
 
 
 def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[KernelCase]:
-    """The linear layers that the format takes, without routers and the head.
+    """Yields a case for each linear layer that can have this format, without routers and the head.
 
-    A case's note is the plan of its kernel; None if the library computes it.
-    """
+    A case's note is the plan of its kernel; None if the library computes the product."""
     made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():

@@ -89,7 +89,7 @@ class MixSizes:
 
 @dataclass
 class TimedRounds:
-    """tokens_per_round: of one request; num_following: requests with the expected tokens; trees: rounds by tree."""
+    """tokens_per_round: for one request; num_following: requests with the expected tokens; trees: rounds by tree."""
 
     tokens_per_second: float
     tokens_per_round: float

@@ -33,7 +33,7 @@ TIMED_TURNS = 7
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
 ROUNDS_BEFORE_PROMPT = 30
 ROUNDS_AFTER_PROMPT = 3
-# Default --prompts: {True: of a named shape on a GPU, False: of a model}.
+# Default --prompts: {True: for a named shape on a GPU, False: for a model}.
 DEFAULT_PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
 # FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
 ATTENTION_PEAK = 540e12
@@ -131,7 +131,7 @@ def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> No
 
 
 def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
-    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
+    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: a meter for the same shape."""
     prompts, launches = bench.make_prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
     drafts = drafter_without_files(bench.config.algorithm) is None

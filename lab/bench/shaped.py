@@ -177,7 +177,7 @@ def plot_figures(figures: Path, picture: Path | None) -> None:
 def measure_cells(
     models: SyntheticModels, cells: Sequence[RoundCell], sizes: EngineSizes, num_rounds: int, floors: FloorMeter | None
 ) -> Iterator[MeasuredCell]:
-    """Measure the cells, engine after engine.  floors: of the same shape; None without a GPU."""
+    """Measure the cells, engine after engine.  floors: a meter for the same shape; None without a GPU."""
     ceilings = floors.ceilings() if floors else None
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:

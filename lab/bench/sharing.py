@@ -170,12 +170,12 @@ def _stack_pools(pools: Sequence[CandidatePools]) -> CandidatePools:
     return CandidatePools(*(np.stack([vars(pool)[name] for pool in pools]) for name in vars(pools[0])))
 
 
-def synthetic_pools(rng: np.random.Generator, skill: float, knows_skill: bool, tokens: int = 64) -> CandidatePools:
+def synthetic_pools(rng: np.random.Generator, skill: float, knows_skill: bool, num_tokens: int = 64) -> CandidatePools:
     """A request whose draft's best token is right with a probability of mean `skill`, which varies by place.
 
     knows_skill: whether the draft's scores are these probabilities; else every draft is as sure as one of skill 0.7."""
     parents, depths, ranks = _full_tree()
-    size = (tokens, TREE_STEPS)
+    size = (num_tokens, TREE_STEPS)
     sure = rng.beta(4 * skill, 4 * (1 - skill), size)
     right = np.where(rng.random(size) < sure, 0, 1 + rng.integers(0, 2 * TREE_TOPK, size))
     said = sure if knows_skill else rng.beta(2.8, 1.2, size)
@@ -274,18 +274,18 @@ def replay_batches(recorded_pools: Sequence[CandidatePools], batch: int, rows_pe
     return tokens / max(count, 1)
 
 
-def select_nodes(pools: CandidatePools, rows: int, policy: str, survival: AcceptanceRates) -> np.ndarray:
-    """Returns [B, N]: whether a node is verified.  rows: how many nodes of the batch are verified."""
+def select_nodes(pools: CandidatePools, num_rows: int, policy: str, survival: AcceptanceRates) -> np.ndarray:
+    """Returns [B, N]: whether a node is verified.  num_rows: how many nodes of the batch are verified."""
     given = survival.of(pools, policy == "shared") if policy in ("pooled", "shared") else pools.logp
     if policy == "oracle":
         given = np.where(pools.on_path, 0.0, -1.0)
     scores = path_scores(pools, given)
     selected = np.zeros_like(pools.on_path)
     if policy == "even":
-        best = np.argsort(-scores, axis=1, kind="stable")[:, : rows // len(scores)]
+        best = np.argsort(-scores, axis=1, kind="stable")[:, : num_rows // len(scores)]
         np.put_along_axis(selected, best, True, 1)
     else:
-        selected.flat[np.argsort(-scores, axis=None, kind="stable")[:rows]] = True
+        selected.flat[np.argsort(-scores, axis=None, kind="stable")[:num_rows]] = True
     return selected & np.isfinite(scores)
 
 

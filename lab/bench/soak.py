@@ -37,7 +37,7 @@ PROMPT_PIECES = ("def f(x):\n    ", "class Stack:\n    ", "import os\n", "for i 
 class RequestCounts:
     """Counts of requests.
 
-    kinds: sent requests by kind; statuses: of the responses that were read; disconnects: requests whose client left
+    kinds: sent requests by kind; statuses: the statuses of responses; disconnects: requests whose client left
     early; unanswered: requests that got no complete response although their client stayed.
     """
 

@@ -118,8 +118,8 @@ class SyntheticModels:
         begun = perf_counter()
         self.target, self.draft = build_models(self.recipe, self.dtype, self.device, position_rows)
         # Without a draft nothing reads the captured hidden states.
-        self.plain = copy.copy(self.target)
-        self.plain.captured_layers = ()
+        self.plain_target = copy.copy(self.target)
+        self.plain_target.captured_layers = ()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds = perf_counter() - begun
@@ -175,7 +175,7 @@ class SyntheticModels:
 
     def _models(self, algorithm: str) -> tuple[CausalLM, DraftModel | None]:
         """The target and the draft of this algorithm."""
-        return (self.target, self.draft) if algorithm == self.draft.spec.algorithm else (self.plain, None)
+        return (self.target, self.draft) if algorithm == self.draft.spec.algorithm else (self.plain_target, None)
 
     @contextmanager
     def _running(self, build: Callable[[], Engine]) -> Iterator[RunningEngine]:

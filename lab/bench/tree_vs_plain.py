@@ -36,7 +36,7 @@ from lab.bench.plot import Bars, plot_bars
 class TreeVsPlain:
     """One batch size and context.
 
-    tree: of a round of this batch; by default an engine changes it by batch.
+    tree: the tree of rounds of this batch.  By default the tree depends on the batch.
     ratio: time of a round over time of a plain token; speedup: tokens/s of the tree over plain; outside_forwards: share
     of a round outside the models' forward passes, None on a GPU, where a round is one launch; identical: requests with
     the same tokens by the tree as plain.

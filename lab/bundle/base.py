@@ -48,8 +48,7 @@ def bits_per_byte(
 ) -> float:
     """Bits per byte of a stream of token ids whose text has num_bytes bytes.
 
-    Windows overlap by half.  Only the later half of each counts, so that every token has context.
-
+    Windows overlap by half.  Only the later half of each window counts, so that every token has context.
     loss_of: (tokens [B, T], targets [B, T]) -> loss in nats [B, T].
     """
     half = length // 2

@@ -100,7 +100,7 @@ def make_tokenizer(folders: BundleFolders) -> None:
     write_heldout(folders.corpus, tokenizer, folders.out / "heldout.jsonl")
 
 
-def make_packed(folders: BundleFolders) -> None:
+def pack_corpus(folders: BundleFolders) -> None:
     pack(folders.corpus, folders.tokenizer(), folders.packed, seed=0)
 
 
@@ -153,7 +153,7 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "corpus": Stage(make_corpus, lambda f: (f.corpus / "sources.json").exists()),
     "tokenizer": Stage(make_tokenizer, lambda f: (f.out / "heldout.jsonl").exists()),
-    "pack": Stage(make_packed, lambda f: (f.packed / "heldout_bytes.txt").exists()),
+    "pack": Stage(pack_corpus, lambda f: (f.packed / "heldout_bytes.txt").exists()),
     "base": Stage(make_base, lambda f: "base_bits" in f.results()),
     "ngram": Stage(make_ngram, lambda f: "ngram_bits" in f.results()),
     "draft": Stage(make_draft, lambda f: "draft" in f.results()),

@@ -397,8 +397,8 @@ def plant(name: str) -> Iterator[Fault]:
         setattr(owner, attribute, original)
 
 
-def _resolve(where: str) -> tuple[Any, str]:
-    module, _, path = where.partition(":")
+def _resolve(target: str) -> tuple[Any, str]:
+    module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, attribute = path.split(".")
     for name in parents:

@@ -10,18 +10,18 @@ def _unsummed_product(original):
 
 
 def _reversed_prompts(original):
-    """The same number of tokens, in another order."""
+    """The prompts keep their number of tokens, but the tokens are in another order."""
 
     def launch(follower, message):
-        given = message.launch_input
-        inits = tuple(replace(each, tokens=each.tokens[::-1]) for each in given.slot_inits)
-        original(follower, message._replace(launch_input=replace(given, slot_inits=inits)))
+        launch_input = message.launch_input
+        inits = tuple(replace(each, tokens=each.tokens[::-1]) for each in launch_input.slot_inits)
+        original(follower, message._replace(launch_input=replace(launch_input, slot_inits=inits)))
 
     return launch
 
 
 def _experts_of_next_rank(original):
-    """The last rank has its own."""
+    """The last rank keeps its own experts."""
 
     def own_size(weights, experts):
         part = original(weights, experts)
@@ -32,17 +32,17 @@ def _experts_of_next_rank(original):
 
 
 def _scales_cut_along_rows(original):
-    """Of the matrices whose columns are divided, as many scales of other rows."""
+    """For a matrix whose columns are divided, a rank gets as many scales, but those of other rows."""
 
     def stack(weights, names, stored, cuts=()):
         if not cuts or "scale" not in stored[0].suffix or len(names) > 1:
             return original(weights, names, stored, cuts)
-        whole = original(weights, names, stored)
-        own = [each.stop - each.start for each in cuts[0]]
-        if own[0] < whole.shape[0] or own[-1] == whole.shape[-1]:
-            return whole[cuts[0]]
-        rows = whole.shape[0] * own[-1] // whole.shape[-1]
-        return whole[weights.shards.rank * rows :][:rows].reshape(own)
+        all_scales = original(weights, names, stored)
+        own_shape = [each.stop - each.start for each in cuts[0]]
+        if own_shape[0] < all_scales.shape[0] or own_shape[-1] == all_scales.shape[-1]:
+            return all_scales[cuts[0]]
+        rows = all_scales.shape[0] * own_shape[-1] // all_scales.shape[-1]
+        return all_scales[weights.shards.rank * rows :][:rows].reshape(own_shape)
 
     return stack
 

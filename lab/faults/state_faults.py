@@ -32,10 +32,10 @@ def _conv_tail_kept(original):
     def commit(table, access, source):
         tails = {layer: states.conv_tail[access.slots] for layer, states in table.states.items()}
         original(table, access, source)
-        whole = torch.full_like(access.length, source.shape[1])
+        full_length = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], whole))
+            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], full_length))
 
     return commit
 

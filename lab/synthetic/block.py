@@ -85,7 +85,7 @@ class BlockTensors(DraftTensors):
             case "lm_head":
                 return self._head(name)
             case "markov_w1":
-                return self._before
+                return self._previous_token_rows
             case "markov_w2":
                 return self._edges(name)
             case _:
@@ -157,7 +157,7 @@ class BlockTensors(DraftTensors):
         return out
 
     @cached_property
-    def _before(self) -> Tensor:
+    def _previous_token_rows(self) -> Tensor:
         """[V, rank]: rows of length sqrt(rank), which identify the previous token."""
         vocab, rank = self.shapes["markov_head.markov_w1.weight"]
         drawn = self.target.draw.normal("draft/markov_w1", vocab, rank, 1.0, torch.float32)
@@ -167,7 +167,7 @@ class BlockTensors(DraftTensors):
         """[V, rank]: a place's candidates get exactly CANDIDATE_LOGIT + log-probability, and cold tokens get little."""
         chain, (vocab, rank) = self.target.chain, self.shapes[name]
         out = self.target.draw.normal(f"draft/{name}", vocab, rank, 1 / rank, self.dtype)
-        before = self._before.float()[chain.token_at(torch.arange(chain.size)).to(self.device)]
+        before = self._previous_token_rows.float()[chain.token_at(torch.arange(chain.size)).to(self.device)]
         for places, rows in self.rows_of_places(before, CANDIDATE_LOGIT):
             out[chain.token_at(places).to(self.device)] = rows.to(self.dtype)
         return out

@@ -59,7 +59,7 @@ class Chain:
     kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
     lag_of: [V], 0 .. num_lags-1, each token's index into lags.
     lags: [num_lags], how many positions back a token looks in copy mode.
-    topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
+    topic: [V], the topic of each token.  Greedy text is divided into topics of TOPIC_TOKENS tokens.
     nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  Value k favours the successor of kind k; value
     NUM_SUCCESSORS + k buries it.
     fading: how a block draft ranks at each depth; None for other drafts.
@@ -126,11 +126,10 @@ def make_chain(
     plain: only these ids are emitted; reach: the largest lag of copy mode; the smallest is 1.
     has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
     is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
-    block_size: depths that a block draft proposes; 0: it is none.  fade: its skill at a depth over that at the depth
-    before, in chain mode; skills: at each depth, in its place.
-    stretches: (tokens, skill), in place of one skill: greedy text runs through them, over and over.
-    Raises EspalierError for arguments that do not fit together.
-    """
+    block_size: depths that a block draft proposes; 0 for other drafts.  fade: its skill at a depth, divided by its
+    skill at the depth before, in chain mode.  skills: its skill at each depth, in place of fade.
+    stretches: (tokens, skill), in place of one skill: greedy text runs through these stretches again and again.
+    Raises EspalierError for arguments that do not fit together."""
     for each in [skill, *(each for _, each in stretches)]:
         _check_arguments(len(plain), num_hot, mode, each, reach)
     generator = torch.Generator().manual_seed(seed)
@@ -226,7 +225,7 @@ def _shift_probabilities_by_place(
 
 
 def _draw_guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
-    """draft_logp in chain mode.  profile: of each place.
+    """draft_logp in chain mode.  profile: for each place, as from _shift_probabilities.
 
     The draft is calibrated: its k-th candidate is true with the probability that the draft gives this candidate."""
     size = len(profile)

@@ -53,7 +53,7 @@ class Recipe:
     follows, so that a wrong K/V row of any layer changes the text.  Prompts must be longer than `reach`.
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
-    stretches: (tokens, skill), in place of `skill`: stretches of greedy text, over and over.  Not for an MTP head.
+    stretches: (tokens, skill), in place of `skill`: greedy text runs through them again and again.  Not for MTP heads.
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
     block_fade: the block draft's skill at each depth, divided by its skill at the depth before; depth 1 has `skill`.

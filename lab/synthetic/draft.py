@@ -17,7 +17,7 @@ BACKGROUND_STD = 0.05
 class DraftTensors:
     """The weights of a draft, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    config: of its layers.
+    config: the config of the draft's layers.
     """
 
     def __init__(self, config: ModelConfig, target: TargetTensors) -> None:
@@ -38,7 +38,7 @@ class DraftTensors:
         return make_lag_code(self.config.rope, self.config.max_position)
 
     def random(self, name: str, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A random matrix.  std: of the output, for inputs of standard deviation 1."""
+        """A random matrix.  std: standard deviation of the output for inputs with 1."""
         rows, columns = self.shapes[name]
         return self.target.draw.normal(f"draft/{name}", rows, columns, std * columns**-0.5, dtype)
 

@@ -19,7 +19,7 @@ EXPERTS_MODULE = "mlp.experts"
 
 
 class NamedTensors(Protocol):
-    """The tensors of a model by name: `shapes` lists them, `tensor` makes one.  config: of its layers."""
+    """The tensors of a model by name: `shapes` lists them, `tensor` makes one.  config: the config of its layers."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -41,7 +41,7 @@ def find_quantiser(weights: str) -> Quantiser:
 class QuantisedTensors:
     """The tensors of a model as its checkpoint stores them.
 
-    model: the dense model.  weights: a name of QUANTISERS.  is_draft: of a draft, the head is quantised too.
+    model: the dense model.  weights: a name of QUANTISERS.  is_draft: if True, the head is quantised too.
     Raises EspalierError for a model that the format does not store.
     """
 
@@ -120,7 +120,7 @@ class QuantisedTensors:
 
 
 def require_format_fits(config: ModelConfig, weights: str, setting: str = "weights") -> None:
-    """Raises EspalierError for a model that the format does not store.  config: of its layers; setting: for errors."""
+    """Raises EspalierError for a model that the format cannot store.  setting: the setting that errors name."""
     is_stacked = config.experts is not None and config.experts.storage == "stacked"
     if find_quantiser(weights).quantises_only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"

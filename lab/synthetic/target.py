@@ -108,9 +108,8 @@ class PlantedDirections:
 class TargetTensors:
     """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is quantised.  Experts that the
-    family joins are then stored apart, as in published quantised checkpoints.
-    """
+    correlation: the routing correlation (routing.py).  is_quantised: whether the checkpoint is quantised.  Then joined
+    experts of the family are stored apart, as in published quantised checkpoints."""
 
     def __init__(
         self,

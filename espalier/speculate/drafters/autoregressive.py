@@ -4,8 +4,8 @@ Row q of every module belongs to token q.  The row's inputs are token q and a hi
 the row's RoPE position is q - k, as in training, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
 true ancestors.
 
-Module l proposes level l.  So module l runs over the beams of all earlier levels, [B, (l-1) · K], over none of which it
-has run before.  The last module also proposes all deeper levels.  At those levels, the hidden state that a beam reads
+Module l proposes level l.  It has run over no beam before, so it runs over the beams of all earlier levels,
+[B, (l-1) · K].  The last module also proposes all deeper levels.  At those levels, the hidden state that a beam reads
 is the last module's own output at the beam's parent.
 """
 

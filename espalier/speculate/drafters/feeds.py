@@ -1,7 +1,7 @@
 """Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
 A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
-Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, this depends on hidden_source:
+Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, hidden_source decides:
 
 "chain": module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation
 21).  "target": module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN,

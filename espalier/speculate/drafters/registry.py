@@ -281,7 +281,7 @@ def load_draft(
 
 
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
-    """Make the drafter of an algorithm.  cache: of the draft's layers; without a draft it has no layers.
+    """Make the drafter of an algorithm.  cache: the cache of the draft's layers; it has no layers without a draft.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
