@@ -230,14 +230,13 @@ class Scheduler:
     def _extend_pages(self, request: Request) -> bool:
         """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
         end = request.max_num_tokens(self.layout.max_context)
-        num_pages = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end)
-        num_missing = num_pages - len(request.pages)
-        if num_missing <= 0:
+        num_new = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
+        if num_new <= 0:
             return True
-        if not self._page_budget.evict_until_free(num_missing):
+        if not self._page_budget.evict_until_free(num_new):
             return False
         assert request.slot is not None
-        for page in self.pool.allocate(num_missing):
+        for page in self.pool.allocate(num_new):
             self._appended_pages.append((request.slot, len(request.pages), page))
             request.pages.append(page)
         return True
@@ -265,10 +264,9 @@ class Scheduler:
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
-        num_prefilling = sum(r.num_prefilled < r.prefill_len for r in self.running)
         tree = self.round_trees.next_tree(batch, guesses.lookup_gain)
         num_rows = PASS_OVERHEAD_ROWS + self.round_trees.num_verified_rows(tree, len(batch))
-        self._idle_rows += num_rows * num_prefilling / len(batch)
+        self._idle_rows += num_rows * sum(r.num_prefilled < r.prefill_len for r in self.running) / len(batch)
         self.num_rounds[len(batch)] += 1
         return self._launch(batch, committed_lengths, snapshots, tree, guesses=guesses)
 
@@ -333,9 +331,8 @@ class Scheduler:
     def _read_round_result(self, request: Request, result: RequestResult) -> int:
         """Returns the greatest depth at which the request could accept nodes."""
         request.rounds_in_flight -= 1
-        prefix_len = request.num_known
+        prefix_len, pages = request.num_known, request.pages
         request.num_known += len(result.tokens)
-        pages = request.pages
         # The target picked the last token, and the draft the others.  Without finite logits, the last token is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         num_kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
