@@ -1,7 +1,7 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
 For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up its embedding, cos and sin.  For a draft, the second norms the hidden state.
+first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the hidden state.
 """
 
 import torch

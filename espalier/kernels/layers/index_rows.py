@@ -41,11 +41,11 @@ def _store_key(
     exists = column < HEAD_SIZE
     x = tl.load(key_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
     mean = tl.sum(x, 0) / HEAD_SIZE
-    distance = tl.where(exists, x - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / HEAD_SIZE + EPS)
-    stays = exists & (column >= ROTARY)
-    kept = _norm_key(key_ptr, weight_ptr, bias_ptr, column, stays, mean, scale, DTYPE, ACC_DTYPE)
-    tl.store(out_ptr + column, kept.to(out_ptr.dtype.element_ty), mask=stays)
+    centred = tl.where(exists, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / HEAD_SIZE + EPS)
+    is_unrotated = exists & (column >= ROTARY)
+    unrotated = _norm_key(key_ptr, weight_ptr, bias_ptr, column, is_unrotated, mean, scale, DTYPE, ACC_DTYPE)
+    tl.store(out_ptr + column, unrotated.to(out_ptr.dtype.element_ty), mask=is_unrotated)
     pair = tl.arange(0, BLOCK)
     in_half = pair < HALF
     if INTERLEAVED:
