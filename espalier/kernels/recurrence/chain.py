@@ -144,7 +144,7 @@ def _complete_snapshot(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Advances the state at snapshot_ptrs from the start of its chunk to the row after rows_before_snapshot rows."""
+    """Applies the rows of the snapshot's chunk, up to the snapshot, to the state at snapshot_ptrs."""
     at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
     tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
@@ -285,8 +285,7 @@ def chain_outputs(
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters.  block_v, num_stages, num_warps: of _scan_kernel, whose program holds block_v columns of a
-    state.
+    """Launch parameters.  block_v, num_stages, num_warps: of _scan_kernel.  Its program holds block_v state columns.
     solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
 
     block_v: int
