@@ -124,9 +124,9 @@ def _check_arguments(
             f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
             f"{len(block_outputs)} and {len(next_norms)}: use the reference"
         )
-    exact = torch.promote_types(residual.dtype, torch.float32)
+    wide = torch.promote_types(residual.dtype, torch.float32)
     for output, _ in block_outputs:
-        shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
+        shape, dtype = ((-1, *residual.shape), wide) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
     for norm in (*(own for _, own in block_outputs), output_norm, *next_norms):
         if norm is not None:

@@ -50,9 +50,9 @@ def _check_arguments(tokens: Tensor, positions: Tensor, tables: EmbeddingTables,
     require("embed_rows: tokens", tokens, (-1, -1), torch.int64, tokens)
     require("embed_rows: positions", positions, (batch, queries), torch.int64, tokens)
     require("embed_rows: embed", tables.embed, (-1, size), None, tokens)
-    exact = torch.promote_types(tables.embed.dtype, torch.float32)
-    require("embed_rows: cos", tables.cos, (-1, -1), exact, tokens)
-    require("embed_rows: sin", tables.sin, tuple(tables.cos.shape), exact, tokens)
+    wide_dtype = torch.promote_types(tables.embed.dtype, torch.float32)
+    require("embed_rows: cos", tables.cos, (-1, -1), wide_dtype, tokens)
+    require("embed_rows: sin", tables.sin, tuple(tables.cos.shape), wide_dtype, tokens)
     dense = [tables.embed, tables.cos, tables.sin]
     if draft is not None:
         rows = queries if draft.parents is None else -1

@@ -421,7 +421,7 @@ def _check_arguments(
 ) -> None:
     inner = num_up_columns(gate_up.shape[1], activation)
     (num_rows, hidden), values = input_values(x).shape, input_values(x)
-    exact = torch.promote_types(x.dtype, torch.float32)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
         ("gate_up", gate_up, (-1, gate_up.shape[1], hidden)),
@@ -435,7 +435,7 @@ def _check_arguments(
             require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, values)
             contiguous += matrix.tensors
     require("grouped_experts: ids", expert_ids, (num_rows, -1), torch.int64, values)
-    require("grouped_experts: weights", routing_weights, tuple(expert_ids.shape), exact, values)
+    require("grouped_experts: weights", routing_weights, tuple(expert_ids.shape), wide_dtype, values)
     if biases is not None:
         require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, values)
         require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, values)

@@ -107,14 +107,14 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: an ulp of the dtype and a few of float32."""
     q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
-    rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
+    rotary, wide_dtype = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
     require("index rows: k", k, (count, size), q.dtype, q)
     require("index rows: plane", plane, (-1, 1, size), q.dtype, q)
     require("index rows: rows", cache_rows, (count,), torch.int64, q)
     require("index rows: weight", norm.weight, (size,), q.dtype, q)
     require("index rows: bias", norm.bias, (size,), q.dtype, q)
     for name in ("cos", "sin"):
-        require(f"index rows: {name}", getattr(rotation, name), (count, rotary), exact, q)
+        require(f"index rows: {name}", getattr(rotation, name), (count, rotary), wide_dtype, q)
     if any(x.stride(-1) != 1 for x in (q, k, plane, norm.weight, norm.bias, rotation.cos, rotation.sin)):
         raise EspalierError("index rows need tensors with a contiguous last dimension: pass them contiguous")
     if rotary % 2 or rotary > size:

@@ -113,8 +113,8 @@ def rounded_norm(
 
 def _require_delta(delta: Tensor, residual: Tensor) -> None:
     if delta.ndim == 3:
-        exact = torch.promote_types(residual.dtype, torch.float32)
-        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), exact, residual)
+        wide_dtype = torch.promote_types(residual.dtype, torch.float32)
+        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), wide_dtype, residual)
     else:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
 

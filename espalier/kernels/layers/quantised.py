@@ -203,9 +203,9 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
     first_row must be a multiple of rows_per_scale.  Each value is rounded once.
     """
     rows = slice(first_row, matrix.shape[0] if end_row is None else end_row)
-    exact = torch.promote_types(dtype, torch.float32)
+    wide_dtype = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]
-    values = _fp8_values(codes, exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
+    values = _fp8_values(codes, wide_dtype) if matrix.code == "fp8" else _nibble_values(matrix, codes, wide_dtype)
     num_rows, num_in = values.shape
     # Columns past the end of the last group are computed and dropped.
     grouped = F.pad(values, (0, -num_in % matrix.group_size)).unflatten(1, (-1, matrix.group_size))
@@ -215,12 +215,12 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
     if matrix.code in E2M1_CODES:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
-        scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+        scales = torch.ldexp(torch.ones_like(scales, dtype=wide_dtype), scales.int() - E8M0_BIAS)
     if matrix.code == "nvfp4":
-        scales = _decode_nvfp4_scales(scales, exact)
+        scales = _decode_nvfp4_scales(scales, wide_dtype)
     if matrix.row_scales is not None:
         scales = scales.double() * matrix.row_scales[rows, None]
-    grouped *= scales.to(exact).repeat_interleave(matrix.rows_per_scale, 0)[:num_rows, :, None]
+    grouped *= scales.to(wide_dtype).repeat_interleave(matrix.rows_per_scale, 0)[:num_rows, :, None]
     values = grouped.flatten(1)[:, :num_in].to(dtype)
     if matrix.column_order is None:
         return values

@@ -182,9 +182,9 @@ def _check_arguments(
 ) -> None:
     count, num_heads, size = sums.shape[1:]
     kv_heads, rotary = k_buffer.shape[1], rotation.cos.shape[1]
-    exact = torch.promote_types(out.dtype, torch.float32)
+    wide_dtype = torch.promote_types(out.dtype, torch.float32)
     for name in ("cos", "sin"):
-        require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, out)
+        require(f"rope: {name}", getattr(rotation, name), (count, rotary), wide_dtype, out)
     require("rope: rows", cache_rows, (count,), torch.int64, out)
     require_kv_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
     require_kv_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)

@@ -121,7 +121,7 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
-    """Returns the number of warps for a program of `num_values` values, with `values_per_warp` each: 1 to `max_warps`."""
+    """Returns the number of warps for a program of `num_values` values, `values_per_warp` each: 1 to `max_warps`."""
     return min(max(num_values // values_per_warp, 1), max_warps)
 
 

@@ -65,8 +65,8 @@ def write_logprobs(
         *(ring, ring.view(torch.float64), entry, values, ids, split_stats, dense_logits, rows),
         *(*shared_arguments, *ring.stride()[:2], *dense_logits.stride()[:2]),
         TOKEN=TOKEN, RANK=RANK, CHOSEN=CHOSEN, TOP_IDS=TOP, TOP_VALUES=TOP + 1, MAX_LOGPROBS=max_logprobs,
-        WORDS=num_words, SPLITS=next_power_of_2(num_splits), CANDIDATES=candidates, num_warps=min(max(candidates // 256, 1), 4),
-        **pdl_arguments(gpu),
+        WORDS=num_words, SPLITS=next_power_of_2(num_splits), CANDIDATES=candidates,
+        num_warps=min(max(candidates // 256, 1), 4), **pdl_arguments(gpu),
     )  # fmt: skip
 
 
