@@ -79,11 +79,9 @@ def _store_block(
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     tl.store(out_ptr + query * out_stride_q + (column + row), score, mask=(row < end) & query_exists)
     top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_SIZE, GROUP_SIZE, QUERIES]), 1)
-    index = block * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
+    at = block * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
     tl.store(
-        group_max_ptr + query * group_max_stride_q + (group + index),
-        top,
-        mask=(index * GROUP_SIZE < end) & query_exists,
+        group_max_ptr + query * group_max_stride_q + (group + at), top, mask=(at * GROUP_SIZE < end) & query_exists
     )
 
 

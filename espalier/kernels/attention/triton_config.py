@@ -67,8 +67,7 @@ def choose_triton_config(
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
     measured; their tile has so few queries that few registers spill.
     packed_queries: queries times heads of one KV head.  rows: staged rows.  fp8: whether the rows of K and V are FP8.
-    one_wave: whether all splits run at the same time, as in a small batch.  Then a split should end soon, and more
-    programs per multiprocessor would not help.
+    one_wave: whether all splits run at the same time, as in a small batch.  Then each split should end soon.
     """
     k_bytes, v_bytes = (max(16, next_power_of_2(size)) * dtype.itemsize for size in (k_size, v_size))
     q_bytes, is_large, is_wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256

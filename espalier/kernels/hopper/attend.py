@@ -237,8 +237,7 @@ def attend_work_item(
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
     The num_unmasked blocks come first.  values: the tile of the stages whose rows are summed.  exchange: the slots
-    through which another warpgroup gets the weights of each block; None: there is no other warpgroup.
-    blocks_done, blocks_sent: the numbers of blocks in earlier work items.
+    that send each block's weights to another warpgroup, or None.  blocks_done, blocks_sent: of earlier work items.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))

@@ -53,9 +53,8 @@ def kv_block_rows(head_size: int) -> int:
 class HopperConfig:
     """Launch configuration.
 
-    warpgroups: number of attending warpgroups, each with 64 packed queries.  num_stages: number of blocks of K and V in
-    shared memory.  raw_stages: number of blocks of FP8 rows, besides.  programs_per_processor: programs of the
-    persistent grid per multiprocessor.
+    warpgroups: attending warpgroups, each with 64 packed queries.  num_stages: blocks of K and V in shared memory.
+    raw_stages: number of blocks of FP8 rows.  programs_per_processor: of the persistent grid, per multiprocessor.
     """
 
     warpgroups: int

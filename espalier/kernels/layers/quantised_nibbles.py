@@ -140,9 +140,8 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  The product
     with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as
-    much.  In bfloat16 the nibble's highest bit becomes the lowest exponent bit.  The value is still right, because
-    numbers with that exponent have the same spacing as subnormal numbers.  So half of the nibbles need no shift.  All
-    is exact.
+    much.  In bfloat16 the highest bit of that nibble is the lowest exponent bit.  The value is still right, because
+    numbers with that exponent have the spacing of subnormal numbers.  So half of the nibbles need no shift.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0

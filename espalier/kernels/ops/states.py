@@ -41,10 +41,10 @@ class ConvColumns(NamedTuple):
     """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    channels: all channels.  q_column, k_column, v_column: the first column of the first head of q, of k and of v.
-    k_head_stride: columns from one head of q or k to the next.  v_group_stride: columns from one group of v's heads to
-    the next.  A group is the heads of v that share a head of k.  normalizes_qk: whether q and k are L2-normalised, and
-    q is divided by the square root of k_size.
+    q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from a
+    head of q or k to the next.  v_group_stride: columns from a group of v's heads, which share a head of k, to the
+    next.
+    normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of k_size.
     """
 
     heads: int

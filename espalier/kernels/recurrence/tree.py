@@ -93,8 +93,7 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would spread NaN and infinity to all nodes.  So they become 0; later only descendants' outputs become
-    # NaN.
+    # Products would spread NaN and infinity to all nodes.  They become 0; below, descendants' outputs become NaN.
     is_not_finite = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     product_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)

@@ -40,11 +40,10 @@ class DepthRows(NamedTuple):
 class FactorProjection:
     """Factors that depend on more than one token: DSpark's gated head, and its recurrent head (`rnn`).
 
-    Let e be a token's row of token_factors, and p a linear projection of the block's hidden state at the depth, the
-    recurrent state (if any) and e.  A gated factor is sigmoid(p) * e.  For a recurrent head p has three parts: gate,
-    candidate and output.
-    The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is tanh(output).  The
-    state before depth 1 is 0.
+    Let e be a token's row of token_factors, and p a projection of e, of the block's hidden state at the depth and of
+    the recurrent state, if any.  A gated factor is sigmoid(p) * e.  A recurrent head's p is gate, candidate and
+    output.  The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is
+    tanh(output).  The state before depth 1 is 0.
 
     hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
     depth.  weight: the other columns of the projection: [rank, rank] for e, or [3 * rank, 2 * rank] for the state and
