@@ -54,11 +54,10 @@ def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
     q, staged = inputs.q, inputs.staged
-    sizes = (q.shape[3], inputs.v_size)
-    tensors = [q, *inputs.pages, *(staged or ())]
-    if q.dtype not in HOPPER_DTYPES or not sizes[0] == sizes[1] in HEAD_SIZES:
+    if q.dtype not in HOPPER_DTYPES or not q.shape[3] == inputs.v_size in HEAD_SIZES:
         return False
-    return all(map(is_aligned_for_copies, tensors)) and (staged is None or staged[0].shape[1] > 0)
+    is_aligned = all(map(is_aligned_for_copies, [q, *inputs.pages, *(staged or ())]))
+    return is_aligned and (staged is None or staged[0].shape[1] > 0)
 
 
 def block_rows_to_count(inputs: AttentionInputs) -> int | None:

@@ -66,7 +66,7 @@ def _score_block(
 
 
 @kernel
-def _store_block(
+def _store_scores(
     score, out_ptr, group_max_ptr, block, end, column, group, query, query_exists, out_stride_q, group_max_stride_q,
     GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _index_scores_kernel(
             mask=(at < length) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_HEADS, PRECISION)
-        _store_block(
+        _store_scores(
             score, out, top, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
         )
     # The last program takes the first staged block, because the last program may have one committed block less.
@@ -146,7 +146,7 @@ def _index_scores_kernel(
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
         score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_HEADS, PRECISION)
         group = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
-        _store_block(
+        _store_scores(
             score, out, top, block, rows, capacity, group, query, query_exists, out_stride_q, group_max_stride_q,
             GROUP_SIZE,
         )  # fmt: skip

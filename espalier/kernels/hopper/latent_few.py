@@ -42,7 +42,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _is_visible(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+def _visible_rows(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """Returns [BLOCK_N] bool: the rows of a block that the request's only node sees.  bits_ptr: its ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
@@ -89,7 +89,7 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= blocks.num_unmasked:
-            seen = _is_visible(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            seen = _visible_rows(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.

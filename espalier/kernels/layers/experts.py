@@ -203,7 +203,7 @@ def _down_kernel(
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without expert.
 
-    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
+    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
     PREFETCHED_LINES: as in _linear_quantised_kernel.
     """

@@ -56,12 +56,12 @@ def dequantised_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None)
 
 def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor:
     """Return the activation of dequantised_product [rows, inner], for a weight that stacks gate over up."""
-    if (out := _hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
+    if (out := _try_hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
         return out
     return gated_activation.triton(dequantised_product(x, weight, bias), activation)
 
 
-def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
+def _try_hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """Returns the activation, computed by the kernel of hopper/gated.py, if that is faster; else None."""
     if not activation.is_silu:
         return None

@@ -258,13 +258,13 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
         if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP_THREADS * warps)
     ]
     for plans in by_tile:
-        plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
+        plans[:] = [plan for plan in plans if _fits_chip(plan, tile, weight, gpu)]
         if num_rows <= MEMORY_BOUND_ROWS:
             plans.sort(key=lambda plan: _streaming_us(plan, tile, weight, gpu))
     return [plan for of_each in zip_longest(*by_tile) for plan in of_each if plan is not None]
 
 
-def _fits(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
+def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile_rows, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1

@@ -179,12 +179,12 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
     size = indexer_inputs.k.shape[-1]
     k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
-    q, k = (_rotated(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
+    q, k = (_rotate_x(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
     plane.index_copy_(0, cache_rows, k)
     return q
 
 
-def _rotated(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
+def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
     if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         x = torch.cat((paired, x[..., rotary:]), -1)

@@ -183,9 +183,8 @@ def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -
     """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
-    rows_per_program = -(-rows // MAX_PROGRAMS)
-    fits = row_bytes % 16 == 0 and rows_per_program * row_bytes <= memory.slot_bytes
-    return rows > 0 and fits and parts.stride(-1) == 1
+    num_bytes = -(-rows // MAX_PROGRAMS) * row_bytes
+    return rows > 0 and not row_bytes % 16 and num_bytes <= memory.slot_bytes and parts.stride(-1) == 1
 
 
 def _launch_all_reduce(
@@ -206,7 +205,7 @@ def _launch_all_reduce(
 
 
 @kernel(do_not_specialize=["rank", "rows"])
-def _gather_kernel(
+def _gather_columns_kernel(
     x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_columns, size,
     COLUMNS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
@@ -243,7 +242,7 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
     """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
     rows, own_columns = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
+    _gather_columns_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
         x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_columns,
         size, COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),

@@ -59,19 +59,19 @@ class RestartedStepStore(Store):
         self.store = store
         self.first_step: int | None = None
 
-    def _own_key(self, key: str) -> str:
+    def _restarted_key(self, key: str) -> str:
         name, step, rank = key.rsplit("/", 2)
         self.first_step = int(step) if self.first_step is None else self.first_step
         return f"{name}/{int(step) - self.first_step}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(self._own_key(key), value)
+        self.store.set(self._restarted_key(key), value)
 
     def get(self, key: str) -> bytes:
-        return self.store.get(self._own_key(key))
+        return self.store.get(self._restarted_key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        self.store.wait([self._own_key(key) for key in keys], *timeout)
+        self.store.wait([self._restarted_key(key) for key in keys], *timeout)
 
 
 def map_peer_memory(

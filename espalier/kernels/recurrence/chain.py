@@ -1,9 +1,9 @@
 """Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
 
-There are two kernels, because only the second must run chunk after chunk.  For each chunk, _solve_kernel computes what
-does not depend on a state: the inverse of the chunk's system, and the scores between the rows of the chunk.  In
-_scan_kernel, a program holds a part of a head's state.  For each chunk, the program computes what the rows add to the
-state, the outputs, and the next state.
+There are two kernels, because only the second must run chunk after chunk.  The first computes, for each chunk, what
+does not depend on a state: the inverse of the chunk's system, and the scores between the rows of the chunk.  In the
+second, a program holds a part of a head's state.  For each chunk, the program computes what the rows add to the state,
+the outputs, and the next state.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# How many columns of keys _solve_kernel multiplies at once.
+# How many columns of keys _solve_chunks_kernel multiplies at once.
 STEP_COLUMNS = 32
 
 
@@ -45,7 +45,7 @@ def _invert_triangular_system(
 
 
 @kernel
-def _solve_kernel(
+def _solve_chunks_kernel(
     q_ptr, k_ptr, gates_ptr, row_counts_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows_per_request,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -164,14 +164,14 @@ def _complete_snapshot(
 
 
 @kernel
-def _scan_kernel(
+def _scan_chunks_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr,
     continues_ptr, decay_ptr, inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows_per_request, num_chunks,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """q_ptr, k_ptr: as _solve_kernel stores them.  Values with names in _t are transposed: they have a column for each
+    """q_ptr, k_ptr: from _solve_chunks_kernel.  Values with names in _t are transposed: they have a column for each
     row of the chunk, so that products take them from registers.
     continues_ptr: for each batch row, whether it continues the prompt of the batch row before; may be None."""
     pdl_trigger_and_wait(USE_PDL)
@@ -269,12 +269,12 @@ def chain_outputs(
         "BLOCK_K": max(next_power_of_2(k_size), MIN_BLOCK),
         **pdl_arguments(chip(v)),
     }
-    _solve_kernel[heads, chunks, batch](
+    _solve_chunks_kernel[heads, chunks, batch](
         *(q, k, gates, path.row_counts, decay, tiles_q, tiles_k, inverse, scores, count),
         STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]), BITS=CHUNK_ROWS.bit_length() - 1,
         num_warps=4, num_stages=1, maxnreg=plan.solve_registers, **constants,
     )  # fmt: skip
-    _scan_kernel[heads * -(-v_size // plan.block_v), batch](
+    _scan_chunks_kernel[heads * -(-v_size // plan.block_v), batch](
         *(tiles_q, tiles_k, v, gates, table, slots),
         *(path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
         *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
@@ -285,8 +285,8 @@ def chain_outputs(
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters.  block_v, num_stages, num_warps: of _scan_kernel.  Its program holds block_v state columns.
-    solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
+    """Launch parameters.  block_v, num_stages, num_warps: of _scan_chunks_kernel; block_v: state columns per program.
+    solve_registers: the most registers per thread of _solve_chunks_kernel; None for no limit."""
 
     block_v: int
     num_stages: int

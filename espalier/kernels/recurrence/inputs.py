@@ -165,7 +165,7 @@ def _convolve_v_head_and_gates(
 
 
 @kernel(do_not_specialize=["num_rows", "rows_per_request"])
-def _prepare_kernel(
+def _prepare_rows_kernel(
     x_ptr, tail_ptr, slots_ptr, parent_ptr, continues_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
     num_rows, rows_per_request, x_stride, x_split_stride, gate_stride, gate_split_stride,
@@ -226,7 +226,7 @@ def prepare_rows(
         column_stride, low, high = gates.column_stride, *gates.dt_bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block_rows = 4 if num_rows <= 256 else 16
-    _prepare_kernel[2 * columns.k_heads + heads, -(-num_rows // block_rows)](
+    _prepare_rows_kernel[2 * columns.k_heads + heads, -(-num_rows // block_rows)](
         *(inputs, rows.tail, rows.slots, parents, rows.continues_previous, conv.weight, conv.bias),
         *gate_tensors,
         *out,

@@ -78,7 +78,7 @@ def sample_triton(
     shared = ((offsets, *offsets.stride()), logits_args, slots.arguments, drafted_args, queries, splits)
     options = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(rows, splits)](keys, ids, *shared, size, **block_sizes(logits), num_warps=4, **options)
-    _merge_kernel[(rows,)](
+    _merge_row_kernel[(rows,)](
         tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
     # A program waits for the load of each block, so it reads few, wide blocks.
@@ -215,7 +215,7 @@ def _best_of_split_kernel(
 
 
 @kernel
-def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
+def _merge_row_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
     """Find the best token of a row's splits.
     The best key is also stored at the row's first split, where _draw_filtered_kernel reads it as the top score."""
     pdl_trigger_and_wait(USE_PDL)

@@ -70,10 +70,10 @@ def commit_rows(
             )
     for first in range(0, len(staged), TENSORS_PER_LAUNCH):
         tensors = slice(first, first + TENSORS_PER_LAUNCH)
-        _launch(staged[tensors], committed[tensors], source_rows.contiguous(), destination_rows.contiguous())
+        _launch_commit(staged[tensors], committed[tensors], source_rows.contiguous(), destination_rows.contiguous())
 
 
-def _launch(
+def _launch_commit(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
