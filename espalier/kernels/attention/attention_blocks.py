@@ -139,7 +139,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin` on: one number if PAGE_SIZE is a multiple of BLOCK_N."""
+    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if they share a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -220,7 +220,7 @@ def attend_blocks(
 ):
     """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
-    MASKED: some rows are past `end` or below `first_position`.  The loop does not read such rows: they may be NaN.
+    MASKED: some rows are at or after `end`, or before `first_position`.  They may be NaN, so they are not read.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N

@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """Load the pages of BLOCK_N positions from first_position on: one number if PAGE_SIZE is a multiple of BLOCK_N."""
+    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if they share a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:

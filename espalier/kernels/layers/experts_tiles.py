@@ -296,7 +296,7 @@ def _route_kernel(
         is_candidate = inside & is_in_best_group(
             selection_scores, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
-    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp compares integers in one step.
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     keys = tl.where(is_candidate, float_to_key(selection_scores + 0.0), LEAST)
     chosen = expert < 0

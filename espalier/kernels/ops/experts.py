@@ -29,7 +29,7 @@ class Routing:
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, then softmax over the chosen logits.
     norm_topk_prob: divide the weights by their sum plus norm_eps.  (The sum of sigmoid scores may be 0.)
-    routed_scaling_factor: a factor of the weights, applied last.
+    routed_scaling_factor: a factor of the weights, applied after the division by their sum.
     n_group, topk_group: neighbouring experts form n_group groups.  Experts are chosen from the best topk_group groups
     (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
