@@ -44,7 +44,7 @@ class RotatedHeads(NamedTuple):
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
 
-    dtype: the planes' dtype; None for the model's.  num_read_planes: attention reads this number of first planes.
+    dtype: the planes' dtype; None for the model's.  num_read_planes: the number of planes that attention reads.
     """
 
     kind: ClassVar[str] = "K and V heads"
@@ -156,11 +156,11 @@ class LatentKV:
 @dataclass(frozen=True)
 class RecurrentState:
     """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
-
     The convolution's channels are q [k_heads · k_size], k [k_heads · k_size] and v [heads · v_size], in this order.
-    taps: 1 for no convolution.  heads: 0 for a layer that has only a convolution, with conv_channels channels.
-    delta: whether a new row replaces the value that its key reads from the state (the delta rule); else it only adds.
-    units: whether q and k are scaled to unit length, and q is divided by √k_size.
+    taps: the number of input rows that the convolution reads for an output row; 1 for no convolution.
+    heads: 0 for a layer that has only a convolution, with conv_channels channels.
+    delta: whether a new row replaces the value that its key reads from the state (the delta rule).  If false, the row's
+    value is only added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
     """
 
     kind: ClassVar[str] = "a state"
@@ -192,7 +192,7 @@ class RecurrentState:
 
 
 CacheSpec = KVHeads | LatentKV | RecurrentState
-# The spec of a layer that only has an MLP: it keeps neither heads nor a convolution.
+# The spec of a layer that only has an MLP.  Such a layer keeps no rows and no state.
 NO_MIXING = RecurrentState(taps=1)
 
 
@@ -280,7 +280,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
+    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError if not divisible."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

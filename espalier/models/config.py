@@ -369,12 +369,12 @@ def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> Layer
 
 
 def windows_in_even_layers(fields: Json) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type).  By default, layers 0, 2, 4, ... are sliding."""
+    """Returns the window of each layer.  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type); always None if `use_sliding_window` is false."""
+    """Returns the window of each layer, as windows_by_layer_type; None for all layers without use_sliding_window."""
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 

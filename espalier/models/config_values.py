@@ -72,10 +72,10 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def require_field_types(fields: Json) -> None:
     """Raises EspalierError if a field of FIELD_TYPES has a value of a wrong type."""
-    for name, (is_right, words) in FIELD_TYPES.items():
+    for name, (is_allowed, needed) in FIELD_TYPES.items():
         value = fields.get(name)
-        if not (value is None and words.endswith("null")) and not is_right(value):
-            raise EspalierError(f"{name} = {shown(value)}; {words} is needed; correct it or pass model_overrides")
+        if not (value is None and needed.endswith("null")) and not is_allowed(value):
+            raise EspalierError(f"{name} = {shown(value)}; {needed} is needed; correct it or pass model_overrides")
 
 
 def positive_number(fields: Json, name: str) -> float:

@@ -31,7 +31,7 @@ META_DEVICE = torch.device("meta")
 # families do arithmetic (norms, convolutions), are zeros on the CPU.
 MIN_META_VALUES = 2**20
 # The largest number of ranks that an error message suggests.
-MAX_NAMED_COUNTS = 16
+MAX_SUGGESTED_RANKS = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
@@ -40,8 +40,8 @@ def require_shards(config: ModelConfig, count: int) -> None:
     try:
         _require_divisible_sizes(config, count)
     except IndivisibleError as error:
-        numbers = possible_rank_counts(config, MAX_NAMED_COUNTS)
-        raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
+        rank_counts = possible_rank_counts(config, MAX_SUGGESTED_RANKS)
+        raise EspalierError(f"{error}; use {' or '.join(map(str, rank_counts))}") from None
 
 
 def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
@@ -175,7 +175,7 @@ class DeclaredWeights(Weights):
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def _declare(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor:
-        """Returns the stacked matrices without data, after checks that this rank's parts can be stored apart."""
+        """Returns the stacked matrices without data.  Raises EspalierError if ranks cannot divide a matrix."""
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):

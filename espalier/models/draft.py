@@ -41,7 +41,7 @@ class DraftSpec:
     mask_token_id: the input token of all rows of a block, except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     is_causal_layer: for each layer of a block draft, whether a block row attends to no later rows of its block.
-    windows_end_at_root: whether the sliding windows of all rows of a block end at the root, or each at its own row.
+    windows_end_at_root: whether the sliding windows of all block rows end at the root; if false, each ends at its row.
     hidden_source: the hidden state that module k (counted from 1) reads at token q.  "chain": the output of module k -
     1 at token q - 1, where module 0 is the target.  "target": the target's hidden state at token q - k.  With one
     module, both are the same.

@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, else the target's.  Raises EspalierError if the target's has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
-        embed = whole_embedding(target)
+        embed = gathered_embedding(target)
         # The target's scale is not copied: a draft's scale is a field of the draft's own config.
         return Embedding(embed.weight)
     return Embedding(weights.load(f"{name}.weight", *shape))
 
 
-def whole_embedding(target: CausalLM) -> Embedding:
+def gathered_embedding(target: CausalLM) -> Embedding:
     """Returns the target's embedding, gathered on every rank.  A tied head then uses the gathered tensor."""
     shards = target.embed.shards
     target.embed.gather_all_rows()

@@ -36,7 +36,7 @@ from espalier.models.weight_formats.e2m1 import MXFP4_BLOCK_SIZE, NVFP4_GROUP_SI
 from espalier.models.weights import PLAIN_DTYPES
 
 # An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
-# FP8_BLOCK: rows and columns.
+# FP8_BLOCK: the number of rows, and of columns, that share a scale in FP8 blocks.
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK = 128
@@ -79,7 +79,7 @@ class Quantiser:
     quantise: returns the stored tensors of a matrix [out, in] or, if `quantises_only_experts`, of experts [count, out,
     in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
-    group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
+    group_sizes: the numbers of columns that may share a scale.  A matrix gets the first that divides its column count.
     quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
     dense."""
 
@@ -99,12 +99,12 @@ class Quantiser:
         config = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
         for group in self.group_sizes[1:]:
             if names := [name for name, group_size in groups.items() if group_size == group]:
-                first = config["config_groups"]["group_0"]
+                first_group = config["config_groups"]["group_0"]
                 own_fields = {
                     "targets": _patterns_of_layers(names, groups),
-                    "weights": first["weights"] | {"group_size": group},
+                    "weights": first_group["weights"] | {"group_size": group},
                 }
-                config["config_groups"] = {**config["config_groups"], f"group_{group}": first | own_fields}
+                config["config_groups"] = {**config["config_groups"], f"group_{group}": first_group | own_fields}
         return config
 
     def stays_dense(self, name: str) -> bool:
@@ -157,7 +157,7 @@ def _any_number_pattern(name: str) -> str:
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  Blocks but the last have a multiple of `row_multiple` rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -173,7 +173,7 @@ def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  The last may be smaller."""
+    """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  Last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
     for block in _row_blocks(matrix, device, FP8_BLOCK):
@@ -219,13 +219,13 @@ def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales [rows, n, 1] with the least squared error among SCALE_FACTORS.  groups: [rows, n, group]."""
     largest = groups.abs().amax(2, keepdim=True)
-    widest = torch.where(largest == 0, 1.0, largest / 7.5)
-    best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
+    base_scale = torch.where(largest == 0, 1.0, largest / 7.5)
+    best, least_error = base_scale.to(dtype), torch.full_like(largest, torch.inf)
     for shrink in SCALE_FACTORS:
-        scale = (widest * shrink).to(dtype)
-        exact = scale.float()
-        error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        scale = (base_scale * shrink).to(dtype)
+        scale_values = scale.float()
+        error = ((groups / scale_values).round().clamp(-8, 7) * scale_values - groups).square().sum(2, keepdim=True)
+        best, least_error = torch.where(error < least_error, scale, best), torch.minimum(error, least_error)
     return best
 
 
@@ -316,7 +316,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
         "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], group_sizes=(NVFP4_GROUP_SIZE,)),
         "mxfp4": Quantiser(
             to_mxfp4,
-            lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
+            lambda pattern, dense_names: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense_names)},
             group_sizes=(MXFP4_BLOCK_SIZE,),
             quantises_only_experts=True,
         ),
@@ -386,8 +386,8 @@ def _write_copy(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": quantiser.quantization_config(columns)}
-    (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
+    full_config = {**config, "quantization_config": quantiser.quantization_config(columns)}
+    (out / "config.json").write_text(json.dumps(full_config, indent=1), encoding="utf-8")
     return report
 
 

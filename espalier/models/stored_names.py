@@ -72,10 +72,10 @@ class Experts:
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
     router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
     scale_name: the name of a tensor [E] by which routing weights are multiplied; None if there is no such tensor.
-    storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
-    has_biases: whether gate, up and down have biases.
-    prefix: the prefix of the block's weights in a layer.
-    names: the names of an expert's matrices ("apart").  joined_names: the names of the two stacked tensors ("joined").
+    storage: "apart": each matrix of each expert is a tensor.  "joined": tensors [E, out, in], gate before up.
+    "stacked": tensors [E, in, out], in which columns of gate and up alternate.
+    has_biases: whether gate, up and down have biases.  prefix: the prefix of the block's weights in a layer.
+    names: the names of an expert's matrices, if stored apart.  joined_names: the names of the two joined tensors.
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
