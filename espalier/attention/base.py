@@ -26,7 +26,6 @@ from espalier.kernels.state.kv_scales import KVScales
 @dataclass(frozen=True)
 class CommittedLengths:
     """The numbers of committed rows of a launch's requests, as far as the host knows them.
-
     max_lengths: an upper bound for each request (in a prefill pass, for each piece), in batch order; 0 for padding.
     exact: whether the bounds are the lengths, as in rounds without overlap.  The capture of a CUDA graph sets True only
     if the bounds are exact in every replay.

@@ -32,7 +32,6 @@ class Rope(Hashable, Protocol):
 @dataclass(frozen=True)
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
-
     specs: the specs of all layers in the pages: the target's layers, then the draft's.
     layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
     """
@@ -118,7 +117,6 @@ class ModelCache:
 @dataclass(frozen=True)
 class ChosenRows:
     """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
-
     pass_rows: [R] int64, ascending: the index of each chosen row among all B · Q rows.  The first row of each request
     is always chosen.
     chosen_index: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen
@@ -152,7 +150,6 @@ class ChosenRows:
 @dataclass(eq=False)
 class Pass:
     """One forward pass of a model, made by `ModelCache.begin_pass`, which describes the other fields.
-
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.
     positions: [B, Q] int64, for RoPE.

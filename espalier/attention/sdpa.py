@@ -23,7 +23,6 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 @dataclass
 class CommittedRows:
     """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
-
     positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the row's index.
     last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]).  The last R rows are the
     staged rows of one pass.  A draft with one layer uses the first P rows again for every level of a tree.

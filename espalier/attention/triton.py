@@ -2,7 +2,7 @@
 
 The committed rows are split among programs, and the device computes the splits: this module reads no lengths on the
 host.  Splits are computed once for each Prefix, for all its layers and passes; with a window, once for each pass.
-All layers of a pass share the buffers of partial results.
+Layers with the same sizes share the buffers of partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ class TritonAttention(AttentionPlan):
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """Returns prefixes and their splits.  A request with more than topk rows (with staged rows) has no prefix."""
+        """Returns prefixes and their splits.  With more than topk rows (staged rows count), a request's prefix is empty."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)

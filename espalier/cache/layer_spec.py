@@ -43,7 +43,6 @@ class RotatedHeads(NamedTuple):
 @dataclass(frozen=True)
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
-
     dtype: the planes' dtype; None for the model's.  num_read_planes: the number of planes that attention reads.
     """
 
@@ -79,8 +78,8 @@ class KVHeads:
     ) -> Tensor:
         """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
-        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes.  The
-        tensor may be overwritten.  RotatedHeads are written without norm and rotation.
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums [splits, N, ...] of such a tensor
+        (rotate_and_store), which may be overwritten.  RotatedHeads are written without norm and rotation.
         scales: the scales of FP8 planes.  Returns q [N, heads, k_size].
         """
         if isinstance(qkv, RotatedHeads):
@@ -94,7 +93,6 @@ class KVHeads:
 @dataclass(frozen=True)
 class LatentKV:
     """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V is its first v_size values.
-
     dtype: the dtype of the latent's plane; None for the model's dtype.
     index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
     index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
@@ -199,7 +197,6 @@ NO_MIXING = RecurrentState(taps=1)
 @dataclass(frozen=True)
 class LayerSpec:
     """The attention or recurrence of one layer.
-
     heads: the number of query heads.  cache_spec: the data that the layer keeps between passes.
     window: a query at position p attends to positions > p - window; None for all positions.
     scale: the factor of q·k; None for k_size ** -0.5.
@@ -280,7 +277,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError if not divisible."""
+    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError if that is impossible."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

@@ -47,7 +47,6 @@ class SnapshotTargets(NamedTuple):
 @dataclass(frozen=True)
 class StateAccess:
     """The states that a pass reads, and the number of its rows that change them.
-
     slots: [B].  prefix_len: [B], the number of tokens before the first row.
     length: [B], the number of rows that exist; None for a tree, whose accepted path is committed later.
     snapshots: the snapshots to write in this pass, or None.
@@ -94,7 +93,6 @@ class StateAccess:
 @dataclass
 class LayerStateTensors:
     """The states of all layers with the same sizes.  In the states of one layer, the tensors lack the first dimension.
-
     recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
     conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
     staged_inputs, staged_rows: the inputs of the convolution and of the recurrence at staged nodes,
@@ -168,7 +166,7 @@ class StateTable:
 class PassStates:
     """The states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
 
-    table: StateTable
+    state_table: StateTable
     state_access: StateAccess
     parents: Tensor | None
     ancestor_bits: Tensor | None
@@ -190,7 +188,7 @@ class PassStates:
         that has only a convolution.  columns: None if the channels are in order.
         Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
         """
-        states, is_tree = self.table.states[layer], self.state_access.length is None
+        states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
         # The convolution's tail keeps inputs, not their partial sums, so partial sums are added.
         inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
@@ -199,7 +197,7 @@ class PassStates:
         rows = RowInputs(states.conv_tail, self.state_access.slots, self.parents, continues, width)
         prepare_rows(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.state_access.path_rows(None, width, self.table.spare_row)
+            path = self.state_access.path_rows(None, width, self.state_table.spare_row)
             commit_tails(states.conv_tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -215,13 +213,13 @@ class PassStates:
 
         skip_factor: [heads]; skip_factor · v is added to a row's output.
         """
-        rows, states = self._rows_by_layer.pop(layer), self.table.states[layer]
+        rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)
         if self.state_access.length is None:
             assert self.ancestor_bits is not None
             return tree_outputs(q, rows, state, self.ancestor_bits, skip_factor, states.cache_spec.delta)
-        path = self.state_access.path_rows(None, q.shape[1], self.table.spare_row)
+        path = self.state_access.path_rows(None, q.shape[1], self.state_table.spare_row)
         return chain_outputs(q, rows, state, path, skip_factor, states.cache_spec.delta)
 
 

@@ -185,7 +185,7 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(xgrammar_form, self.tokenizer, self.vocab_size)
-        # A masker needs an end token, and that token's text cannot be written.  So two end tokens are tried.
+        # A masker needs an end token, and cannot allow this token as text.  So two different end tokens are tried.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         try_masks(xgrammar_form, num_bytes)

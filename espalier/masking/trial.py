@@ -30,7 +30,7 @@ NUM_SAMPLE_TOKENS = 96
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
-# A matcher needs an end token.  The text of this end token cannot be tried.
+# The end token of the matchers, which need one.  The text of this token is never tried.
 TRIAL_END_TOKEN = 0
 
 
@@ -54,7 +54,6 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
-
     num_bytes: [vocab_size] int, the number of bytes of each token.
     """
     import xgrammar

@@ -76,11 +76,11 @@ def uses_target_matrix(
     return True
 
 
-def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
+def _have_equal_values(weights: Weights, name: str, other_name: str) -> bool:
     """Whether both tensors are stored, have a floating-point dtype, and have the same values."""
-    if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
+    if name not in weights or other_name not in weights or weights.shape(name) != weights.shape(other_name):
         return False
-    tensor, other_tensor = (weights.load_raw(stored, *weights.shape(name)) for stored in (name, other))
+    tensor, other_tensor = (weights.load_raw(tensor_name, *weights.shape(name)) for tensor_name in (name, other_name))
     return tensor.dtype in PLAIN_DTYPES and torch.equal(tensor, other_tensor)
 
 

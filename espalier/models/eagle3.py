@@ -47,7 +47,7 @@ ARCHITECTURES = (
 )
 # Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
-# Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
+# For these target architectures, the layer ids in eagle_config mean inputs of layers, not outputs (_captured_layers).
 TARGETS_WITH_INPUT_LAYER_IDS = (V2.architecture, V3.architecture)
 EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -58,7 +58,7 @@ class Eagle3Config:
     """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
     target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
-    norm_before_fc: whether fc reads the norm over all captured inputs.  fc_norm: whether each has its own norm."""
+    norm_before_fc: whether fc reads one norm over all captured inputs.  fc_norm: whether each input is normed."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -162,7 +162,7 @@ def _captured_layers(
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
-    The ids of the two formats differ by one.  In the format of speculators, the ids at the top level are the layers
+    The ids of layers differ by one in the two formats.  In the format of speculators, top-level ids are the layers
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 

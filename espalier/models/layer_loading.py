@@ -159,9 +159,9 @@ def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
     return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
 
-def _split_gate_and_up(interleaved: Tensor) -> Tensor:
+def _split_gate_and_up(columns: Tensor) -> Tensor:
     """Converts [N, 2·I], in which columns of gate and up alternate, to [N, 2, I], gate first."""
-    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
+    return columns.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:

@@ -183,7 +183,7 @@ def load_target(
     """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
     position_rows: the number of rows of the rotary tables, which hold positions 0 .. position_rows-1.
     max_context: the number of tokens of the longest text; by default position_rows.
-    captured_layers: the layers whose inputs every pass returns; the index num_layers stands for the final norm."""
+    captured_layers: the layers whose inputs every pass returns; the index num_layers means the final norm's input."""
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in captured_layers if not 0 <= layer <= config.num_layers]
     if missing:

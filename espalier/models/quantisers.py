@@ -148,7 +148,7 @@ def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) 
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
     others = {_any_number_pattern(name) for name in groups.keys() - set(names)}
-    return [each for pattern, alike in patterns.items() for each in (alike if pattern in others else [pattern])]
+    return [name for pattern, full in patterns.items() for name in (full if pattern in others else [pattern])]
 
 
 def _any_number_pattern(name: str) -> str:
@@ -186,8 +186,8 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
     return {".weight": _join_codes(codes), ".weight_scale_inv": torch.cat(scales)}
 
 
-def _fp8_scale(largest: Tensor) -> Tensor:
-    return torch.where(largest == 0, 1.0, largest / FP8_MAX)
+def _fp8_scale(max_magnitude: Tensor) -> Tensor:
+    return torch.where(max_magnitude == 0, 1.0, max_magnitude / FP8_MAX)
 
 
 def _join_codes(codes: Sequence[Tensor]) -> Tensor:
@@ -218,9 +218,9 @@ def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales [rows, n, 1] with the least squared error among SCALE_FACTORS.  groups: [rows, n, group]."""
-    largest = groups.abs().amax(2, keepdim=True)
-    base_scale = torch.where(largest == 0, 1.0, largest / 7.5)
-    best, least_error = base_scale.to(dtype), torch.full_like(largest, torch.inf)
+    max_magnitude = groups.abs().amax(2, keepdim=True)
+    base_scale = torch.where(max_magnitude == 0, 1.0, max_magnitude / 7.5)
+    best, least_error = base_scale.to(dtype), torch.full_like(max_magnitude, torch.inf)
     for shrink in SCALE_FACTORS:
         scale = (base_scale * shrink).to(dtype)
         scale_values = scale.float()
@@ -236,9 +236,9 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
     codes, scales = [], []
     for matrix in experts:
         values = matrix.to(device, torch.float32).unflatten(1, (-1, MXFP4_BLOCK_SIZE))
-        largest = values.abs().amax(2)
-        exponent = torch.frexp(largest)[1] - 1 - E2M1_MAX_EXPONENT
-        exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
+        max_magnitude = values.abs().amax(2)
+        exponent = torch.frexp(max_magnitude)[1] - 1 - E2M1_MAX_EXPONENT
+        exponent = torch.where(max_magnitude == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
         codes.append(pack_nibbles(_encode_e2m1(scaled)).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
@@ -247,8 +247,8 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and a divisor for the matrix."""
-    largest = matrix.abs().amax().to(device, torch.float32)
-    divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
+    max_magnitude = matrix.abs().amax().to(device, torch.float32)
+    divisor = torch.where(max_magnitude == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / max_magnitude)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NVFP4_GROUP_SIZE))
@@ -262,11 +262,11 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
     return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": factor}
 
 
-def _encode_e2m1(scaled: Tensor) -> Tensor:
-    """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled.device)
-    magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
-    return magnitudes | (scaled < 0).to(torch.uint8) << 3
+def _encode_e2m1(scaled_values: Tensor) -> Tensor:
+    """Returns the 4-bit codes of the E2M1 values nearest to `scaled_values`.  Magnitudes above 6 get the code of 6."""
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled_values.device)
+    magnitudes = torch.bucketize(scaled_values.abs().contiguous(), middles).to(torch.uint8)
+    return magnitudes | (scaled_values < 0).to(torch.uint8) << 3
 
 
 def _compressed_tensors(

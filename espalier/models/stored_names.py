@@ -126,16 +126,16 @@ class StoredNames:
     prefixes: tuple[tuple[str, str], ...] = ()
     has_other_parts: bool = False
 
-    def own_name(self, stored: str) -> str | None:
+    def own_name(self, stored_name: str) -> str | None:
         """Returns the own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
-            if stored.startswith(prefix):
-                return own + stored.removeprefix(prefix)
-        return None if self.has_other_parts else stored
+            if stored_name.startswith(prefix):
+                return own + stored_name.removeprefix(prefix)
+        return None if self.has_other_parts else stored_name
 
-    def formats_by_own_name(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
-        """Converts `formats`, a function of stored names, to a function of own names.  stored: all stored names."""
-        prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
+    def formats_by_own_name(self, formats: FormatLookup, names: Iterable[str]) -> FormatLookup:
+        """Converts `formats`, a function of stored names, to a function of own names.  names: all stored names."""
+        prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in names)}
         if not prefixes:
             return formats
 

@@ -93,27 +93,28 @@ class ParallelMLPRows(NamedTuple):
 class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  The MLP and the experts read the residual, each through its own
     norm.
-    router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
+    router_norm: the norm before the router; its weight includes the router's scale.  mlp_output_norm: the norm of the
+    dense MLP's output.  experts_input_norm, experts_output_norm: of the experts' input and output."""
 
     mlp: GatedMLP
     mixture: MixtureMLP
     router_norm: RMSNorm
-    mlp_norm: RMSNorm
-    norm: RMSNorm
+    mlp_output_norm: RMSNorm
+    experts_input_norm: RMSNorm
     experts_output_norm: RMSNorm
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
         """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(x, (norm, self.norm, self.router_norm))
+        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(x, (norm, self.experts_input_norm, self.router_norm))
         return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(router_rows, self.mixture.router)))
 
     def __call__(
         self, rows: ParallelMLPRows, live: Tensor | None
     ) -> tuple[tuple[Tensor | UnsummedOutput, RMSNorm], ...]:
         """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
-        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
+        mlp_output, experts_output = self.mlp(rows.mlp_rows), self.mixture(rows.routed, live)
+        return (mlp_output, self.mlp_output_norm), (experts_output, self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -337,8 +338,8 @@ def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefi
         # The dense MLP is a separate block, not a shared expert in the experts' sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.load_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
-        mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
-        norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
+        mlp_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
+        experts_input_norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
         experts_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
     )
 

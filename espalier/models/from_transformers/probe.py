@@ -225,11 +225,10 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
 @dataclass(frozen=True)
 class ProbeResult:
     """The properties of a class with a config.
-
     replacements: see TransformersTarget.  replaced_modules: the number of replaced modules of each class, in words.
     can_capture: whether the input of every layer is one row [H] for each token.
-    num_weights: the number of values in all matrices.  expert_weights: the number of values in the experts' matrices.
-    num_experts, top_k: 1 without experts.
+    num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
+    num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
     """
 
     config: Any
@@ -239,7 +238,7 @@ class ProbeResult:
     can_capture: bool
     vocab_size: int
     num_weights: int
-    expert_weights: int
+    num_expert_weights: int
     num_experts: int
     top_k: int
 
@@ -286,7 +285,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         can_capture=can_capture,
         vocab_size=target.head.shape[0],
         num_weights=sum(matrix.numel() for matrix in matrices),
-        expert_weights=sum(matrix.numel() for matrix in experts),
+        num_expert_weights=sum(matrix.numel() for matrix in experts),
         num_experts=experts[0].shape[0] if experts else 1,
         top_k=getattr(config, "num_experts_per_tok", None) or 1,
     )
@@ -316,8 +315,8 @@ def read_by_transformers(
         )
     config_class = CONFIG_MAPPING[config_json["model_type"]]
     class_fields = {*config_class().to_dict(), *config_class.attribute_map}
-    known_fields = {*class_fields, *config_json, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
-    full = with_overrides(config_json, overrides or {}, known_fields)
+    allowed_fields = {*class_fields, *config_json, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
+    full = with_overrides(config_json, overrides or {}, allowed_fields)
     if any(full.get(field_name) is not None for field_name in QUANTISATION_FIELDS):
         raise EspalierError(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "

@@ -124,7 +124,7 @@ class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
     replacements: for a module's class, the function that makes the replacement of the module's forward.
-    captured_layers: the layers whose inputs a pass returns; the number of layers stands for the last layer's output.
+    captured_layers: the layers whose inputs a pass returns; the number of layers means the last layer's output.
     config, layer_specs: set by the loader.
     """
 

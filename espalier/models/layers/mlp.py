@@ -70,7 +70,7 @@ class GatedMLP:
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
-# A router has few outputs.  So for few rows, its product is split along the inputs, and `route` adds the partial sums.
+# A router has few outputs.  So for few rows, the product is split along the inputs, and `route` adds the partial sums.
 # For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
@@ -96,8 +96,8 @@ class MixtureMLP:
     biases, activation: the biases and the activation of the routed experts.  expert_scales: [E], the factors of routing
     weights, or None.
     shards: the ranks that divide the experts.  Each rank has a part of the intermediate size of every expert.
-    shared_expert_tiles: the weights of shared_expert, for the kernels of the routed experts, which also compute the
-    shared MLP if there are few rows.  None if the shared MLP always has its own kernel launches."""
+    shared_expert_tiles: the weights of shared_expert, in the form that the kernels of the routed experts take.  For few
+    rows, these kernels also compute the shared MLP.  None if the shared MLP always has its own kernel launches."""
 
     routing: Routing
     router: Tensor

@@ -99,16 +99,15 @@ class GatedConv:
 
 
 class DeltaNetInput(NamedTuple):
-    """normed: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
+    """normed_rows: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
 
-    normed: InputRows
+    normed_rows: InputRows
     ba: Tensor
 
 
 @dataclass(eq=False, slots=True)
 class DeltaNet:
     """The gated delta rule.
-
     qkvz: the stacked projections of q, k, v and the output gate z.  ba: the stacked projections of b and a.
     is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0 come first, then all rows
     of head 1, and so on.  If false, all rows of q come first, then all rows of k, and so on.
@@ -158,8 +157,8 @@ class DeltaNet:
 
     def __call__(self, layer: int, inputs: DeltaNetInput, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  inputs: the result of norm_input.  See decoder.py:Mixer."""
-        project = self.qkvz.partial_sums if len(inputs.normed) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
-        qkvz = project(inputs.normed)
+        project = self.qkvz.partial_sums if len(inputs.normed_rows) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
+        qkvz = project(inputs.normed_rows)
         q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         head_outputs = p.attend(layer, q).flatten(0, 1)
