@@ -102,7 +102,7 @@ class TritonAttention(AttentionPlan):
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """Returns prefixes and their splits.  With more than topk rows (staged rows count), a request's prefix is empty."""
+        """Returns prefixes and their splits.  A request with more than topk rows in all has an empty prefix."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)

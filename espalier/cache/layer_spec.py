@@ -277,7 +277,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError if that is impossible."""
+    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError for divided states."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

@@ -82,12 +82,12 @@ class StateAccess:
             (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
         )
 
-    def path_rows(self, source: Tensor | None, width: int, spare_row: int) -> PathRows:
-        """Returns the PathRows (kernels/ops/states.py) of this pass."""
+    def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
+        """Returns the rows that update the states.  source_rows: [B, width], staged rows; None: the pass's own rows."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
-        return PathRows(self.slots, source, self.length, *snapshots, continues, is_last_row, width, spare_row)
+        return PathRows(self.slots, source_rows, self.length, *snapshots, continues, is_last_row, width, spare_row)
 
 
 @dataclass
@@ -153,9 +153,9 @@ class StateTable:
                 for source, destination in row_pairs:
                     values[:, destination].copy_(values[:, source])
 
-    def commit(self, state_access: StateAccess, source: Tensor) -> None:
-        """Apply the accepted paths: the first state_access.length [B] of the staged rows `source` [B, W]."""
-        path = state_access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
+    def commit(self, state_access: StateAccess, staged_rows: Tensor) -> None:
+        """Apply the accepted paths: of each request's `staged_rows` [B, W], the first state_access.length [B] rows."""
+        path = state_access.path_rows(staged_rows.contiguous(), staged_rows.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.conv_tail, stack.staged_inputs, path, stack.cache_spec.columns)
             if stack.recurrent_state is not None and stack.staged_rows is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 # Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
-# tokens, so a slow byte foretells a mask that takes a thousand times as long.
+# tokens, so if reading a byte is slow, a mask may take a thousand times as long.
 MAX_MASK_S = 0.02
 MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the number of tokens of each text.

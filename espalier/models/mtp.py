@@ -103,7 +103,7 @@ def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
 
 
 def _with_storage_fields(target: Json, config_json: Json) -> Json:
-    """Returns the target's config with the quantisation fields of MTP layers that are in another directory."""
+    """Returns the target's config, with the quantisation fields of `config_json` in place of the target's."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(config_json)
 
 

@@ -102,9 +102,9 @@ class Experts:
 
 
 def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
-    """For matrices that a layer stacks, returns the names of the stored matrices, and which rows of each are read.
-    rows: the rows of each matrix of the layer.  names: one name for each matrix, or one for all if the checkpoint also
-    stores them stacked.  If ranks divide such a stacked matrix, the rank's part of each matrix is read separately."""
+    """For matrices that a layer stacks, returns the names of the stored matrices, and the rows that are read from each.
+    rows: the rows of each matrix of the layer.  names: one name for each matrix, or a single name if the checkpoint
+    stores the matrices stacked.  If ranks divide stored stacked matrices, each matrix is read separately."""
     if len(names) == len(rows):
         return names, rows
     parts = [as_rank_part(size) for size in rows]

@@ -132,7 +132,7 @@ def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
-        # `touch` creates the file with the permissions of the umask; `save_file` gives only its owner access.
+        # `touch` creates the file with the umask's permissions; `save_file` alone would give only the owner access.
         file.touch()
         mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})

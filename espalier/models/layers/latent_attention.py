@@ -51,7 +51,7 @@ def norm_for_indexer(
 
 
 def common_input_scales(first: InputScales | None, second: InputScales | None) -> InputScales | None:
-    """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
+    """Returns how a norm quantises the common input of two products; None if the products need different inputs."""
     if first is None or second is None:
         return None
     are_equal = first.static_scale is second.static_scale is None and first.group_size == second.group_size
