@@ -13,7 +13,7 @@ def _sibling_state_kept(original):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
     def commit(table, access, source):
-        last = next(iter(table.states.values())).inputs.shape[0] - 1
+        last = next(iter(table.states.values())).staged_inputs.shape[0] - 1
         original(table, access, torch.where(source > source[:, :1], (source + 1).clamp(max=last), source))
 
     return commit
@@ -35,7 +35,7 @@ def _conv_tail_kept(original):
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], whole))
+            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.staged_inputs[source], whole))
 
     return commit
 
