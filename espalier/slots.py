@@ -150,7 +150,7 @@ class SlotTable:
     guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W], the host's guesses.
     survival: [NODE_KINDS, S], for all requests the log-probability that a node of a kind at a depth is right if its
     parent is right.  draft_skill: [num_slots, 1], a request's addend to this logarithm for nodes of its draft.
-    own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text
+    own_text_paths: [num_slots, P, 1 + S], kind and tokens of each path that the last round found in the request's text
     (its prompt and output).
     candidates: [num_slots, D], the nodes of the request's tree before requests shared rows, packed into numbers
     (speculate/sources/calibrate.py:pack_nodes)."""
@@ -184,7 +184,7 @@ class SlotTable:
         self.bias_values = zeros(MAX_BIASES, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.guesses = zeros(layout.sent_paths, GUESS_HEADER_COLUMNS + max_guess_length(layout))
-        self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
+        self.own_text_paths = zeros(layout.text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.draft_skill = zeros(1, dtype=torch.float32)
         self.survival = torch.zeros(NODE_KINDS, layout.steps, dtype=torch.float32, device=device)

@@ -27,8 +27,8 @@ def run(args: Namespace) -> int:
 
 
 def _shape_settings(args: Namespace) -> tuple[dict[str, Any], str]:
-    """(settings for the engine process, the model's name).  Raises EspalierError for flags that do not go with it."""
-    # Imported here: the API server does without PyTorch until the flags are read.
+    """(settings for the engine process, the model's name).  Raises EspalierError for flags that --shape rules out."""
+    # Imported here, because these modules import PyTorch, which the API server needs only after it has read the flags.
     from lab.bench.engines import refuse_settings_of_shape
     from lab.bench.synthetic_models import recipe_with_accept_length
 

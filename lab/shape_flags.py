@@ -17,7 +17,7 @@ SHAPE_FLAGS = (
     "layers", "accept_length", "accept_lengths", "routing_correlation", "mtp_layers", "mtp_form", "block_size",
     "block_fade", "weights", "draft_weights",
 )  # fmt: skip
-# Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
+# The names of espalier/bench/shapes.py.  They are repeated here because the help must not import PyTorch.
 SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite",
     "deepseek-v3-1gpu", "deepseek-v3-cut", "deepseek-v3.2-cut", "gpt-oss-20b", "gemma-4-31b", "gemma-4-26b-a4b",
@@ -104,7 +104,7 @@ def acceptance_by_depth(path: Path) -> list[float]:
 
 
 def seed_of(settings: Mapping[str, Any]) -> int:
-    """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
+    """The seed of synthetic models: --seed, else 0.  settings: the engine settings that were given as flags."""
     seed: Any = settings.get("seed")
     return 0 if is_unresolved(seed) else seed
 
@@ -125,7 +125,7 @@ def shape_flag(args: Namespace, name: str) -> Any:
 
 
 def refuse_shape_flags(args: Namespace, but: Collection[str] = ()) -> None:
-    """Raises EspalierError for a flag of a synthetic model where no --shape is given.  but: flags that it allows."""
+    """Raises EspalierError for a flag of a synthetic model without --shape.  but: flags that are allowed."""
     for name in SHAPE_FLAGS:
         if name not in but and getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")

@@ -18,7 +18,7 @@ def check_pages(engine: Engine) -> None:
     keeper = engine.scheduler.state_keeper
     if isinstance(keeper, StateKeeper):
         held = [row for each in keeper._by_request.values() for _, row in each.all_snapshots]
-        check_snapshots(keeper.snapshots, held, cached)
+        check_snapshots(keeper.snapshot_rows, held, cached)
 
 
 def check_pool(pool: PagePool, request_pages: Iterable[Iterable[int]], cached: Iterable[int]) -> None:

@@ -2,8 +2,8 @@
 
 Rounds of every tree show how often the first child is accepted at each depth, along paths of first children.  These
 rates predict the gain of a tree: the tokens of a round beyond the first.  A tree that ran also has a gain ratio: its
-real gain divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted
-in proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
+real gain divided by the predicted gain.  The acceptance of the other children is assumed, not measured: these children
+are as good as in ACCEPT_LENGTHS, and better or worse in proportion to the measured rate of the first child.
 """
 
 import math
@@ -20,16 +20,16 @@ from espalier.layout import TreeShape
 # (number of nodes of a tree, accept length), measured with the draft MEASURED_DRAFT.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
-# How often the first child of that draft is accepted if its parent is, by depth.  The last value holds for all deeper
-# levels.
+# How often that draft's first child is accepted if the child's parent is accepted, by depth.  The last value holds for
+# all greater depths.
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MAX_RATE = 0.98
 # The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
-# Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
-# round), and a gain ratio of 1 as GAIN_PRIOR_TOKENS tokens.
+# At first, assumptions count like measurements: FIRST_CHILD_RATES like PRIOR_SAMPLES samples (a sample is one request
+# in one round), and a gain ratio of 1 like GAIN_PRIOR_TOKENS tokens.
 PRIOR_SAMPLES, GAIN_PRIOR_TOKENS = 3.0, 12.0
 # Each round multiplies the weight of the prior by PRIOR_DECAY.
 PRIOR_DECAY = 0.9
@@ -44,12 +44,12 @@ class AcceptSample(NamedTuple):
     max_depth: the greatest depth at which the request may accept nodes.
     sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.
     is_leaf: whether the last accepted node has no child in the tree.
-    is_short: whether the draft had fewer guesses than the tree has room for."""
+    lacks_guesses: whether the draft had fewer guesses than the tree has room for."""
 
     max_depth: int
     sibling_ranks: tuple[int, ...]
     is_leaf: bool
-    is_short: bool
+    lacks_guesses: bool
 
 
 def assumed_accept_length(tree: TreeShape) -> float:
@@ -70,21 +70,23 @@ def depth_of(tree: TreeShape) -> int:
 
 
 def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
-    """Returns the expected gains of a round (tokens beyond the first) if nodes may be accepted down to depth 0, 1, ...
+    """Returns a list: entry d is the expected gain of a round whose nodes may be accepted down to depth d.
 
-    first_child_rates: how often the first child is accepted, by depth from 1 on."""
+    The gain is the number of tokens beyond the first.  first_child_rates: by depth from 1 on."""
     other_child_rate = _other_child_rate(tree)
-    reached, summed = 1.0, [0.0]
+    reached, gain_to_depth = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
-        first = first_child_rates[depth - 1]
-        reached *= first + (1 - first) * min(other_child_rate * first / assumed_rate(depth), 1.0)
-        summed.append(summed[-1] + reached)
-    return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
+        first_rate = first_child_rates[depth - 1]
+        other_rate = min(other_child_rate * first_rate / assumed_rate(depth), 1.0)
+        reached *= first_rate + (1 - first_rate) * other_rate
+        gain_to_depth.append(gain_to_depth[-1] + reached)
+    return [SHARED_ROWS_GAIN * gain for gain in gain_to_depth] if tree.shared_rows else gain_to_depth
 
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """Returns how often another child must be accepted if the first is not, to reach `assumed_accept_length`."""
+    """Returns the rate at which another child is accepted after the first child failed.  It is the rate with which the
+    expected accept length equals `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -148,7 +150,7 @@ class Acceptance:
 
     steps: the depth of the deepest tree.
     min_rounds, min_samples: counts fade slowly enough to remember at least so many rounds and so many samples.
-    min_prior: the least weight of the assumptions.
+    min_prior: the least weight of the assumptions, in samples.
     first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
     rate is corrected by the same factor as at the depth above."""
 
@@ -244,7 +246,7 @@ def _count_first_children(
         count = counts_by_depth[depth]
         if depth == len(ranks):
             # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
-            count.denominator += weight * (not sample.is_leaf or sample.is_short)
+            count.denominator += weight * (not sample.is_leaf or sample.lacks_guesses)
             return
         count.denominator += weight
         if ranks[depth]:

@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """A captured launch.  vector: [n] int64 on the device, which a replay reads: the packed input of a launch with the
-    graph's LaunchForm.  For a prefill pass, it leaves out the slot-table updates (CudaExecutor._copy_to_graph)."""
+    """A captured launch.  vector: [n] int64 on the device, the packed launch input that a replay of `graph` reads.  The
+    vector of a prefill pass has no slot-table updates (CudaExecutor._copy_to_graph)."""
 
     vector: Tensor
     graph: torch.cuda.CUDAGraph
@@ -75,7 +75,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaLaunchHandle:
-    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after `host_entry.copied_event`."""
+    """A launch in flight.  prompt_logprobs: as in read_results; pinned, complete after `host_entry.copied_event`."""
 
     results: ResultsRing
     host_entry: HostEntry
@@ -108,7 +108,7 @@ class CudaStagedHandle:
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        While the draft asks the host, all requests wait.  So it asks only if at least half of them have a grammar."""
+        All requests wait while the draft asks the host.  So it asks only if half of the requests have a grammar."""
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
@@ -149,7 +149,7 @@ class CudaExecutor:
     overlap: whether a round may be launched before the previous round is read.  With overlap, attention is captured for
     lengths that the host does not know exactly.
     capture_stages: whether staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.
-    captured_passes: the forms of captured prefill passes; empty if no rounds are captured or no pass can be.
+    captured_passes: the forms of captured prefill passes; empty if no round is captured or no pass can be captured.
     replay_events: for measurements.  If this is a list, each replay appends its (start, end) events."""
 
     failure: Exception | None = None
@@ -177,10 +177,10 @@ class CudaExecutor:
         self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.captured_passes = runner.captured_passes if graph_batch else ()
-        widest = len(self._pack(dummy_launch(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
+        max_size = len(self._pack(dummy_launch(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
         results_shape = self.results.ring.shape[1:]
-        self.host_ring = [HostEntry(entry, pinned(widest), pinned(results_shape)) for entry in range(RING_ENTRIES)]
+        self.host_ring = [HostEntry(entry, pinned(max_size), pinned(results_shape)) for entry in range(RING_ENTRIES)]
         self.num_launched = 0
         self.graphs: dict[LaunchForm, CapturedLaunch] = {}
         self.stage_graphs: dict[int, RoundStages] = {}
@@ -234,7 +234,7 @@ class CudaExecutor:
         return host_entry, form, self._pack(launch_input, host_entry.entry_index, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """Packs a launch (see pack_launch).  If layers keep recurrent states, their graphs always read snapshots."""
+        """Packs a launch.  The graphs of a model with recurrent states always read the parts of snapshots."""
         has_snapshots = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
@@ -271,14 +271,14 @@ class CudaExecutor:
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
-            on_host = None
+            host_logprobs = None
             if prompt_logprobs is not None:
                 prompt_logprobs.record_stream(self.copy_stream)
-                on_host = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
-                on_host.copy_(prompt_logprobs, non_blocking=True)
+                host_logprobs = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
+                host_logprobs.copy_(prompt_logprobs, non_blocking=True)
             host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
             host_entry.copied_event.record(self.copy_stream)
-        return on_host
+        return host_logprobs
 
     @torch.inference_mode()
     def compile_kernels(self, launch_inputs: Iterable[LaunchInput]) -> None:
@@ -353,8 +353,8 @@ class CudaExecutor:
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
                 prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
-        on_host = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
-        return CudaLaunchHandle(self.results, host_entry, launch_input, on_host)
+        host_logprobs = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
+        return CudaLaunchHandle(self.results, host_entry, launch_input, host_logprobs)
 
     def _capture(self) -> None:
         """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""

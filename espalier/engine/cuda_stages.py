@@ -66,7 +66,7 @@ class GrammarRows:
     """A tensor on the device with one row for each request, such as its mask.
 
     values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the content of all other rows,
-    a row or one number for all cells; it allows all tokens.
+    which allows all tokens: a row, or one number for all cells of a row.
 
     The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
     it, because PyTorch would use several threads, which wait for one another on a busy host.
@@ -104,14 +104,16 @@ class GrammarRows:
 
 
 class StageMemory:
-    """The memory of the GrammarRows of all stages, by name.  The largest batch should call `rows` first, because later
-    calls share its memory."""
+    """The memory of the GrammarRows of all stages, by name.  The largest batch should call `make_rows` first,
+    because later calls share the memory of that call."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.memory_by_name: dict[str, GrammarRowMemory] = {}
 
-    def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, unmasked_row: Tensor | int) -> GrammarRows:
+    def make_rows(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, unmasked_row: Tensor | int
+    ) -> GrammarRows:
         memory, count = self.memory_by_name.get(name), prod(shape)
         if memory is None or len(memory.values) < count:
             pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -147,10 +149,10 @@ def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) ->
 
 @dataclass
 class BeamMaskQuery:
-    """The draft's question at one level and its answer, on the device.
+    """The draft's question at one tree level and its answer, on the device.
 
-    packed: [B, E + Q * W] int64: E drafted tokens and the W words of ancestor bits of Q beams, as in
-    sampling.mask.AskAllowedTokens.  They stand side by side, so that one copy brings both to the host.
+    packed: [B, E + Q * W] int64, the question: E drafted tokens, then W words of ancestor bits for each of Q beams
+    (sampling.mask.AskAllowedTokens).  One copy brings the whole question to the host.
     answer: [B, Q, 1 + packed_row_length(words)] int64, each beam's forced token and mask (`pack_side_by_side`)."""
 
     packed: Tensor
@@ -166,7 +168,7 @@ class BeamMaskQuery:
         # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
         shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
         # At each level of a tree, the question has another number of tokens, so this number can name the memory.
-        answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
+        answer = memory.make_rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
         return cls(packed, num_tokens, num_mask_words, answer)
 
     @property
@@ -270,7 +272,7 @@ class RoundStages:
     def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
-        masks: has masks for as many nodes as the largest tree has, of which a smaller tree needs the first."""
+        masks: a mask for each node of the largest tree.  A smaller tree uses only the first masks."""
         self.masks.set_rows(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
@@ -294,11 +296,11 @@ class EagerStages:
         # Level 0: the mask belongs to no level yet.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
-        self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
+        self.guide_rows = memory.make_rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
         forced_and_level, mask = unpack_side_by_side(self.guide_rows.values, steps + 1, words)
         self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.beam_query)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
-        self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
+        self.masks = memory.make_rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.with_vector(self.vector), sampling_features)
 
     @property
@@ -316,7 +318,7 @@ class EagerStages:
         self.staged.settle(self.masks.values)
 
     def run(self) -> None:
-        """Runs all four stages.  The launch input must be one of dummy slots."""
+        """Runs all four stages.  The launch must be a launch of dummy slots."""
         stages = self.stages
         stages.begin()
         stages.propose(None)
@@ -324,7 +326,7 @@ class EagerStages:
         stages.settle()
 
     def capture_stages(self, graph_pool: Any, stream: torch.cuda.Stream) -> RoundStages:
-        """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
+        """Captures the stages as CUDA graphs and returns them.  The launch must be a launch of dummy slots.
 
         Raises torch.OutOfMemoryError if the graphs do not fit into memory."""
         with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
 """The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
-A round with a grammar runs in stages.  It is started like every other round, and its first stage needs no mask.  Once
-the host has read the previous round, it knows the states of the grammars and resumes the new round.  While the target
-verifies the trees, the host makes the masks of the trees' nodes.  The last stage, settle, needs these masks.
+A round with a grammar runs in stages.  The first stage needs no mask, so the round is started like every other round.
+Once the host has read the previous round, the host knows the states of the grammars and resumes the new round.  While
+the target verifies the trees, the host makes the masks of the trees' nodes.  The last stage, settle, needs these masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class StartedLaunch:
     maskers: Maskers = ()
 
     @property
-    def stages(self) -> StagedRoundHandle | None:
+    def staged_handle(self) -> StagedRoundHandle | None:
         """The handle of a round that runs in stages; None for other launches."""
         return cast(StagedRoundHandle, self.handle) if self.launch.launch_input.is_staged else None
 
@@ -149,18 +149,18 @@ class Engine:
     def _resume_round(self, started: StartedLaunch | None) -> None:
         """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
         grammars' states are known."""
-        if started is None or started.stages is None:
+        if started is None or started.staged_handle is None:
             return
         masks, started.maskers = self.scheduler.mask_builder, self.scheduler.maskers_of(started.launch)
-        started.stages.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
+        started.staged_handle.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
         self.in_flight.unsettled_round = started
 
     def _settle_round(self) -> None:
         started, self.in_flight.unsettled_round = self.in_flight.unsettled_round, None
-        if started is not None and started.stages is not None:
-            trees = started.stages.trees()
+        if started is not None and started.staged_handle is not None:
+            trees = started.staged_handle.trees()
             # The host makes the masks while the device verifies the trees.
-            started.stages.settle(self.scheduler.mask_builder.node_masks(started.maskers, trees))
+            started.staged_handle.settle(self.scheduler.mask_builder.node_masks(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""

@@ -94,7 +94,7 @@ class Executor(Protocol):
     def runs_any_tree(self) -> bool:
         """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
 
-        If False, a round has a tree of the layout, and a staged round the layout's tree for its batch (`for_batch`)."""
+        If False, a round has a tree of the layout, and a staged round the tree of `RoundLayout.for_batch`."""
         ...
 
     @property

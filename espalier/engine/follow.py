@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it runs the launches that rank 0 sends (engine/ranks.py).
 
-The process makes the same calls of its executor, in the same order, as rank 0's engine makes of rank 0's executor.
+The executor of this process gets the same calls, in the same order, as the executor of rank 0 gets from the engine.
 """
 
 import os
@@ -68,7 +68,6 @@ class FollowerRank:
             return FAILED_EXIT_CODE
 
     def handle_message(self, message: Any) -> None:
-        """Handles one message."""
         match message:
             case Exception():
                 raise message
@@ -122,11 +121,11 @@ class FollowerRank:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, BeamAnswer):
-                    self._beam_answers.put(message.beams)
+                    self._beam_answers.put(message.beam_masks)
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):
-            # The main thread may wait for another rank, forever.
+            # Without this exit, the main thread could wait for another rank forever.
             os._exit(0)
         except Exception as error:  # of unpickling, which may import anything
             self._messages.put(error)

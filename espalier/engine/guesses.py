@@ -20,8 +20,8 @@ from espalier.speculate.sources.survival import SurvivalCounts
 # For a round with a draft, a guess is sent only if its first token is correct with at least this probability.  Other
 # guesses seldom add to the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
-# A token of a guess is worth a row if all tokens of the guess up to it are correct with at least this probability.  One
-# more row costs about this share of the time that a token takes.
+# A token of a guess is worth a row if the guess is correct up to and including this token with at least this
+# probability.  One more row costs about this share of the time that a token takes.
 MIN_REACH_PROBABILITY = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
@@ -30,7 +30,7 @@ log = logging.getLogger("espalier")
 GuessesBySlot = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
-class RoundGuesses(NamedTuple):
+class GuessFields(NamedTuple):
     """The fields of a round's LaunchInput that come from guesses, under the same names."""
 
     guesses: GuessesBySlot = ()
@@ -39,7 +39,7 @@ class RoundGuesses(NamedTuple):
 
 
 class SourceGuesses(NamedTuple):
-    """The guesses of the sources before a round.  lookup_gain: as in TreeChooser."""
+    """The guesses of the sources before a round.  lookup_gain: see LookupGain."""
 
     guesses_by_slot: GuessesBySlot = ()
     lookup_gain: LookupGain | None = None
@@ -82,7 +82,7 @@ class GuessSources:
         if self.survival is None or not self.sources:
             return SourceGuesses()
         guesses_of_slots = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        guesses = tuple((slot, of_slot) for slot, of_slot in guesses_of_slots if of_slot)
+        guesses = tuple((slot, slot_guesses) for slot, slot_guesses in guesses_of_slots if slot_guesses)
         return SourceGuesses(guesses, self._lookup_gain(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
@@ -103,34 +103,36 @@ class GuessSources:
             return None
         gained, rows = 0.0, len(batch)
         samples = {request.slot: request.params.temperature > 0 for request in batch}
-        for slot, of_slot in guesses:
-            no_earlier_right = 1.0
-            for guess in of_slot:
+        for slot, slot_guesses in guesses:
+            none_before = 1.0
+            for guess in slot_guesses:
                 reach = self._useful_reach_probabilities(guess, samples[slot])
-                gained += no_earlier_right * sum(reach)
-                no_earlier_right *= 1 - reach[0] if reach else 1.0
+                gained += none_before * sum(reach)
+                none_before *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
     def _useful_reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """Returns the probability that all tokens up to a token are right, for each token that is worth a row."""
+        """Returns, for each token that is worth a row, the probability that the guess is right up to this token."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH_PROBABILITY]
 
     def launch_fields(
         self, batch: Sequence[Request], source_guesses: SourceGuesses, tree: TreeShape | None
-    ) -> RoundGuesses:
+    ) -> GuessFields:
         """Returns the LaunchInput fields of the guesses, for a round with this tree.  If the host knew the guesses'
         gain when the tree was chosen, only guesses that are worth their rows are sent."""
         if self.survival is None or source_guesses is NO_GUESSES or (tree is not None and not tree.steps):
-            return RoundGuesses()
+            return GuessFields()
         guesses = source_guesses.guesses_by_slot
         if source_guesses.lookup_gain is not None and tree is not None:
             samples = {request.slot: request.params.temperature > 0 for request in batch}
-            kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
-            guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
-        return RoundGuesses(
+            kept = (
+                (slot, self._guesses_worth_sending(slot_guesses, tree, samples[slot])) for slot, slot_guesses in guesses
+            )
+            guesses = tuple((slot, slot_guesses) for slot, slot_guesses in kept if slot_guesses)
+        return GuessFields(
             guesses, self.survival.table_to_send(), tuple(self.survival.draft_skill(request.id) for request in batch)
         )
 
@@ -149,14 +151,14 @@ class GuessSources:
         if self.survival is None:
             return [0] * len(results)
         guesses_by_slot = dict(launch.guesses)
-        num_right = [0] * len(results)
+        num_correct = [0] * len(results)
         request_ids: list[str] = []
         candidates: list[np.ndarray] = []
         emitted: list[Sequence[int]] = []
         for place, ((request, generation, _), result) in enumerate(zip(launch.launched_requests, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
-            num_right[place] = self._count_correct_guesses(guesses_by_slot.get(request.slot, ()), request, result)
+            num_correct[place] = self._count_correct_guesses(guesses_by_slot.get(request.slot, ()), request, result)
             # The draft skips tokens of a request that never speculates, so the draft's guesses for it are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
             if speculates and result.candidates is not None and result.counts_by_source is not None:
@@ -167,7 +169,7 @@ class GuessSources:
         if request_ids:
             self._log_counts()
             self.survival.count_draft_nodes(request_ids, np.stack(candidates), emitted)
-        return num_right
+        return num_correct
 
     def _log_counts(self) -> None:
         self.num_counted_rounds += 1
@@ -191,11 +193,11 @@ class GuessSources:
             if guess.tokens[: len(decided_tokens)] == decided_tokens:
                 paths.append((guess.kind, guess.tokens[len(decided_tokens) :]))
         samples = request.params.temperature > 0
-        num_right = [
+        num_correct = [
             self.survival.count_path(kind, tokens, result.tokens, _shared_length(tokens, draft_sequences), samples)
             for kind, tokens in paths
         ]
-        return max(num_right, default=0)
+        return max(num_correct, default=0)
 
 
 def _shared_length(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:

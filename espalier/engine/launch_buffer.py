@@ -52,7 +52,7 @@ class LaunchBuffer:
         form without pieces.
         snapshot_num_tokens, snapshot_row: [B], as in cache/states.py:SnapshotTargets; empty without snapshots.
         cleared: slots that get a new request.
-        FIELD.at, FIELD.values: the indices and the new values in a field of the slot table (ScatterUpdate)."""
+        FIELD.at, FIELD.values: for each updated field of the slot table, the indices and the new values."""
         parts = self.vector.split([_aligned_size(size) for _, size in self.part_sizes])
         return {name: part[:size] for (name, size), part in zip(self.part_sizes, parts, strict=True)}
 
@@ -143,7 +143,8 @@ def pack_launch(
 def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchForm) -> dict[str, int]:
     """Returns the lengths to which parts are padded with zeros.
 
-    A zero in an update of the page table writes 0 to cell 0, so the dummy request's first page stays page 0.
+    A padding zero in an update of the page table writes 0 to cell 0, the first page of the dummy request.  That page is
+    page 0 already.
     """
     if launch_input.is_prefill:
         return {"slots": form.batch, "lengths": form.batch, "piece_last_piece": form.batch if form.pieces else 0}

@@ -105,7 +105,7 @@ class Launch:
 
     launched_requests: (request, the request's generation at the launch, whether its whole prefill was launched), in the
     order of LaunchInput.slots.
-    guesses: all guesses of the host's sources, as in LaunchInput.guesses, which may be only some of them."""
+    guesses: all guesses of the host's sources.  LaunchInput.guesses may have only some of these guesses."""
 
     launch_input: LaunchInput
     launched_requests: list[tuple[Request, int, bool]]
@@ -168,7 +168,7 @@ class RequestResult:
     it has no such rows.
     sibling_ranks, is_leaf: as in acceptance.py:AcceptSample.  () and True unless LaunchInput.tree has steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
-    candidates: [D] int64, as in SlotTable; None if the batch has none.
+    candidates: [D] int64, the nodes before requests shared rows, packed by `pack_nodes`; None if the batch has none.
     counts_by_source: [ALL_SOURCES, 3], for each source the nodes verified, the acceptances that their scores predict,
     and the nodes accepted; None without candidates."""
 

@@ -23,7 +23,7 @@ from espalier.cores import available_cores, lower_priority, wait_at_exit
 # Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
 # that runs when the request arrives, and the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
-# The half that is divided into shares has at most this many: with more grammars, shares become no smaller.
+# The greatest number of shares.  With more grammars, shares do not become smaller.
 MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED_THREADS = 4
@@ -63,8 +63,8 @@ class MaskThreadPool:
         piece.  Raises the error of a piece.
 
         all_threads: whether several threads begin at once.  If False, one begins, and others help if it is slow.
-        used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
-        overrun_s: maps the share in seconds to the seconds that other work of this round used beyond its shares."""
+        used_s: for each piece, the processor seconds of earlier calls in this round; this call adds its own seconds.
+        overrun_s: maps the length of a share to the seconds that other work of this round used beyond such shares."""
         time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
         call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_more_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
@@ -90,12 +90,12 @@ class MaskThreadPool:
             ]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
             beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.finished_s)
+            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.ended_pieces_s)
             beyond_s += overrun_s(call.time_share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.index] = job.used_s(thread)
-                    call.finished_s.append(call.used_s[job.index])
+                    call.ended_pieces_s.append(call.used_s[job.index])
                     self._abandon(thread)
                     call.num_unfinished -= 1
             elif call.has_more_threads and all(job.is_slow for _, job in slow):
@@ -182,19 +182,21 @@ class _PoolCall:
 
     indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
-    finished_s: the seconds that each ended or abandoned piece has used in this round.
+    ended_pieces_s: the seconds that each ended or abandoned piece has used in this round.
     has_more_threads: whether several threads were started for this call."""
 
-    def __init__(self, work: IndexedWork, count: int, time_share_s: float, used_s: list[float], has_more_threads: bool):
+    def __init__(
+        self, work: IndexedWork, num_pieces: int, time_share_s: float, used_s: list[float], has_more_threads: bool
+    ):
         self.work = work
         self.has_more_threads = has_more_threads
         self.time_share_s = time_share_s
         self.used_s = used_s
-        self.finished_s: list[float] = []
+        self.ended_pieces_s: list[float] = []
         self.indices = itertools.count()
-        self.num_pieces = count
-        self.num_unfinished = count
-        self.results: list[Any] = [TOO_SLOW] * count
+        self.num_pieces = num_pieces
+        self.num_unfinished = num_pieces
+        self.results: list[Any] = [TOO_SLOW] * num_pieces
         self.error: BaseException | None = None
         self.lock = threading.Lock()
         self.all_done = threading.Lock()
@@ -261,7 +263,7 @@ class _MaskThread(threading.Thread):
             if self.is_abandoned:
                 return now_s
             call.used_s[index] += now_s - job.start_s
-            call.finished_s.append(call.used_s[index])
+            call.ended_pieces_s.append(call.used_s[index])
             call.results[index], call.error = result, call.error or error
             call.num_unfinished -= 1
             if not call.num_unfinished:

@@ -17,6 +17,7 @@ from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
+# For each row of a batch the (tokens, parents) of its tree.
 HostTrees = list[tuple[list[int], list[int]]]
 # One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
@@ -87,8 +88,8 @@ class MaskBuilder:
     """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
     steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
-    guides_forced, guides_mask: whether the draft gets the forced tokens, and the allowed tokens.  guides_all_levels:
-    whether it gets both at deeper levels too (beam_masks).  Measurements set single switches to False."""
+    guides_forced: whether the draft gets forced tokens.  guides_mask: whether the draft gets masks of allowed tokens.
+    guides_all_levels: whether this also holds for the beams of deeper levels.  Only measurements set these to False."""
 
     def __init__(self, vocab_size: int, steps: int):
         self.guides_forced = self.guides_mask = self.guides_all_levels = True
@@ -118,7 +119,7 @@ class MaskBuilder:
     def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
-        Only prompts that have been launched to their end get a mask, because only there a token is picked.
+        Only prompts that have been launched to their end get a mask, because only these prompts get a token.
         """
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
         rows = _rows_with_masker(picking)
@@ -148,7 +149,7 @@ class MaskBuilder:
         return DraftGuideRows(rows, forced, masks, levels)
 
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
-        """Returns the tokens that may follow the beams of a level.
+        """Returns the tokens that may follow the beams of a tree level.
 
         tokens, ancestor_bits: as in sampling.mask.AskAllowedTokens, on the host.
         """

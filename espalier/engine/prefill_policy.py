@@ -62,12 +62,12 @@ def is_prefill_next(
 def next_prefill_pass(
     layout: RoundLayout, tokens_left: Sequence[int], max_pass_rows: int, captured_forms: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """Returns the next pass: the fastest one (with the most tokens a second), or a captured pass that is about as good.
+    """Returns the next pass: the fastest pass (the most tokens a second), or a captured pass that is about as good.
 
-    The smallest captured pass with about as few rows and at least as many tokens is chosen.  Here the fastest pass
-    counts as at least MIN_EAGER_ROWS rows.  If it leaves tokens for the next pass, nearly as many tokens suffice.
-    Without such a captured pass, the fastest pass is chosen, but if it has fewer than MIN_EAGER_ROWS rows, the fastest
-    captured pass.
+    A captured pass is as good if it has about as few rows and at least as many tokens; the smallest is returned.  Here
+    the fastest pass counts as at least MIN_EAGER_ROWS rows.  If the fastest pass leaves tokens for the next pass,
+    nearly as many tokens suffice.  If no captured pass is as good, the fastest pass is returned; but if that
+    pass has fewer than MIN_EAGER_ROWS rows, the fastest of the captured passes is returned.
     tokens_left: for each request, in queue order, the number of tokens still to enter.
     max_pass_rows: the most rows of the pass, at most chunk_size.  captured_forms: Executor.captured_passes."""
     passes = [
@@ -76,11 +76,11 @@ def next_prefill_pass(
     fastest, rows = _fastest_pass([(prefill, _padded_rows(prefill, captured_forms)) for prefill in passes])
     fitting = [form for form in captured_forms if form.pass_rows <= max_pass_rows]
     graphs = [(_pass_with_width(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
-    most_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
-    # If no pass enters all tokens, a few more for the next pass cost little.
-    fewest = sum(fastest.lengths) * (NEAR_BEST_RATE if sum(fastest.lengths) < sum(tokens_left) else 1)
+    max_graph_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
+    # If no pass enters all tokens, a few more tokens in the next pass cost little.
+    min_tokens = sum(fastest.lengths) * (NEAR_BEST_RATE if sum(fastest.lengths) < sum(tokens_left) else 1)
     for prefill, graph_rows in graphs:
-        if graph_rows <= most_rows and sum(prefill.lengths) >= fewest:
+        if graph_rows <= max_graph_rows and sum(prefill.lengths) >= min_tokens:
             return prefill
     if graphs and rows < MIN_EAGER_ROWS:
         return _fastest_pass(graphs)[0]
@@ -98,8 +98,9 @@ def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[Pre
 
     padded_passes: (pass, the number of rows that it is padded to)."""
     rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in padded_passes]
-    near_best = [each for each, rate in zip(padded_passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
-    return max(near_best, key=lambda each: each[0].width)
+    min_rate = NEAR_BEST_RATE * max(rates)
+    near_best = [padded for padded, rate in zip(padded_passes, rates, strict=True) if rate >= min_rate]
+    return max(near_best, key=lambda padded: padded[0].width)
 
 
 def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int) -> PrefillPass:
@@ -114,7 +115,7 @@ def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int)
 
 
 def pieces_of(prefill: PrefillPass) -> tuple[tuple[int, int], ...]:
-    """Returns (request, offset of its first token) for each piece, request after request.
+    """Returns (row of the batch, offset of the piece's first token) for each piece, request after request.
 
     Empty if each request has one piece.
     """

@@ -61,7 +61,7 @@ class ResumeRound(NamedTuple):
 class BeamAnswer(NamedTuple):
     """The answer to the draft's next question."""
 
-    beams: BeamMasks
+    beam_masks: BeamMasks
 
 
 class SettleRound(NamedTuple):
@@ -135,7 +135,7 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since the rank's last message; behind_s: seconds for which the rank has not started the launch
+    silent_s: seconds since the rank's last message; lag_s: seconds for which the rank has not started the launch
     that rank 0 sent last."""
 
     rank: int
@@ -143,7 +143,7 @@ class Peer:
     process: RankProcess
     received_messages: dict[tuple[type, int], Any] = field(default_factory=dict)
     silent_s: float = 0.0
-    behind_s: float = 0.0
+    lag_s: float = 0.0
     last_launch: int = 0
     has_reported: bool = False
     failure_report: FailureReport | None = None
@@ -175,7 +175,7 @@ class OtherRanks:
         self.peers = tuple(peers)
         self.collectives: Any = None
         self.failure: Exception | None = None
-        self.num_launched = self.num_loaded = self.num_confirmed_loads = 0
+        self.num_launched = self.num_loads_sent = self.num_load_messages = 0
         self.rendezvous_folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._condition = threading.Condition()
         self._is_ending = threading.Event()
@@ -193,13 +193,13 @@ class OtherRanks:
 
     def load(self, source: Any) -> None:
         """Starts loading on every rank, and does not wait."""
-        self.num_loaded += 1
+        self.num_loads_sent += 1
         self.send(LoadModels(source))
 
     def join(self, connect: Callable[[], Any]) -> Any:
-        """Runs `connect` in a thread, which connects to the other ranks and returns the collectives.  Returns these.
+        """Calls `connect` in a thread.  Returns its result, the collectives of all ranks.
 
-        Later failures of a rank abort these collectives.  Raises the error of `connect`, or the failure of a rank.  A
+        If a rank fails later, the collectives are aborted.  Raises the error of `connect`, or the failure of a rank.  A
         failure is raised at once, and the thread is abandoned, because it may wait for the failed rank forever."""
 
         def work() -> None:
@@ -225,9 +225,9 @@ class OtherRanks:
     def wait_until_loaded(self) -> None:
         """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
         `wait_for_messages`."""
-        if self.num_confirmed_loads <= self.num_loaded:
-            self.wait_for_messages(ModelsLoaded, self.num_loaded)
-            self.num_confirmed_loads = self.num_loaded + 1
+        if self.num_load_messages <= self.num_loads_sent:
+            self.wait_for_messages(ModelsLoaded, self.num_loads_sent)
+            self.num_load_messages = self.num_loads_sent + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
         """Sends a launch to every rank.  Returns the number of the launch."""
@@ -336,11 +336,11 @@ class OtherRanks:
             return
         for peer in self.peers:
             peer.silent_s += elapsed_s
-            peer.behind_s = peer.behind_s + elapsed_s if peer.last_launch < self.num_launched else 0.0
+            peer.lag_s = peer.lag_s + elapsed_s if peer.last_launch < self.num_launched else 0.0
             limit = MAX_SILENCE_S if peer.has_reported else MAX_STARTUP_S
             if peer.silent_s > limit:
                 self._fail_all(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
-            elif peer.behind_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:
+            elif peer.lag_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:
                 self._fail_all(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:

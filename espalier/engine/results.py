@@ -29,9 +29,9 @@ from espalier.speculate.tree import VOID, Tree
 class ResultColumns:
     """The columns of a row of the ring: for each value of a request's output a slice of [0, width).
 
-    own_paths, candidates: as in RoundOutput.
+    own_text_paths, candidates: as in RequestResult, as int64 values.
     logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
-    max_top_logprobs: the most likeliest tokens in a row of `logprobs`: MAX_LOGPROBS, or fewer with a small vocabulary.
+    max_top_logprobs: how many likeliest tokens a row of `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.
     checksum_weights: int64, the factors of tokens and parents in RequestResult.tree_checksum."""
 
     length: slice
@@ -42,7 +42,7 @@ class ResultColumns:
     parents: slice
     depths: slice
     scores: slice
-    own_paths: slice
+    own_text_paths: slice
     candidates: slice
     logprobs: slice
     width: int
@@ -54,7 +54,8 @@ class ResultColumns:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes |= {"own_paths": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
+        sizes["own_text_paths"] = layout.text_paths * (1 + layout.steps)
+        sizes["candidates"] = nodes * layout.calibrates_scores
         # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * row_words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
@@ -90,7 +91,7 @@ class ResultsRing:
             columns |= {"depths": tree.depths, "scores": tree.scores}
         columns |= {
             name: part
-            for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
+            for name, part in (("own_text_paths", output.own_text_paths), ("candidates", output.candidates))
             if part is not None
         }
         self._write_columns(ring_entry, columns)
@@ -116,7 +117,7 @@ def read_results(
     emitted = ring_entry[:, columns.emitted].tolist()
     is_node = ring_entry[:, columns.tokens] != VOID
     depths = ring_entry[:, columns.depths] * is_node
-    sums = (ring_entry[:, columns.tokens.start : columns.parents.stop] @ columns.checksum_weights).tolist()
+    checksums = (ring_entry[:, columns.tokens.start : columns.parents.stop] @ columns.checksum_weights).tolist()
     logprobs = _read_logprobs(columns, ring_entry, launch_input.num_logprobs, num_finite)
     candidates, counts_by_source = _read_candidates(columns, ring_entry, is_node)
     prompt_rows = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
@@ -133,10 +134,10 @@ def read_results(
             _read_tree(columns, ring_entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
             logprobs[b],
             prompt_rows[b],
-            sums[b],
+            checksums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
-            _own_text_paths(ring_entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
+            _own_text_paths(ring_entry[b, columns.own_text_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
             counts_by_source[b],
         )

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from espalier.config import RoundCosts
 from espalier.layout import TreeShape
 
-# The correction of a tree is an average over its last CORRECTION_ROUNDS rounds.
+# The correction of a tree comes from its last CORRECTION_ROUNDS rounds.
 CORRECTION_ROUNDS = 9
 # Real times are at most this many times the predicted times (startup/tree_cost.py).
 MAX_PREDICTION_ERROR = 1.15
@@ -42,11 +42,12 @@ class CpuCosts:
 class RoundTimes:
     """The corrected time of rounds.
 
-    latest: by (batch, tree), the latest times, each divided by the predicted time; corrections: their averages."""
+    latest_ratios: by (batch, tree), the latest times, each divided by the predicted time.  corrections: the median of
+    these ratios if a clock measures them, else their mean."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
-        self.latest: dict[tuple[int, TreeShape], deque[float]] = {}
+        self.latest_ratios: dict[tuple[int, TreeShape], deque[float]] = {}
         self.corrections: dict[tuple[int, TreeShape], float] = {}
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
@@ -66,8 +67,8 @@ class RoundTimes:
     def _seconds_of_new_tree(self, predicted: float, batch: int, context: float) -> float:
         """The expected time of a tree that has not run, from the rounds of the batch that is nearest in size.
 
-        If these take more than MAX_PREDICTION_ERROR times the prediction, the host is slower than the GPU, so the new
-        tree takes the same additional time.  If they take less than predicted, all predictions are too long."""
+        If those rounds take more than MAX_PREDICTION_ERROR times their prediction, the host is slower than the GPU, so
+        the new tree takes the same additional time.  If they take less, the prediction of the new tree is lowered."""
         others = (
             (max(batch / size, size / batch), ratio, self.costs.seconds(shape, size, context))
             for (size, shape), ratio in self.corrections.items()
@@ -78,11 +79,11 @@ class RoundTimes:
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
         predicted = self.costs.seconds(tree, batch, context)
-        if (batch, tree) not in self.latest:
+        if (batch, tree) not in self.latest_ratios:
             # The expected time counts as two rounds, so that one late round does not rule the tree out.
             expected = self.seconds(tree, batch, context) / predicted
-            self.latest[batch, tree] = deque([expected] * 2, CORRECTION_ROUNDS)
-        latest = self.latest[batch, tree]
+            self.latest_ratios[batch, tree] = deque([expected] * 2, CORRECTION_ROUNDS)
+        latest = self.latest_ratios[batch, tree]
         latest.append(seconds / predicted)
         # A pause of the host makes a clocked round several times as long, so clocked rounds need the median.
         self.corrections[batch, tree] = median(latest) if self.costs.uses_clock else fmean(latest)

@@ -1,4 +1,4 @@
-"""Names the tree of each round: asks the chooser (tree_choice.py) for a tree, and passes it the results of rounds."""
+"""The trees of rounds: asks the chooser (tree_choice.py) for a tree, and gives the results of rounds to the chooser."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class RoundTrees:
         """Whether the draft has run over all tokens of the request; True without a draft model."""
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
-    def rows(self, tree: TreeShape | None, batch: int) -> int:
+    def num_verified_rows(self, tree: TreeShape | None, batch: int) -> int:
         """Returns how many nodes a round of this tree verifies."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
@@ -61,11 +61,11 @@ class RoundTrees:
         launch_input: LaunchInput,
         results: Sequence[RequestResult],
         max_depths: Sequence[int],
-        num_right: Sequence[int],
+        num_correct: Sequence[int],
     ) -> None:
         """Count the results of a launch.
 
-        max_depths: for each request, the greatest depth at which it could accept nodes; num_right: the result of
+        max_depths: for each request, the greatest depth at which it could accept nodes; num_correct: the result of
         GuessSources.count_correct_guesses."""
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -73,18 +73,18 @@ class RoundTrees:
         if launch_input.is_prefill or tree is None:
             return
         num_guesses = [sum(result.tree_size.tokens_by_depth) for result in results]
-        verified = len(results) + sum(num_guesses) if tree.shared_rows else len(results) * (1 + max(num_guesses))
-        is_short = [
-            verified < len(results) * tree.rows if tree.shared_rows else num_found < tree.num_draft_tokens - 1
+        num_verified = len(results) + sum(num_guesses) if tree.shared_rows else len(results) * (1 + max(num_guesses))
+        lacks_guesses = [
+            num_verified < len(results) * tree.rows if tree.shared_rows else num_found < tree.num_draft_tokens - 1
             for num_found in num_guesses
         ]
         counted = [(i, result) for i, result in enumerate(results) if max_depths[i] > 0 and result.is_finite]
         samples = [
-            AcceptSample(max_depths[i], result.sibling_ranks, result.is_leaf, is_short[i]) for i, result in counted
+            AcceptSample(max_depths[i], result.sibling_ranks, result.is_leaf, lacks_guesses[i]) for i, result in counted
         ]
-        with_lookup = counted if self.has_lookup_trees else ()
-        lookup_samples = [_lookup_sample(max_depths[i], num_right[i], len(result.tokens)) for i, result in with_lookup]
-        self.chooser.record(samples, verified, lookup_samples)
+        looked_up = counted if self.has_lookup_trees else ()
+        lookup_samples = [_lookup_sample(max_depths[i], num_correct[i], len(result.tokens)) for i, result in looked_up]
+        self.chooser.record(samples, num_verified, lookup_samples)
 
 
 def tree_label(tree: TreeShape) -> str:
@@ -93,8 +93,9 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, num_right: int, emitted: int) -> AcceptSample:
+def _lookup_sample(max_depth: int, num_correct: int, emitted: int) -> AcceptSample:
     """Returns the sample that the guesses of the host's and the device's sources would have given without the draft.
 
     If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count."""
-    return AcceptSample(num_right if num_right == emitted else max_depth, (0,) * min(max_depth, num_right), True, True)
+    depth = num_correct if num_correct == emitted else max_depth
+    return AcceptSample(depth, (0,) * min(max_depth, num_correct), True, True)

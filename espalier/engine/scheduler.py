@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
 The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only when results are
-processed, or when no launch is in flight.  The request's slot and pages are released once.  Each time a request leaves
-its slot, its generation grows.  Results of an older generation are dropped.
+processed, or when no launch is in flight.  Then its slot and pages are released, exactly once.  Each time a request
+leaves its slot, its generation grows.  Results of an older generation are dropped.
 """
 
 from bisect import insort
@@ -90,7 +90,7 @@ class Scheduler:
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Ends a request with its next result; before the next launch if it has no slot or no launch is in flight."""
+        """Ends a request at its next result, or before the next launch if it has no slot or no launch is in flight."""
         request.aborted = True
         self._aborted_requests.append(request)
 
@@ -121,7 +121,7 @@ class Scheduler:
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
         """Processes the results of a launch.  Called in the order in which the launches were started."""
         self._launches_in_flight -= 1
-        num_right = self.guess_sources.count_correct_guesses(launch, results)
+        num_correct = self.guess_sources.count_correct_guesses(launch, results)
         max_depths = [0] * len(results)
         request_results = zip(launch.launched_requests, results, strict=True)
         for i, ((request, generation, is_prefilled), result) in enumerate(request_results):
@@ -133,7 +133,7 @@ class Scheduler:
                 self._read_prefill_result(request, result)
             if request.aborted and not request.is_done:
                 self._finish_request(request, "abort")
-        self.round_trees.record(launch.launch_input, results, max_depths, num_right)
+        self.round_trees.record(launch.launch_input, results, max_depths, num_correct)
 
     def abort_all(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
@@ -169,7 +169,7 @@ class Scheduler:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Returns whether a sibling is still computing the same prompt; this request will then share its pages."""
+        """Returns whether another sample of this prompt is still in its prefill.  This request will share its pages."""
         leader = request.prefix_leader
         return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
@@ -182,32 +182,32 @@ class Scheduler:
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
         has_draft_rows = self.round_trees.has_draft_rows(request)
-        shared = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], has_draft_rows)
-        self.pool.share(shared)
+        shared_pages = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], has_draft_rows)
+        self.pool.share(shared_pages)
         end = request.max_num_tokens(self.layout.max_context)
-        num_new_pages = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
+        num_new_pages = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared_pages)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
         if not (self._page_budget.could_free(num_new_pages) and self._page_budget.evict_until_free(num_new_pages)):
-            self.pool.release(shared)
+            self.pool.release(shared_pages)
             self._unfit_request = request, self.pool.num_release_calls
             return False
-        request.pages = shared + self.pool.allocate(num_new_pages)
+        request.pages = shared_pages + self.pool.allocate(num_new_pages)
         request.slot = self.free_slots.pop()
-        cached = self.layout.tokens_in(len(shared))
-        # The draft's rows after the cached prefix read hidden states of the last cached rows, and pages hold none.  So
-        # the last `num_recomputed_tokens` cached rows are computed again.
-        start = max(0, min(cached - self.layout.num_recomputed_tokens, prefill_len - 1))
+        num_cached = self.layout.tokens_in(len(shared_pages))
+        # The draft's rows after the cached prefix read hidden states of the last cached rows.  Pages hold no hidden
+        # states, so the last `num_recomputed_tokens` cached rows are computed again.
+        start = max(0, min(num_cached - self.layout.num_recomputed_tokens, prefill_len - 1))
         if request.lacks_prompt_logprobs:
             # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))
         request.prefill_len = request.num_known = prefill_len
-        request.num_prefilled, hit = self.state_keeper.enter_slot(request, start, cached)
+        request.num_prefilled, num_hit = self.state_keeper.enter_slot(request, start, num_cached)
         request.rounds_in_flight = 0
         self.guess_sources.add_request(request)
         if not request.output:
-            request.cached_tokens = hit
+            request.cached_tokens = num_hit
         insort(self.running, request, key=lambda r: r.queue_key)
-        self._slot_inits.append(slot_init(request, tokens, request.num_prefilled, cached, end, self.layout.steps))
+        self._slot_inits.append(slot_init(request, tokens, request.num_prefilled, num_cached, end, self.layout.steps))
         return True
 
     # Pages
@@ -230,13 +230,14 @@ class Scheduler:
     def _extend_pages(self, request: Request) -> bool:
         """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
         end = request.max_num_tokens(self.layout.max_context)
-        missing = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
-        if missing <= 0:
+        num_pages = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end)
+        num_missing = num_pages - len(request.pages)
+        if num_missing <= 0:
             return True
-        if not self._page_budget.evict_until_free(missing):
+        if not self._page_budget.evict_until_free(num_missing):
             return False
         assert request.slot is not None
-        for page in self.pool.allocate(missing):
+        for page in self.pool.allocate(num_missing):
             self._appended_pages.append((request.slot, len(request.pages), page))
             request.pages.append(page)
         return True
@@ -264,9 +265,10 @@ class Scheduler:
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
-        waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
+        num_prefilling = sum(r.num_prefilled < r.prefill_len for r in self.running)
         tree = self.round_trees.next_tree(batch, guesses.lookup_gain)
-        self._idle_rows += (PASS_OVERHEAD_ROWS + self.round_trees.rows(tree, len(batch))) * waiting / len(batch)
+        num_rows = PASS_OVERHEAD_ROWS + self.round_trees.num_verified_rows(tree, len(batch))
+        self._idle_rows += num_rows * num_prefilling / len(batch)
         self.num_rounds[len(batch)] += 1
         return self._launch(batch, committed_lengths, snapshots, tree, guesses=guesses)
 
@@ -331,45 +333,46 @@ class Scheduler:
     def _read_round_result(self, request: Request, result: RequestResult) -> int:
         """Returns the greatest depth at which the request could accept nodes."""
         request.rounds_in_flight -= 1
-        before = request.num_known
+        prefix_len = request.num_known
         request.num_known += len(result.tokens)
         pages = request.pages
-        # The target picked the last token, and the draft the others.  Without finite logits, the target's is missing.
+        # The target picked the last token, and the draft the others.  Without finite logits, the last token is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
-        kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
+        num_kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
             self.state_keeper.on_decoded(request)
         if not result.is_finite and not request.is_done:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
-        max_accept_depth = self.layout.max_accept_depth(request.max_num_tokens(self.layout.max_context), before)
+        max_accept_depth = self.layout.max_accept_depth(request.max_num_tokens(self.layout.max_context), prefix_len)
         max_depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
         depth = min(max_depth, result.tree_size.depth)
-        if kept:
+        if num_kept:
             for stats in (request.stats, self.totals):
                 # The tree may have nodes deeper than this request allows, because the batch has one shape.
-                stats.add(kept, min(kept, num_accepted), result.tree_size.num_tokens_to_depth(depth), depth)
+                stats.add(num_kept, min(num_kept, num_accepted), result.tree_size.num_tokens_to_depth(depth), depth)
         if self.on_round is not None and result.tree is not None:
-            self.on_round(RoundTrace(request.id, result.tree, before, result.tokens, [*pages], self.layout.page_size))
+            size = self.layout.page_size
+            self.on_round(RoundTrace(request.id, result.tree, prefix_len, result.tokens, [*pages], size))
         return max_depth
 
     def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
-        reason, kept = None, 0
+        reason, num_kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
         for token in result.tokens:
-            reason, kept = self._push_token(request, token), kept + 1
+            reason, num_kept = self._push_token(request, token), num_kept + 1
             if reason:
                 break
-        request.from_draft += from_draft[:kept]
-        self.guess_sources.add_tokens(request, result.tokens[:kept])
-        logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:kept])
+        request.from_draft += from_draft[:num_kept]
+        self.guess_sources.add_tokens(request, result.tokens[:num_kept])
+        logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:num_kept])
         text = request.detokenizer.take_text(final=reason is not None) if request.detokenizer else ""
         if reason:
             self._set_finished(request, reason)
-        if kept:
-            content = (result.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
+        if num_kept:
+            content = (result.tokens[:num_kept], text, from_draft[:num_kept], logprobs, prompt_logprobs)
             self._output_chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
-        return kept
+        return num_kept
 
     def _push_token(self, request: Request, token: int) -> str | None:
         """Appends one token.  Returns the finish reason if this token ends the request, else None."""

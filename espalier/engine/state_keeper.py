@@ -84,28 +84,28 @@ class RequestSnapshots:
 class StateKeeper(NoStateKeeper):
     """The keeper of a model with states.
 
-    snapshots: the rows for snapshots.  prefix_tree: None without a prefix cache; then no snapshots are taken.
+    snapshot_rows: the rows for snapshots.  prefix_tree: None without a prefix cache; then no snapshots are taken.
     decode_interval, prompt_interval: tokens between two snapshots, rounded up to whole pages where they are used."""
 
-    def __init__(self, layout: RoundLayout, prefix_tree: PrefixTree | None, snapshots: SnapshotRows):
+    def __init__(self, layout: RoundLayout, prefix_tree: PrefixTree | None, snapshot_rows: SnapshotRows):
         self.layout = layout
         self.prefix_tree = prefix_tree
-        self.snapshots = snapshots
+        self.snapshot_rows = snapshot_rows
         self.tokens_before_end = max(layout.num_recomputed_tokens, 1)
         self.decode_interval, self.prompt_interval = DECODE_SNAPSHOT_INTERVAL, PROMPT_SNAPSHOT_INTERVAL
         self._by_request: dict[Request, RequestSnapshots] = {}
         self._pending_copies: list[tuple[int, int]] = []
         if prefix_tree is not None:
-            prefix_tree.on_removed = snapshots.detach
+            prefix_tree.on_removed = snapshot_rows.detach
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         assert request.slot is not None
         # The cached pages whose snapshots stand at or before `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
-        hit = self.snapshots.last_with_snapshot(request.pages[:reached])
+        hit_index = self.snapshot_rows.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
-        if hit is not None:
-            row, end = self.snapshots.mark_used(request.pages[hit]), self.layout.tokens_in(hit + 1)
+        if hit_index is not None:
+            row, end = self.snapshot_rows.mark_used(request.pages[hit_index]), self.layout.tokens_in(hit_index + 1)
         self._pending_copies.append((row, request.slot))
         begin = max(0, end - self.tokens_before_end)
         self._by_request[request] = RequestSnapshots(
@@ -132,29 +132,30 @@ class StateKeeper(NoStateKeeper):
         return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
     def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
-        held = self._by_request[request]
-        if not held.planned_ends or held.planned_ends[0] - self.tokens_before_end > request.num_prefilled + length:
+        snapshots = self._by_request[request]
+        ends, num_prefilled = snapshots.planned_ends, request.num_prefilled + length
+        if not ends or ends[0] - self.tokens_before_end > num_prefilled:
             return None
-        end, row = held.planned_ends.pop(0), self.snapshots.allocate()
+        end, row = ends.pop(0), self.snapshot_rows.allocate()
         if row is None:
             return None
-        held.taken_snapshots.append((end, row))
+        snapshots.taken_snapshots.append((end, row))
         return end, row
 
     def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
         return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
-        held = self._by_request[request]
-        if held.pending_snapshot is None and self.prefix_tree is not None:
+        snapshots = self._by_request[request]
+        if snapshots.pending_snapshot is None and self.prefix_tree is not None:
             # The next snapshot is past every length that the slot can have after the rounds in flight.
             max_committed = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
             interval = self._rounded_to_pages(self.decode_interval)
             end = ((max_committed + self.tokens_before_end) // interval + 1) * interval
             if end - self.tokens_before_end <= max_committed + self.layout.extend_width:
-                row = self.snapshots.allocate()
-                held.pending_snapshot = None if row is None else (end, row)
-        return held.pending_snapshot
+                row = self.snapshot_rows.allocate()
+                snapshots.pending_snapshot = None if row is None else (end, row)
+        return snapshots.pending_snapshot
 
     def _launch_snapshots(self, snapshots: Sequence[tuple[int, int] | None]) -> IntPairs:
         if not any(snapshots):
@@ -166,30 +167,30 @@ class StateKeeper(NoStateKeeper):
         return copies
 
     def on_decoded(self, request: Request) -> None:
-        held = self._by_request[request]
-        if held.pending_snapshot is not None and held.pending_snapshot[0] <= min(request.num_known, request.num_tokens):
-            if held.last_snapshot is not None:
-                self.snapshots.release(held.last_snapshot[1])
-            held.last_snapshot, held.pending_snapshot = held.pending_snapshot, None
+        snapshots, num_tokens = self._by_request[request], min(request.num_known, request.num_tokens)
+        if snapshots.pending_snapshot is not None and snapshots.pending_snapshot[0] <= num_tokens:
+            if snapshots.last_snapshot is not None:
+                self.snapshot_rows.release(snapshots.last_snapshot[1])
+            snapshots.last_snapshot, snapshots.pending_snapshot = snapshots.pending_snapshot, None
 
     def on_pages_cached(self, request: Request, rows: int) -> None:
-        held = self._by_request[request]
+        snapshots = self._by_request[request]
         self.on_decoded(request)
-        taken_snapshots, held.taken_snapshots, held.last_snapshot = (
-            [*held.taken_snapshots, *([held.last_snapshot] if held.last_snapshot else [])],
+        taken_snapshots, snapshots.taken_snapshots, snapshots.last_snapshot = (
+            [*snapshots.taken_snapshots, *([snapshots.last_snapshot] if snapshots.last_snapshot else [])],
             [],
             None,
         )
         for end, row in taken_snapshots:
             pages = [] if self.prefix_tree is None or end > rows else self.prefix_tree.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
-                self.snapshots.attach(pages[-1], row)
+                self.snapshot_rows.attach(pages[-1], row)
             else:
-                self.snapshots.release(row)
+                self.snapshot_rows.release(row)
 
     def on_slot_released(self, request: Request) -> None:
         for _, row in self._by_request.pop(request).all_snapshots:
-            self.snapshots.release(row)
+            self.snapshot_rows.release(row)
 
     def _rounded_to_pages(self, tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""

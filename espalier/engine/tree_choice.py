@@ -30,21 +30,21 @@ MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 OLD_ROUNDS_WEIGHT = 0.5
 # A choice that lasted more than LASTING_ROUNDS rounds counts as no mistake.  After LOGGED_ROUNDS rounds, it is logged.
 LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
-# The tokens per unit of time are averaged over YIELD_ROUNDS rounds.  Expected gains of looked-up guesses are uncertain,
-# so a round of these guesses alone must be better than a round with a draft by MIN_LOOKUP_GAIN tokens.
-YIELD_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
+# The tokens per unit of time are averaged over TOKEN_RATE_ROUNDS rounds.  Expected gains of looked-up guesses are
+# uncertain, so a round of these guesses alone must beat a round with a draft by MIN_LOOKUP_GAIN tokens.
+TOKEN_RATE_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
 
 class ChoicePace(NamedTuple):
     """How fast the choice of the tree follows the text.
 
-    rounds, samples, min_prior: min_rounds, min_samples and min_prior of Acceptance.
-    exploration_rounds: the rounds of an exploration.  single_request_rounds: how many more rounds it has for a single
-    request, which shows less in a round.  rounds_before_change: the rounds before a choice may change."""
+    min_rounds, min_samples, min_prior: as in Acceptance.
+    exploration_rounds: the rounds of an exploration.  single_request_rounds: the additional rounds of an exploration
+    with one request, which shows less in a round.  rounds_before_change: the rounds before a choice may change."""
 
-    rounds: int
-    samples: int
+    min_rounds: int
+    min_samples: int
     exploration_rounds: int
     single_request_rounds: int
     rounds_before_change: int
@@ -145,20 +145,21 @@ class TreeChoice(TreeChooser):
         self.times = RoundTimes(costs)
         self.pace = LOOKUP_PACE if is_lookup else DRAFT_PACE
         self.acceptance, self.lookup_acceptance = (
-            Acceptance(layout.steps, pace.rounds, pace.samples, pace.min_prior) for pace in (self.pace, LOOKUP_PACE)
+            Acceptance(layout.steps, pace.min_rounds, pace.min_samples, pace.min_prior)
+            for pace in (self.pace, LOOKUP_PACE)
         )
         self.buckets: dict[int, BucketState] = {}
-        self.rounds = self.num_changes = 0
+        self.num_choices = self.num_changes = 0
         # The time of the latest rounds, and the tokens of a request in that time.
-        self.recent_yield = DecayingRate()
+        self.token_rate = DecayingRate()
         self._in_flight: deque[RoundInFlight] = deque()
-        self._last: tuple[TreeShape, int, float] | None = None
+        self._last_read_round: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """Forget all estimates where guesses are looked up on a CPU, since a new text may repeat itself more or less.
+        """Forgets all estimates on a CPU if guesses are looked up: a new text may repeat itself more or less.
 
-        A draft model is about equally good everywhere.  And on a GPU prompts enter all the time."""
-        self._last = None
+        A draft model is about equally good in every text, and on a GPU prompts enter too often."""
+        self._last_read_round = None
         if not self.costs.uses_clock and self.pace is LOOKUP_PACE:
             self.acceptance.reset()
             self.lookup_acceptance.reset()
@@ -187,21 +188,24 @@ class TreeChoice(TreeChooser):
         """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a tree with a draft.
 
         The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
-        other = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
-        seconds = self.times.seconds(other, bucket.size, context)
-        # An exploration ends early only if `lookup_tree` beats every token that the explored tree could give.
-        tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.tree else 1 + other.steps
-        saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
-        worth = self.recent_yield.rate(tokens / seconds, 1.0)
-        return lookup_tree if 1 + gain.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
+        draft_tree = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
+        seconds = self.times.seconds(draft_tree, bucket.size, context)
+        # An exploration ends early only if `lookup_tree` beats all tokens that the explored tree could give.
+        tokens = 1.0 + draft_tree.steps
+        if draft_tree == bucket.tree:
+            tokens = self.rate(draft_tree, bucket.size, share, context) * seconds
+        saved_time = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
+        tokens_per_time = self.token_rate.rate(tokens / seconds, 1.0)
+        lookup_tokens = 1 + gain.tokens + saved_time * tokens_per_time
+        return lookup_tree if lookup_tokens > tokens + MIN_LOOKUP_GAIN else draft_tree
 
     def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         in_flight = self._in_flight.popleft()
         self._count_time(in_flight, rows)
         if in_flight.knows_guesses:
-            self.recent_yield.decay(1 - 1 / YIELD_ROUNDS)
-            self.recent_yield.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
-            self.recent_yield.numerator += 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
+            self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
+            self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
+            self.token_rate.numerator += 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
             if in_flight.tree.drafts:
                 self.acceptance.add(in_flight.tree, samples)
             return
@@ -219,11 +223,11 @@ class TreeChoice(TreeChooser):
         if not self.costs.uses_clock:
             self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, rows))
             return
-        now, last, self._last = self.clock(), self._last, None
+        now, last, self._last_read_round = self.clock(), self._last_read_round, None
         # A round that follows another tree or a prefill pass may have waited for it, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
             self.times.add(tree, batch, context, now - max(last[2], in_flight.chosen_at))
-        self._last = tree, batch, now
+        self._last_read_round = tree, batch, now
 
     def _bucket(self, size: int) -> BucketState:
         if size not in self.buckets:
@@ -233,7 +237,7 @@ class TreeChoice(TreeChooser):
 
     def _choose(self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]) -> TreeShape:
         """The tree to run, one of `trees`.  share: the share of the batch's requests that can accept guesses."""
-        self.rounds += 1
+        self.num_choices += 1
         if bucket.exploring_rounds:
             bucket.exploring_rounds -= 1
             assert bucket.explored_tree is not None
@@ -243,7 +247,7 @@ class TreeChoice(TreeChooser):
             self._switch_if_better(bucket, rates)
             tree = self._explore_if_due(bucket, rates, share) or bucket.tree
             self._log_if_settled(bucket, context)
-        bucket.last_round[tree] = self.rounds
+        bucket.last_round[tree] = self.num_choices
         return tree
 
     def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:

@@ -57,8 +57,8 @@ class DraftGuide:
 
     forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
     not forced.
-    level: [B] int64, the level after the forced tokens; mask: [B, words] int32, the tokens allowed at this level.
-    Level 0: the mask is not known.
+    level: [B] int64, the tree level after the forced tokens; mask: [B, words] int32, the tokens allowed at this level.
+    Level 0 means that the mask is not known.
     ask_allowed_tokens: asks the host at each level after the first; None if the host is not asked."""
 
     forced_tokens: Tensor

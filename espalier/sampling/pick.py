@@ -103,7 +103,7 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 
 def mix_bits(bits: Tensor) -> Tensor:
-    """A bijection of 32-bit patterns; every output bit depends on every input bit.  bits: int32, overwritten.
+    """A one-to-one map of 32-bit numbers; every output bit depends on every input bit.  bits: int32, overwritten.
 
     int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit, so the
     masks clear these copies."""

@@ -94,7 +94,7 @@ class ModelRunner:
         )
 
     def shared_rows(self, batch: int) -> int:
-        """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""
+        """Returns how many rows of a verify pass the batch shares; 0 if each request has rows of its own."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
@@ -121,8 +121,8 @@ class RoundOutput:
     logit_rows: [B, W], the index in [0, R) of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with a tree in an engine that
-    calibrates scores; else None."""
+    own_text_paths: [B, P · (1 + S)], the paths that the device found in the request's own text; candidates: [B, D], the
+    nodes before requests shared rows (SlotTable).  Both are None unless the engine calibrates scores."""
 
     path: AcceptedPath
     logits: Tensor
@@ -130,7 +130,7 @@ class RoundOutput:
     logit_rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
-    own_paths: Tensor | None = None
+    own_text_paths: Tensor | None = None
     candidates: Tensor | None = None
 
 
@@ -165,11 +165,11 @@ class ProposedRound(RoundStage):
 class VerifiedRound:
     """The state after the verify stage.
 
-    out: the target's output; logits: [B, D, V], at every node; None if all these logits take too much memory
+    target_output: the target's output; logits: [B, D, V], at every node; None if all these logits take too much memory
     (`sample_nodes`)."""
 
     proposed: ProposedRound
-    out: ModelOutput
+    target_output: ModelOutput
     logits: Tensor | None
 
 
@@ -257,7 +257,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
     (sampling/mask.py).  None allows all tokens.
     """
-    proposed, out = verified.proposed, verified.out
+    proposed, out = verified.proposed, verified.target_output
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.is_real, runner.layout.steps)
@@ -266,7 +266,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
     if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
-        table_fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
+        table_fields = {"own_text_paths": slots.table.own_text_paths, "candidates": slots.table.candidates}
         source_outputs = {
             name: field.index_select(0, slots.index).flatten(1)
             for name, field in table_fields.items()
@@ -275,8 +275,8 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     if verified.logits is not None:
         return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_outputs)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
-    rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **source_outputs)
+    logit_rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
+    return RoundOutput(path, logits, slots.num_logprobs, logit_rows, tree, **source_outputs)
 
 
 def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
@@ -284,12 +284,12 @@ def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
     proposed = verified.proposed
     if verified.logits is not None:
         return proposed.sampler.sample_at_nodes(verified.logits, proposed.tree, mask)
-    target, hidden = proposed.runner.target, verified.out.hidden
-    parts = [
+    target, hidden = proposed.runner.target, verified.target_output.hidden
+    samples_of_slices = [
         proposed.sampler.sample_at_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
         for nodes in proposed.runner.node_slices(proposed.slots.batch)
     ]
-    return SampledTokens(*(torch.cat(values, 1) for values in zip(*parts, strict=True)))
+    return SampledTokens(*(torch.cat(values, 1) for values in zip(*samples_of_slices, strict=True)))
 
 
 def prefill(

@@ -156,17 +156,17 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         set_num_threads(resolved.threads)
-    how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
+    load_arguments = {"dtype": dtype, "device": device, "shards": shards}
+    load_arguments["position_rows"] = resolved.layout.position_rows
     target_arguments: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
     target = load_target(
         checkpoint.target_path,
         captured_layers=checkpoint.spec.captured_layers,
         max_context=resolved.layout.max_context,
-        shards=shards,
         **target_arguments,
-        **how,
+        **load_arguments,
     )
-    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
+    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **load_arguments)
     return LoadedModels(resolved, target, draft, shards)
 
 
@@ -180,8 +180,8 @@ def build_engine_of_ranks(
     load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
     errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
-    file = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loaded}"
-    startup = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(file))
+    joined_file = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loads_sent}"
+    startup = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined_file))
     with replace_by_rank_failure(ranks):
         ranks.load(startup)
         loaded = startup.load_rank_models(0, ranks.join)
@@ -227,13 +227,13 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
     """Returns the size of the weights on each rank: a part of the target (with the whole embedding if there is a
     draft), and the draft or a part of it."""
     # If the draft consists of MTP layers in the target's directory, these are counted with the target.
-    is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
+    has_own_draft = checkpoint.draft_path == checkpoint.target_path
+    unread = tuple(checkpoint.target.family.ignored_weights) if has_own_draft else unread_prefixes(checkpoint.target)
     target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
-    if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
+    if has_own_draft or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     draft = count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
     if draft_shards(checkpoint.draft, Shards(0, ranks)).count > 1:

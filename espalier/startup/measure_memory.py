@@ -113,22 +113,22 @@ def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
     measured = _measure_with_trial_runner(loaded)
     # CUDA graphs hold the memory of a launch in a separate pool, in addition to the memory of eager launches.
-    reserved = (
+    reserved_bytes = (
         measured.eager_bytes + (measured.graph_bytes if graph_batch else 0) + int(measured.total_bytes * MEMORY_MARGIN)
     )
-    affordable = TRIAL_PAGES + (measured.free_bytes - reserved) // page_bytes
+    num_affordable = TRIAL_PAGES + (measured.free_bytes - reserved_bytes) // page_bytes
     reason = (
-        f"{device} holds {max(affordable, 0)}: of its {_gib(measured.total_bytes)}, models, buffers and other "
-        f"processes leave {_gib(measured.free_bytes)}, and launches need {_gib(reserved)}"
+        f"{device} holds {max(num_affordable, 0)}: of its {_gib(measured.total_bytes)}, models, buffers and other "
+        f"processes leave {_gib(measured.free_bytes)}, and launches need {_gib(reserved_bytes)}"
     )
-    if requested_pages is not None and requested_pages > affordable:
+    if requested_pages is not None and requested_pages > num_affordable:
         raise EspalierError(f"num_pages={requested_pages} do not fit, {reason}; lower it, or leave it to 'auto'")
-    if requested_pages is None and affordable < layout.min_pages:
+    if requested_pages is None and num_affordable < layout.min_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens, and "
             f"{reason}; lower max_context, or max_batch, num_draft_tokens and chunk_size, which make launches large"
         )
-    return min(affordable, layout.max_pages) if requested_pages is None else requested_pages
+    return min(num_affordable, layout.max_pages) if requested_pages is None else requested_pages
 
 
 def _gib(count: int) -> str:
@@ -263,13 +263,13 @@ def choose_num_pages_and_snapshots(
                 "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages, num_snapshots
-    affordable = int(available * memory_share) // page_bytes
-    if affordable < layout.min_pages:
+    num_affordable = int(available * memory_share) // page_bytes
+    if num_affordable < layout.min_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens and "
-            f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
+            f"{free} holds {max(num_affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
         )
-    return min(affordable, layout.max_pages), num_snapshots
+    return min(num_affordable, layout.max_pages), num_snapshots
 
 
 def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, budget: int, prefix_cache: bool) -> int:
@@ -277,8 +277,8 @@ def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, 
     Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
         if not is_unresolved(config.num_snapshots) and config.num_snapshots:
-            why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
-            raise EspalierError(f"num_snapshots={config.num_snapshots} is set, but {why}; leave it out")
+            reason = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
+            raise EspalierError(f"num_snapshots={config.num_snapshots} is set, but {reason}; leave it out")
         return 0
     if not is_unresolved(config.num_snapshots):
         return int(config.num_snapshots)

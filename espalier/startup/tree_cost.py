@@ -34,7 +34,7 @@ SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), Tr
 # the share of the bandwidth at which the cache is read, and how well reading and multiplying overlap.  OVERLAP is the
 # exponent of a power mean of both times: with 1 they would add up, with infinity the longer would hide the shorter.
 LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.25
-# A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
+# A tree replaces the tree of smaller batches if it is predicted to be at least this many times as fast.
 MIN_SPEEDUP = 1.03
 # The assumed number of committed tokens of a request.  A round reads their K/V once.
 ASSUMED_CONTEXT = 1024
@@ -97,8 +97,8 @@ class PassWeights:
     def _seconds(self, num_read: float, num_products: float, num_layers: int, chip: ChipFigures) -> float:
         """Seconds of a pass.  num_read: weights to read; num_products: products of a weight and a value of a row."""
         reading, multiplying = self.value_bytes * num_read / chip.bandwidth, 2 * num_products / chip.peak_flops
-        together = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
-        return together + num_layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
+        overlapped = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
+        return overlapped + num_layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""

@@ -30,8 +30,8 @@ SHARED_ROWS = 4
 # The depth of looked-up tokens in a round without a draft pass on a CPU.  Repeated text is often long, and the tree is
 # cut where more rows would not be worth their time.
 MAX_LOOKUP_STEPS = 12
-# How good an unknown draft may be: rates at which the first child is accepted at depth 1.
-ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+# How good an unknown draft may be: possible rates at which the first child at depth 1 is accepted.
+POSSIBLE_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # The prediction for a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
 # The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more until, at every assumed rate, the best
@@ -84,7 +84,7 @@ def tree_sets(
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
     """Returns plain decoding and the smallest sufficient subset of trees, in order of predicted speed."""
     all_trees = (*trees, PLAIN_TREE)
-    measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
+    measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES))
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_rate(kept: Sequence[TreeShape]) -> float:
@@ -131,7 +131,7 @@ def choose_trees(
         trees, reason = _predicted_trees(configured_tree, costs, max_batch)
     if requested == "auto":
         trees = _limit_trees(trees, configured_tree, max_batch)
-    text = "; ".join(f"from {least} requests on {shape}" for least, shape in trees.items())
+    text = "; ".join(f"from {min_requests} requests on {shape}" for min_requests, shape in trees.items())
     replaces_users_tree = requested == "auto" and is_set and costs is not None
     level = logging.WARNING if replaces_users_tree else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {text}" if trees else " at every batch", reason)
@@ -171,10 +171,10 @@ def adaptive_tree_choices(
         return CpuCosts(), ((1, (configured_tree, PLAIN_TREE)),)
     if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
         deepest = max(configured_tree.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
-        lone = (configured_tree, replace(configured_tree, steps=deepest, drafts=False), PLAIN_TREE)
+        unshared = (configured_tree, replace(configured_tree, steps=deepest, drafts=False), PLAIN_TREE)
         has_shared = can_share_rows and configured_tree.num_draft_tokens >= 2 * SHARED_ROWS
         shared = (replace(configured_tree, shared_rows=SHARED_ROWS),) if has_shared else ()
-        return CpuCosts(draft_cost=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
+        return CpuCosts(draft_cost=weights.draft / weights.dense), ((1, unshared), (2, (*unshared, *shared)))
     return None, ()
 
 
@@ -195,17 +195,17 @@ def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batc
 
 
 def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:
-    """Halves the nodes of trees from the batch on whose rows would exceed MAX_VERIFY_ROWS."""
+    """Halves the node count of a tree from the first batch on in which its rows would exceed MAX_VERIFY_ROWS."""
     limited: TreesByBatch = {}
-    every = {1: configured_tree} | trees
-    ends = [*(least - 1 for least in [*every][1:]), max_batch]
-    for end, (least, shape) in zip(ends, every.items(), strict=True):
-        while shape.num_draft_tokens > 1 and (over := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) <= end:
-            if over > least:
-                limited[least], least = shape, over
+    all_trees = {1: configured_tree} | trees
+    ends = [*(min_requests - 1 for min_requests in [*all_trees][1:]), max_batch]
+    for end, (min_requests, shape) in zip(ends, all_trees.items(), strict=True):
+        while shape.num_draft_tokens > 1 and (too_large_from := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) <= end:
+            if too_large_from > min_requests:
+                limited[min_requests], min_requests = shape, too_large_from
             shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
-        limited[least] = shape
-    return {least: shape for least, shape in limited.items() if (least, shape) != (1, configured_tree)}
+        limited[min_requests] = shape
+    return {batch: shape for batch, shape in limited.items() if (batch, shape) != (1, configured_tree)}
 
 
 def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
@@ -216,13 +216,13 @@ def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
     """
     trees: TreesByBatch = {}
     for key, value in table.items():
-        least = _read_num_requests(key, source)
-        if trees and least <= max(trees):
+        min_requests = _read_num_requests(key, source)
+        if trees and min_requests <= max(trees):
             raise EspalierError(
-                f"{source}: {least} comes after {max(trees)}; list numbers of requests in ascending order"
+                f"{source}: {min_requests} comes after {max(trees)}; list numbers of requests in ascending order"
             )
-        trees[least] = (
-            value if isinstance(value, TreeShape) else _read_tree(value, f"{source}, from {least} requests on")
+        trees[min_requests] = (
+            value if isinstance(value, TreeShape) else _read_tree(value, f"{source}, from {min_requests} requests on")
         )
     return trees
 
@@ -259,7 +259,7 @@ def read_trees(path: Path) -> TreesByBatch:
 
 def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Writes a table as JSON.  Raises EspalierError if the file cannot be written."""
-    lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
+    lines = [f"  {json.dumps(str(min_requests))}: {json.dumps(shape.sizes)}" for min_requests, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     except OSError as error:
@@ -305,15 +305,15 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
                 "busy_chunk_size, the rows of a pass, instead"
             )
         return min(default, chunk_size)
-    least = _pass_ms(costs, MIN_CHUNK_WIDTH)
+    smallest_ms = _pass_ms(costs, MIN_CHUNK_WIDTH)
     bound_ms = (
-        max(DEFAULT_PAUSE_MS, MIN_PASS_FACTOR * least)
+        max(DEFAULT_PAUSE_MS, MIN_PASS_FACTOR * smallest_ms)
         if is_unresolved(config.max_pause_ms)
         else float(config.max_pause_ms)
     )
-    if bound_ms < least:
+    if bound_ms < smallest_ms:
         raise EspalierError(
-            f"max_pause_ms={config.max_pause_ms} is below the {least:.1f} ms that the smallest prefill pass, of "
+            f"max_pause_ms={config.max_pause_ms} is below the {smallest_ms:.1f} ms that the smallest prefill pass, of "
             f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {costs.chip.gpu}; raise it"
         )
     # The widths of passes are multiples of MIN_CHUNK_WIDTH.

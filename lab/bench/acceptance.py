@@ -26,7 +26,7 @@ from lab.faults.planted import plant
 
 # Text is called repeated if a run of this many tokens occurred before.
 REPEATED_RUN_TOKENS = 16
-# The fault that runs a draft of this form in the other one.
+# The fault that runs an MTP draft of this form (DraftSpec.hidden_source) in the other form.
 FAULT_OF_OTHER_FORM = MappingProxyType({"chain": "chain-reads-target", "target": "target-reads-chain"})
 # Teacher forcing runs one round from every eighth token.
 TEACHER_FORCED_STRIDE = 8
@@ -37,8 +37,7 @@ class DraftVariant:
     """One way to draft.
 
     speculation: None for the user's settings; plant_fault: makes a context in which a fault is planted; shares_noise:
-    see ModelRunner; teacher_forced: whether teacher forcing is measured too.
-    """
+    see ModelRunner; teacher_forced: whether teacher forcing is measured too."""
 
     name: str
     speculation: SpeculationConfig | None = None
@@ -50,12 +49,12 @@ class DraftVariant:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Accept length over all rounds, over rounds that begin in new text, and in a repeated 16-gram.
+    """The accept lengths of a variant: over all rounds, over rounds that begin in new text, and over rounds that begin
+    inside a repeated run of REPEATED_RUN_TOKENS tokens.
 
     repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by depth,
-    from 1; same_tokens: number of requests with the same tokens as the first variant of this temperature, None where
-    tokens are not compared.
-    """
+    from 1; same_tokens: number of requests with the same tokens as the first variant of this temperature, None if
+    tokens are not compared."""
 
     name: str
     accept_length: float
@@ -86,7 +85,7 @@ def default_variants(steps: int, algorithm: str, has_draft: bool) -> list[DraftV
 
 
 def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) -> list[DraftVariant]:
-    """Each tree and, for an MTP draft of this form, the same tree in the other form."""
+    """A variant for each tree and, for an MTP draft of this form, a variant with this tree in the other form."""
     found = []
     for tree in trees:
         name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
@@ -117,8 +116,8 @@ def measure_acceptance(
     advance: Callable[[], None],
     trees: Sequence[TreeShape] = (),
 ) -> list[Acceptance]:
-    """Measure the default variants, or these trees, on the same prompts.  `advance` is called after each.  Raises
-    EspalierError."""
+    """Measures the default variants, or these trees, on the same prompts.  Calls `advance` after each measurement.
+    Raises EspalierError."""
     with LLM(**settings) as llm:
         steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:
@@ -129,7 +128,7 @@ def measure_acceptance(
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
     for variant in chosen:
-        # A fault is planted around the engine's start too: a GPU captures its rounds there.
+        # The fault must be planted when the engine starts, because a GPU captures its rounds then.
         with variant.plant_fault(), LLM(**_variant_settings(variant, settings)) as llm:
             engine = llm.engine
             if not variant.shares_noise:
@@ -183,10 +182,10 @@ def _measure_teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance
     """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
     contexts, roots = [], []
     for prompt, reference in heldout_tokens(llm, num_prompts):
-        whole = (prompt + reference)[: llm.config.layout.max_context - llm.config.layout.steps - 2]
-        for position in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
-            contexts.append(whole[:position])
-            roots.append(whole[position])
+        text_tokens = (prompt + reference)[: llm.config.layout.max_context - llm.config.layout.steps - 2]
+        for position in range(len(prompt), len(text_tokens), TEACHER_FORCED_STRIDE):
+            contexts.append(text_tokens[:position])
+            roots.append(text_tokens[position])
     params = SamplingParams(temperature=0.0, max_tokens=llm.config.layout.steps + 2)
     driven = drive(llm.engine, contexts, params, first_tokens=roots)
     firsts = {request: traces[:1] for request, traces in driven.traces.items()}

@@ -1,8 +1,8 @@
 """`python -m lab attention`: attention over committed rows, backend by backend, in one process on one GPU.
 
-Only the part that a backend of a library supplies is timed: attention over the prefix.  Layers and pages are those of
-`python -m lab kernels`.  A backend that plans on the host is timed with a plan of exact lengths, as in lock-step, and
-without, as in overlap; what the plan itself costs on the host is printed beside it.
+Only attention over the prefix is timed: a library's backend supplies only this part.  Layers and pages are those of
+`python -m lab kernels`.  A backend that plans on the host is timed twice: with a plan of exact lengths, as in
+lock-step, and without, as in overlap.  The host time of the plan is printed too.
 """
 
 import time
@@ -102,8 +102,8 @@ def backend_cases(
 
     A case's note has the host time of a plan, and the largest difference from our kernels' result.
     """
-    made = make_pass_inputs(shape, page_size, layers_beyond_cache(shape, device), device)
-    ours = BACKENDS["triton"]().plan(*made.of_plan).attend_prefix(made.q, 0)[0].float()
+    inputs = make_pass_inputs(shape, page_size, layers_beyond_cache(shape, device), device)
+    ours = BACKENDS["triton"]().plan(*inputs.plan_arguments).attend_prefix(inputs.q, 0)[0].float()
     for name in backends:
         for exact in (True, False) if BACKENDS[name].support.needs_exact_lengths else (True,):
             # A prompt's chunk is eager, and its lengths are always exact.
@@ -115,7 +115,7 @@ def backend_cases(
             except EspalierError as refusal:
                 refused.append(RefusedCell(names, str(refusal)))
                 continue
-            yield _backend_case(names, BACKENDS[name](), shape, made, ours, exact)
+            yield _backend_case(names, BACKENDS[name](), shape, inputs, ours, exact)
             torch.cuda.empty_cache()
 
 
@@ -123,20 +123,20 @@ def _backend_case(
     names: tuple[str, ...],
     backend: AttentionBackend,
     shape: PassShape,
-    made: PassInputs,
+    inputs: PassInputs,
     our_output: torch.Tensor,
     has_exact_lengths: bool,
 ) -> KernelCase:
-    layers, lengths = len(made.of_plan[1]), (shape.context,) * shape.batch
+    num_layers, lengths = len(inputs.plan_arguments[1]), (shape.context,) * shape.batch
     host_us = _host_planning_us(backend, lengths, has_exact_lengths)
     backend.prepare(CommittedLengths(lengths, has_exact_lengths, in_graph=True))
-    made.of_plan[2].plan_cache.clear()
-    attention = backend.plan(*made.of_plan)
-    error = float((attention.attend_prefix(made.q, 0)[0].float() - our_output).abs().max())
-    run_layers = run_in_order([partial(attention.attend_prefix, made.q, layer) for layer in range(layers)])
+    inputs.plan_arguments[2].plan_cache.clear()
+    attention = backend.plan(*inputs.plan_arguments)
+    error = float((attention.attend_prefix(inputs.q, 0)[0].float() - our_output).abs().max())
+    run_layers = run_in_order([partial(attention.attend_prefix, inputs.q, layer) for layer in range(num_layers)])
     flops = replace(shape, chain=False).flops  # without the chunk's own rows
     note = f"host {host_us:.0f} us, differs by {error:.1g}"
-    return KernelCase(names, shape.kv_bytes, flops, run_layers, layers, note=note)
+    return KernelCase(names, shape.kv_bytes, flops, run_layers, num_layers, note=note)
 
 
 def _host_planning_us(backend: AttentionBackend, lengths: tuple[int, ...], has_exact_lengths: bool) -> float:

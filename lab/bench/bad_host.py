@@ -153,7 +153,7 @@ class AttackResult:
 
 
 def run(args: Namespace, settings: dict[str, Any]) -> int:
-    """Print the waits.  1 if a bad request got no response."""
+    """Prints the waits.  Returns 1 if a bad request got no response, else 0."""
     # A slot for each stream, one for the short request, and one for each bad request at once.
     most = max(attack.count for attack in ATTACKS if not attack.stays_open)
     results = measure_bad_host(with_minimum(settings, {"max_batch": NUM_STREAMS + 1 + most}, max_batch=NUM_STREAMS + 1))
@@ -172,23 +172,23 @@ def _result_row(result: AttackResult) -> list[str]:
 
 
 def measure_bad_host(
-    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = NUM_STREAMS
+    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, num_streams: int = NUM_STREAMS
 ) -> list[AttackResult]:
-    """Measure each kind on the same server, with `streams` streams and with none."""
+    """Measures each kind of bad request on the same server, with `num_streams` streams and without streams."""
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder, "template.jinja")
         template.write_text(CHAT_TEMPLATE)
         flags = "--batch-dir", str(Path(folder, "batches")), "--chat-template", str(template)
         with running_server(settings, *flags) as server:
-            return asyncio.run(_run_attacks(server.port, attacks, streams))
+            return asyncio.run(_run_attacks(server.port, attacks, num_streams))
 
 
-async def _run_attacks(port: int, attacks: Sequence[Attack], streams: int) -> list[AttackResult]:
+async def _run_attacks(port: int, attacks: Sequence[Attack], num_streams: int) -> list[AttackResult]:
     results = []
     for attack in attacks:
         data = attack.request()
         result, statuses = AttackResult(attack.name, attack.count), Counter[int]()
-        for waits, number in ((result.busy, streams), (result.idle, 0)):
+        for waits, number in ((result.busy, num_streams), (result.idle, 0)):
             async with _measure_waits(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_SECONDS))
                 if attack.stays_open:
@@ -208,14 +208,13 @@ def _post_request(path: str, body: bytes, headers: bytes = b"connection: close\r
 
 
 @asynccontextmanager
-async def _measure_waits(port: int, waits: LongestWaits, streams: int) -> AsyncIterator[None]:
-    """Run streams, one-token requests and /health probes, each repeatedly, and record their waits.
+async def _measure_waits(port: int, waits: LongestWaits, num_streams: int) -> AsyncIterator[None]:
+    """Repeats streams, one-token requests and /health probes, and records their waits.
 
-    Raises EspalierError if one is not served: a request that is refused at once has no wait.
-    """
+    Raises EspalierError if a request is not served, because a request that is refused at once has no wait."""
     short = _post_request("/v1/completions", json.dumps(SHORT_REQUEST).encode())
     probe = b"GET /health HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n\r\n"
-    tasks = [asyncio.create_task(_repeat_stream(port, waits)) for _ in range(streams)]
+    tasks = [asyncio.create_task(_repeat_stream(port, waits)) for _ in range(num_streams)]
     tasks += [
         asyncio.create_task(_repeat_request(port, short, waits, "one_token")),
         asyncio.create_task(_repeat_request(port, probe, waits, "health")),
@@ -267,7 +266,7 @@ async def _repeat_request(port: int, data: bytes, waits: LongestWaits, name: str
 
 
 async def _hold_connection(port: int, end: asyncio.Future[None]) -> None:
-    """Keep a connection open until the end, if the server does."""
+    """Keeps a connection open until `end`, unless the server closes it first."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.wait({end})

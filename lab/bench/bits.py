@@ -34,7 +34,7 @@ MAX_CONTEXT = 512
 
 
 class BitCounter:
-    """counts: [2] int64 on the device, passes and differing bits."""
+    """Counts differing bits.  counts: [2] int64 on the device, the number of passes and of differing bits."""
 
     def __init__(self, shards: Shards, device: torch.device) -> None:
         self.shards = shards
@@ -58,7 +58,7 @@ class BitCounts:
 
 
 def load_counting_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Returns one rank's models (espalier/startup/ranks.py:Models).  The target's attribute `bits` is a BitCounter."""
+    """Returns one rank's models (startup/ranks.py:LoadRankModels).  The target's attribute `bits` is a BitCounter."""
     loaded = load_rank_models_from_files(config, shards)
     target: Any = loaded.target
     counter, right = BitCounter(shards, loaded.device), target.logits

@@ -13,12 +13,12 @@ from lab.bench.flags import CELL_EXAMPLES
 
 CELL_PATTERN = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 PLAIN_TREE_SIZES = (0, 1, 1)
-# Rounds before the timed ones: in the first rounds, clocks and caches are still those of a prefill.
+# Rounds before the timed rounds: in the first rounds, clocks and caches still have the state after a prefill.
 WARM_UP_ROUNDS = 6
 # Rounds in which an engine that chooses trees finds the best tree.  They run other requests than the timed rounds,
 # because a round takes longer after more tokens.
 TREE_SEARCH_ROUNDS = 250
-# Rounds after the timed ones, in which the experts that a pass touches are counted.
+# Rounds after the timed rounds, in which the experts that a pass touches are counted.
 EXPERT_COUNT_ROUNDS = 3
 
 
@@ -38,7 +38,7 @@ class RoundCell:
 
     @property
     def rounds_before(self) -> tuple[int, ...]:
-        """Returns the numbers of rounds that run before the timed ones, each number with new requests."""
+        """Returns the numbers of rounds that run before the timed rounds, each number with new requests."""
         return (TREE_SEARCH_ROUNDS, WARM_UP_ROUNDS) if self.is_auto else (WARM_UP_ROUNDS,)
 
     @property

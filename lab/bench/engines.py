@@ -152,9 +152,8 @@ def engines_of_flags(
 ) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
-    defaults: of settings whose flags were not given; variants: all that will be opened; least: the smallest values of
-    sizes.  Raises EspalierError for flags that do not fit together.
-    """
+    defaults: settings for flags that were not given; variants: all variants that will be opened; least: the smallest
+    allowed values of sizes.  Raises EspalierError for flags that do not fit together."""
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:

@@ -100,23 +100,21 @@ def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
 
 
 def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
-    """Whether `rows` rows take the shared expert in the launches of the routed ones."""
+    """Whether `rows` rows run the shared expert in the launches of the routed experts."""
     return experts.sizes.fuses_shared and experts.weight_format == DENSE and rows <= MAX_SHARED_ROWS
 
 
 def num_expert_copies(experts: RoutedExperts) -> int:
     """Returns the number of copies of a layer's experts, which layers use in turn.
 
-    It is large enough that between two uses of an expert more than an L2 cache is read, for any ids.  Between them, at
-    least one call to each other copy is read, and a third of the expert's own call: the bytes of down, which comes
-    after all of gate and up.
-    """
+    Between two uses of an expert, more than an L2 cache must be read, whatever the expert ids.  At least one call to
+    each other copy is read in between, and a third of the expert's own call: `down`, read after gate and up."""
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
     return min(experts.sizes.num_layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
 
 
 class ExpertCalls:
-    """The products with the experts behind a router, one for each layer, as MixtureMLP runs them."""
+    """The products with the experts of a router, one product for each layer, as MixtureMLP runs them."""
 
     def __init__(self, router: ProductGroup, copies: Sequence[LayerExperts]) -> None:
         experts, rows, down = router.experts, router.num_rows, copies[0].down
@@ -157,7 +155,7 @@ class ExpertWeights(Weights):
         self._experts: dict[str, list[LayerExperts]] = {}
 
     def experts_of(self, router: ProductGroup) -> list[LayerExperts]:
-        """The copies of the experts behind a router."""
+        """The copies of the experts of a router."""
         experts = router.experts
         assert experts is not None
         if router.name not in self._experts:
@@ -187,10 +185,9 @@ def expert_case(
     dtype: torch.dtype,
     rows: int,
 ) -> KernelCase:
-    """The product of one layer's experts with `rows` rows, whose bytes are those of the experts that have rows.
+    """A case: the product of one layer's experts with `rows` rows.  Only the bytes of experts that have rows count.
 
-    gate_up, down: as in grouped_experts.  dtype: of the rows.
-    """
+    gate_up, down: as in grouped_experts.  dtype: of the rows."""
     inputs = ChainInputs(shape, rows, dtype, down.device)
     calls = [
         partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights)

@@ -66,12 +66,10 @@ def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
 
 
 def experts_touched(engine: Engine, run_passes: Callable[[], object], rows: int | None = None) -> float | None:
-    """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target, and where
-    several ranks run it.
+    """Returns how many experts a target pass touches in a layer, the mean over the passes of `run_passes`.
 
-    rows: only passes of this number of rows count; None: all passes.
-    """
-    # Other ranks would go on with their graphs.
+    None for a dense target, and if several ranks run it.  rows: only passes of this size count; None: all passes."""
+    # Other ranks would still replay their CUDA graphs while this rank runs eagerly.
     if not mixture_blocks(engine) or isinstance(engine.executor, LeadExecutor):
         return None
     with count_experts(engine) as counts:

@@ -87,7 +87,8 @@ class PassCost:
 
 @dataclass(frozen=True)
 class DraftPass:
-    """A pass of a draft's module (from 1) in a round.  queries, head_rows: rows of one request, and of its head."""
+    """A pass of a draft's module in a round.  module: from 1.  queries: rows of one request.  head_rows: rows of one
+    request that the head runs over."""
 
     module: int
     queries: int
@@ -95,19 +96,18 @@ class DraftPass:
     is_extend: bool = False
 
 
-def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
+def draft_passes(num_modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
     """The passes of a round (speculate/drafters/autoregressive.py), the same for both forms of an MTP draft.
 
-    Level l runs module l over the beams of all levels before, and from the last module on over those of one level.
-    Level 1 is the first module's head at the root alone, counted with the extend.  The extend runs every module over
-    steps + 1 rows; it runs at steps=0 too.
-    """
+    Level l runs module l over the beams of all levels before l.  If there is no module l, the last module runs over the
+    beams of one level.  Level 1 runs only the first module's head at the root, which counts with the extend.  The
+    extend runs every module over steps + 1 rows, also for steps=0."""
     levels = [
-        DraftPass(min(level, modules), (level - 1 if level <= modules else 1) * topk, topk)
+        DraftPass(min(level, num_modules), (level - 1 if level <= num_modules else 1) * topk, topk)
         for level in range(2, steps + 1)
     ]
     roots = 1 if steps else 0
-    extends = [DraftPass(m, steps + 1, roots if m == 1 else 0, is_extend=True) for m in range(1, modules + 1)]
+    extends = [DraftPass(m, steps + 1, roots if m == 1 else 0, is_extend=True) for m in range(1, num_modules + 1)]
     return (*levels, *extends)
 
 
@@ -116,21 +116,22 @@ class RoundSize:
     """The sizes that determine the time of a round.
 
     tree: of each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
-    request.  has_draft: whether a draft runs.  touched: experts that the target's pass touches, see RoutedExperts.
+    request.  has_draft: whether a draft runs.
+    num_touched_experts: how many experts the target's pass touches (RoutedExperts.mean_active).
     """
 
     batch: int
     tree: TreeShape
     context: float = 0.0
     has_draft: bool = True
-    touched: float | None = None
+    num_touched_experts: float | None = None
 
 
 def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductGroup, ...], tuple[ProductGroup, ...]]:
     """Returns (products of the target's pass over the trees, products of the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
-        run if run.experts is None else replace(run, experts=replace(run.experts, mean_active=size.touched))
+        run if run.experts is None else replace(run, experts=replace(run.experts, mean_active=size.num_touched_experts))
         for run in shape.target_pass(batch * size.tree.num_draft_tokens)
     )
     draft: list[ProductGroup] = []
@@ -207,7 +208,7 @@ class FloorMeter:
         return self._timed(runs, rows, with_experts=(False,))[0]
 
     def time_products(self, runs: tuple[ProductGroup, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
-        """Time the linear layers alone, and together with the experts behind routers; None without experts.
+        """Time the linear layers alone, and together with the routed experts; None without experts.
 
         The same runs are timed once.
         """
@@ -239,13 +240,10 @@ class FloorMeter:
         return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 
     def round(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
-        """The floor of a round.
+        """The floor of a round.  ceilings: measured in the same run.
 
-        The first call for its products needs memory for their weights, and an engine takes all that is free: call it
-        when none runs.
-        ceilings: measured in the same run.  Ranks share the work at one GPU's efficiency, without the time of their
-        sums.
-        """
+        No engine may run during the call: an engine takes all free memory, and the call needs memory for weights.
+        Ranks are assumed to share the work at one GPU's efficiency, and their sums to take no time."""
         whole = self._one_gpu_floor(size, ceilings)
         if self.ranks == 1:
             return whole

@@ -25,9 +25,9 @@ class FullRounds:
     context: tokens of a request, the mean over requests and rounds.
     round_ms: median by the wall clock.
     gpu_ms, idle_share: by events around the CUDA graphs; None without graphs.
-    host_ms: time of a round in which the host did not wait for results.
-    replays: CUDA graphs of a round.
-    follows: requests whose output is the chain's.
+    host_ms: the part of a round's time in which the host did not wait for results.
+    replays: the number of CUDA graphs that a round replays.
+    follows: the number of requests whose output is the text of the chain (lab/synthetic/chain.py).
     experts_touched: by the target's pass in one layer, the mean over layers and a few rounds after the timed ones; None
     for a dense target.
     """

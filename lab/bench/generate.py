@@ -41,10 +41,9 @@ MIN_ROUNDS = 8
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """The rounds of one call.  seconds: of a round that runs every request, the mean.
+    """The rounds of one call.  seconds: the mean time of a round that runs every request.
 
-    accept_length: the mean over all requests and rounds.
-    """
+    accept_length: the mean over all requests and rounds."""
 
     seconds: float
     accept_length: float
@@ -68,8 +67,7 @@ class RoundClock:
     def seconds(self, batch: int) -> float:
         """Mean time of a round, over the first rounds of `batch` requests without another launch between them.
 
-        Raises EspalierError if they are too few.
-        """
+        Raises EspalierError if there are too few such rounds."""
         sizes = [size for _, size in self.launches]
         first = sizes.index(batch) if batch in sizes else len(sizes)
         times = [time for time, _ in takewhile(lambda launch: launch[1] == batch, self.launches[first:])]
@@ -108,19 +106,19 @@ def run(args: Namespace) -> int:
     args.prompts = args.prompts or (MODEL_PROMPTS if args.shape is None else SHAPE_PROMPTS)
     require_at_least_one(args, "tokens", "repeats")
     if args.tree is None:
-        made = engines_of_flags(args, {})
-        ways = list(variants_to_compare(made).values())
+        engines = engines_of_flags(args, {})
+        variants = list(variants_to_compare(engines).values())
     else:
         refuse_tree_flags(args, "--tree")
-        ways = _variants_with_trees(args.tree)
-        made = engines_of_flags(args, {}, ways)
-    for way in ways:
-        _require_sizes(made.config(way), made.max_positions, args)
+        variants = _variants_with_trees(args.tree)
+        engines = engines_of_flags(args, {}, variants)
+    for variant in variants:
+        _require_sizes(engines.config(variant), engines.max_positions, args)
     measured: list[list[PromptFigures]] = []
     configs: list[ResolvedConfig] = []
-    with progress("measuring", len(ways) * len(args.prompts)) as advance:
-        for way in ways:
-            figures, config = _measure_variant(made, way, args, advance)
+    with progress("measuring", len(variants) * len(args.prompts)) as advance:
+        for variant in variants:
+            figures, config = _measure_variant(engines, variant, args, advance)
             measured.append(figures)
             configs.append(config)
     if args.shape is not None and torch.cuda.is_available():
@@ -240,11 +238,9 @@ def _generate_greedy(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int
 
 
 def _json_cells(by_variant: Sequence[Sequence[PromptFigures]]) -> list[dict[str, Any]]:
-    """For --json: for each group of prompts and each tree its figures, those of plain decoding, and how many times as
-    fast the tree is.
+    """For --json: for each group of prompts and each tree, its figures, those of plain decoding, and the speedup.
 
-    measured: a list for each way, plain decoding last.
-    """
+    by_variant: the figures of each engine variant, plain decoding last."""
     cells: list[dict[str, Any]] = []
     for *trees, plain in zip(*by_variant, strict=True):
         prompts: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
@@ -262,7 +258,7 @@ def _speedup(tree: PromptFigures, plain: PromptFigures) -> float:
 
 
 def _table(by_variant: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
-    """One row for each group of prompts and way.  measured: as in `_cells`."""
+    """One row for each group of prompts and each engine variant.  by_variant: as in `_json_cells`."""
     rows = [[
         "batch x context", "steps, topk, nodes", "first token ms", "round ms", "of floor", "bytes ms", "accept",
         "tokens/s", "over plain",

@@ -56,7 +56,7 @@ DRAFT_GUIDANCE = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of the measured model.  end: a token that ends an output."""
+    """The tokens of the measured model.  end_token: a token that ends an output."""
 
     tokens: list[bytes]
     end_token: int

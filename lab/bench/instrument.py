@@ -24,8 +24,8 @@ KERNEL_NODE = 0
 class LaunchRecord:
     """What was recorded since the last reset; a LaunchObserver.
 
-    captured_passes: as Executor has them.
-    waited_seconds: in which the host waited for results; prefills: (pieces, width) of each prefill pass, padding
+    captured_passes: see Executor.
+    waited_seconds: how long the host waited for results; prefills: (pieces, width) of each prefill pass, padding
     included; rounds: the batch of each round; replays: the events before and after each CUDA graph that was replayed.
     """
 

@@ -61,8 +61,7 @@ EXPERT_COLUMNS = ("experts, a row's", "hidden x inner", "rows")
 class PassShape:
     """A pass of `queries` rows for each of `batch` requests over `context` committed rows.
 
-    chain: whether the rows are a prefill chunk, else a tree.  spec: of the pass's layers.
-    """
+    chain: whether the rows are a prefill chunk, else a tree.  spec: of the pass's layers."""
 
     batch: int
     queries: int
@@ -75,9 +74,9 @@ class PassShape:
 
     @property
     def heads(self) -> str:
-        keeps = self.spec.cache_spec
-        kept = f"a row of {keeps.size}" if isinstance(keeps, LatentKV) else f"{keeps.kv_heads} of {keeps.k_size}"
-        return f"{self.spec.heads} on {kept}{', FP8' if keeps.dtype == FP8 else ''}"
+        cache = self.spec.cache_spec
+        kept = f"a row of {cache.size}" if isinstance(cache, LatentKV) else f"{cache.kv_heads} of {cache.k_size}"
+        return f"{self.spec.heads} on {kept}{', FP8' if cache.dtype == FP8 else ''}"
 
     @property
     def kv_bytes(self) -> int:
@@ -86,10 +85,10 @@ class PassShape:
 
     @property
     def flops(self) -> int:
-        """FLOPs of one layer: both products over the committed rows and, in a chain, over the rows before each row."""
+        """FLOPs of one layer: both products over the committed rows and, in a chain, over the earlier new rows too."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
-        keeps = self.spec.cache_spec
-        return 2 * self.batch * self.spec.heads * pairs * (keeps.k_size + keeps.v_size)
+        cache = self.spec.cache_spec
+        return 2 * self.batch * self.spec.heads * pairs * (cache.k_size + cache.v_size)
 
 
 PASS_SHAPES = (
@@ -153,15 +152,14 @@ def attention_cases(
 ) -> Iterator[KernelCase]:
     """Yields two cases for each shape: the attention of one layer, and the plan that all layers share.
 
-    pages_in_order: pages are consecutive, as in a pool that was never full; otherwise in random order.
-    """
+    pages_in_order: pages are consecutive, as in a pool that was never full; otherwise in random order."""
     for shape, page_size in product(PASS_SHAPES, page_sizes):
-        layers = layers_beyond_cache(shape, device)
-        attention, run_layers = prepare_pass(shape, page_size, layers, device, pages_in_order)
+        num_layers = layers_beyond_cache(shape, device)
+        attention, run_layers = prepare_pass(shape, page_size, num_layers, device, pages_in_order)
         names = str(shape), shape.heads, str(page_size)
         # A chain reads more than its committed rows.  MEASUREMENT_SECONDS: the previous shape may have lowered clocks.
         num_bytes = 0 if shape.chain else shape.kv_bytes
-        yield KernelCase(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
+        yield KernelCase(("attention", *names), num_bytes, shape.flops, run_layers, num_layers, MEASUREMENT_SECONDS)
         yield KernelCase(("plan", *names), 0, 0, _planner(attention, shape))
 
 
@@ -174,7 +172,7 @@ def expert_cases(device: torch.device) -> Iterator[KernelCase]:
 
 
 def _planner(attention: AttentionPlan, shape: PassShape) -> Callable[[], object]:
-    """A function that repeats the planning of an attention that has run."""
+    """Returns a function that repeats the planning of `attention`, which must have run once."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(shape.spec).policy
     rows = kv_block_rows(shape.spec.cache_spec.k_size)
@@ -195,34 +193,34 @@ def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
 
 
 def prepare_pass(
-    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
+    shape: PassShape, page_size: int, num_layers: int, device: torch.device, pages_in_order: bool = False
 ) -> tuple[AttentionPlan, Callable[[], Sequence[torch.Tensor]]]:
     """Returns (a planned pass over full pages, a function that runs all its layers).  See attention_cases."""
-    made = make_pass_inputs(shape, page_size, layers, device, pages_in_order)
-    attention = TritonBackend().plan(*made.of_plan)
-    return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
+    made = make_pass_inputs(shape, page_size, num_layers, device, pages_in_order)
+    attention = TritonBackend().plan(*made.plan_arguments)
+    return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(num_layers)]
 
 
 @dataclass(frozen=True)
 class PassInputs:
-    """The inputs of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: the same for every layer."""
+    """The inputs of a pass.  plan_arguments: for AttentionBackend.plan.  q, k, v: the same tensors for every layer."""
 
-    of_plan: tuple[PagedKV, Sequence[LayerSpec], Prefix, Nodes]
+    plan_arguments: tuple[PagedKV, Sequence[LayerSpec], Prefix, Nodes]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
 
 def make_pass_inputs(
-    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
+    shape: PassShape, page_size: int, num_layers: int, device: torch.device, pages_in_order: bool = False
 ) -> PassInputs:
     """Returns the inputs of a pass over full pages.  pages_in_order: see attention_cases."""
     tree = (0, 1, 1) if shape.chain else (TREE_STEPS, TREE_TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
     width = layout.pages_for(shape.context)
-    specs = [shape.spec] * layers
-    pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
+    specs = [shape.spec] * num_layers
+    pages = PagedKV(layout, 1 + shape.batch * width, specs, num_layers, DTYPE, device)
     for stack in pages.target_stacks:
         for stacked in stack.planes:
             for plane in stacked:
@@ -231,13 +229,13 @@ def make_pass_inputs(
     order = torch.arange if pages_in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    keeps = shape.spec.row_spec
-    q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
+    row_spec = shape.spec.row_spec
+    q = torch.randn(shape.batch, shape.queries, shape.spec.heads, row_spec.k_size, dtype=DTYPE, device=device)
     rows = [
-        torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(keeps.dtype or DTYPE)
-        for size in keeps.planes.values()
+        torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(row_spec.dtype or DTYPE)
+        for size in row_spec.planes.values()
     ]
-    k, v = keeps.read(rows)
+    k, v = row_spec.read(rows)
     return PassInputs((pages, specs, Prefix(table, length), _pass_nodes(shape, length)), q, k, v)
 
 

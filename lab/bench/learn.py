@@ -54,8 +54,8 @@ class ComparedTraffic:
     learner: Learner
     static: LLM
     plain: LLM
-    equal: int = 0
-    compared: int = 0
+    num_equal: int = 0
+    num_compared: int = 0
 
     def answer(self, prompt: str, keep_for_training: bool = True) -> Request:
         tokens = self.llm.inputs.prompt_tokens(prompt)
@@ -71,8 +71,8 @@ class ComparedTraffic:
 
     def compare(self, prompt: str, request: Request) -> None:
         [output] = self.plain.generate(prompt, GREEDY_PARAMS)
-        self.compared += 1
-        self.equal += output.token_ids == request.output
+        self.num_compared += 1
+        self.num_equal += output.token_ids == request.output
 
 
 @dataclass
@@ -87,8 +87,8 @@ class TopicPhase:
     before: SpeculationStats = field(default_factory=SpeculationStats)
     after: SpeculationStats = field(default_factory=SpeculationStats)
     static: SpeculationStats = field(default_factory=SpeculationStats)
-    answers: int = 0
-    while_down: int = 0
+    num_answers: int = 0
+    num_answers_while_down: int = 0
     seconds: float = 0.0
 
 
@@ -118,7 +118,7 @@ def topic_row(traffic: ComparedTraffic, topic: str, num_compared: int, is_killed
     num_swaps = figures.swaps - swaps
     return {
         "traffic": topic,
-        "answers": phase.answers,
+        "answers": phase.num_answers,
         "before": round(phase.before.accept_length, 2),
         "after": round(phase.after.accept_length, 2),
         "static draft": round(phase.static.accept_length, 2),
@@ -126,8 +126,8 @@ def topic_row(traffic: ComparedTraffic, topic: str, num_compared: int, is_killed
         "held back": f"{figures.served_accept_length:.2f} to {figures.trained_accept_length:.2f}",
         "swaps": num_swaps,
         "minutes": round(phase.seconds / 60, 1),
-        "answers while the trainer was down": phase.while_down,
-        "tokens equal": f"{traffic.equal} of {traffic.compared}",
+        "answers while the trainer was down": phase.num_answers_while_down,
+        "tokens equal": f"{traffic.num_equal} of {traffic.num_compared}",
     }
 
 
@@ -137,7 +137,7 @@ def learn_topic(traffic: ComparedTraffic, topic: str, num_compared: int, is_kill
     while learner.figures.trainings == trainings or learner.is_swapping:
         prompt = next(prompts)
         request = traffic.answer(prompt)
-        phase.answers += 1
+        phase.num_answers += 1
         phase.before.merge(request.stats)
         if learner.training_pid is not None:
             if is_killed:
@@ -146,12 +146,12 @@ def learn_topic(traffic: ComparedTraffic, topic: str, num_compared: int, is_kill
             traffic.compare(prompt, request)
             sleep(PAUSE_SECONDS)
         elif learner.figures.failures > failures:
-            phase.while_down += 1
+            phase.num_answers_while_down += 1
             traffic.compare(prompt, request)
     phase.seconds = perf_counter() - begun
     for prompt, _ in zip(prompts, range(num_compared), strict=False):
         request = traffic.answer(prompt, keep_for_training=False)
-        phase.answers += 1
+        phase.num_answers += 1
         phase.after.merge(request.stats)
         phase.static.merge(traffic.static.generate(prompt, GREEDY_PARAMS)[0].speculation)
         traffic.compare(prompt, request)
@@ -170,20 +170,20 @@ def prompts_of(topic: str) -> Iterator[str]:
 
 def log_lines() -> Iterator[str]:
     """Lines of JSON as services write them, with names of their own."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     services, levels = ("ledger-api", "quarry", "tollgate", "mirabel-worker"), ("INFO", "INFO", "INFO", "WARN", "ERROR")
     events = ("order.accepted", "order.rejected", "cache.miss", "cache.hit", "payment.settled", "session.expired")
     while True:
-        at = 1764000000 + chance.randrange(10**6)
+        at = 1764000000 + rng.randrange(10**6)
         lines = [
             {
-                "ts": (at := at + chance.randrange(9)),
-                "level": chance.choice(levels),
-                "service": chance.choice(services),
-                "event": chance.choice(events),
-                "tenant": f"acme-{chance.randrange(40):03}",
-                "duration_ms": chance.randrange(900),
-                "request_id": f"{chance.getrandbits(32):08x}",
+                "ts": (at := at + rng.randrange(9)),
+                "level": rng.choice(levels),
+                "service": rng.choice(services),
+                "event": rng.choice(events),
+                "tenant": f"acme-{rng.randrange(40):03}",
+                "duration_ms": rng.randrange(900),
+                "request_id": f"{rng.getrandbits(32):08x}",
             }
             for _ in range(3)
         ]

@@ -28,10 +28,10 @@ from lab.bench.full_rounds import abort_requests, enter_requests
 from lab.bench.synthetic_models import SyntheticModels, recipe_of_shape
 from lab.synthetic.checkpoint import Recipe
 
-# How often the draft's first guess is right, by kind of text.  A text of two skills changes every BURST tokens.
-SKILLS = {"even": (0.8,), "sure": (0.95,), "unsure": (0.3,), "bursts": (0.95, 0.3), "noise": (0.05,)}
-BURST = 32
-# The kinds of a batch's requests, over and over.
+# How often the draft's first guess is right, by kind of text.  A text of two skills changes every BURST_TOKENS tokens.
+SKILLS_BY_KIND = {"even": (0.8,), "sure": (0.95,), "unsure": (0.3,), "bursts": (0.95, 0.3), "noise": (0.05,)}
+BURST_TOKENS = 32
+# The kinds of a batch's requests: request i has kind i modulo the number of kinds.
 MIXES = {
     "all 0.8": ("even",),
     "half 0.95, half 0.3": ("sure", "unsure"),
@@ -40,18 +40,18 @@ MIXES = {
 }
 CHUNK_SIZE = 4096
 # A fixed tree with more rows in a batch is not measured, unless the engine may choose it.
-MOST_ROWS = 1024
-WARM_UP = 4
+MAX_FIXED_TREE_ROWS = 1024
+WARM_UP_ROUNDS = 4
 # Rounds that requests may run while others enter.
-ENTERING = 64
-CONFIGURED = TreeShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS)
-# A deeper draft pass costs more than its nodes gain with so few rows (docs/log.md).
-SHARING = (TreeShape(3, 2, 8, shared_rows=4), TreeShape(3, 2, 8, shared_rows=3))
-ADAPTIVE, SHARED = "adaptive", "adaptive, shared rows"
+MAX_ENTERING_ROUNDS = 64
+CONFIGURED_TREE = TreeShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS)
+# With so few rows, a deeper tree would cost more draft time than it gains (docs/log.md).
+SHARED_ROWS_TREES = (TreeShape(3, 2, 8, shared_rows=4), TreeShape(3, 2, 8, shared_rows=3))
+ADAPTIVE_LABEL, SHARED_ROWS_LABEL = "adaptive", "adaptive, shared rows"
 
 
 @dataclass(frozen=True)
-class FewBuckets(RoundLayout):
+class LayoutWithBuckets(RoundLayout):
     """batches: the sizes that rounds are padded to."""
 
     batches: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class FewBuckets(RoundLayout):
 
 
 @dataclass
-class OneTree(TreeChooser):
+class FixedTreeChooser(TreeChooser):
     """Chooses one tree, or plain decoding at a batch that has no graph of it."""
 
     layout: RoundLayout
@@ -73,64 +73,64 @@ class OneTree(TreeChooser):
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """batches: ascending; context: tokens of a prompt; finding: rounds in which the engine finds the best trees;
-    rounds: timed ones."""
+class MixSizes:
+    """batches: ascending; context: tokens of a prompt; search_rounds: rounds in which the engine finds the best
+    trees; timed_rounds: the rounds whose time is taken."""
 
     batches: tuple[int, ...]
     context: int
-    finding: int
-    rounds: int
+    search_rounds: int
+    timed_rounds: int
 
     @property
     def max_tokens(self) -> int:
-        return (ENTERING + self.finding + self.rounds) * (DEFAULT_STEPS + 1)
+        return (MAX_ENTERING_ROUNDS + self.search_rounds + self.timed_rounds) * (DEFAULT_STEPS + 1)
 
 
 @dataclass
-class Timed:
-    """tokens: of a request and round; follows: requests with the expected tokens; trees: rounds by tree."""
+class TimedRounds:
+    """tokens_per_round: of one request; num_following: requests with the expected tokens; trees: rounds by tree."""
 
     tokens_per_second: float
-    tokens: float
-    follows: int
+    tokens_per_round: float
+    num_following: int
     trees: Counter[TreeShape] = field(default_factory=Counter)
 
 
 def run(args: Namespace) -> int:
     device = require_gpu("mixes")
-    sizes = Sizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
+    sizes = MixSizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
     recipe = mixed_recipe(recipe_of_shape(args.shape, 0, layers=args.layers))
     costs = PredictedCosts(pass_weights(recipe.shape.target, recipe.draft_config), measure_chip(device))
     print_header()
     cells = []
-    for cell in measure(recipe, sizes, costs, device, args.batch, not args.even):
+    for cell in measure_mixes(recipe, sizes, costs, device, args.batch, not args.even):
         cells.append(cell)
-        stdout().print(line(cell), soft_wrap=True)
+        stdout().print(cell_line(cell), soft_wrap=True)
         write_json(args.json, {"mixes": cells})
     return 0
 
 
 def mixed_recipe(recipe: Recipe) -> Recipe:
-    """The same with an equal part of its text for each of SKILLS."""
-    tokens = recipe.shape.draft_vocab_size // len(SKILLS)
+    """Returns the recipe with an equal part of its text for each kind of SKILLS_BY_KIND."""
+    tokens = recipe.shape.draft_vocab_size // len(SKILLS_BY_KIND)
     stretches: list[tuple[int, float]] = []
-    for skills in SKILLS.values():
-        unit = BURST if len(skills) > 1 else tokens
+    for skills in SKILLS_BY_KIND.values():
+        unit = BURST_TOKENS if len(skills) > 1 else tokens
         stretches += [(min(unit, tokens - at), skills[at // unit % len(skills)]) for at in range(0, tokens, unit)]
     return replace(recipe, stretches=tuple(stretches))
 
 
-def measure(
+def measure_mixes(
     recipe: Recipe,
-    sizes: Sizes,
+    sizes: MixSizes,
     costs: PredictedCosts,
     device: torch.device,
     order: Sequence[int],
     shares: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """A cell for each batch, in this order, and mix.  shares: whether there are trees whose rows are shared out."""
-    layout, chosen = layouts(recipe, sizes, costs, shares)
+    """Yields a cell for each batch, in this order, and each mix.  shares: whether trees with shared rows run too."""
+    layout, chosen = make_layouts(recipe, sizes, costs, shares)
     models = SyntheticModels(recipe, dtype_on(device), device, layout.position_rows)
     adaptive = {name: TreeChoice(of_name, costs, is_lookup=False) for name, of_name in chosen.items()}
     on_gpu = device.type == "cuda"
@@ -139,34 +139,38 @@ def measure(
         for batch in order:
             for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
                 fixed: dict[str, TreeChooser] = {
-                    tree_label(tree): OneTree(layout, tree) for tree in layout.tree_choices_for(batch)
+                    tree_label(tree): FixedTreeChooser(layout, tree) for tree in layout.tree_choices_for(batch)
                 }
                 # A lone request shares rows with nobody.
                 choosers: dict[str, TreeChooser] = {
-                    name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED
+                    name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED_ROWS_LABEL
                 }
                 prompts = prompts_of(models, MIXES[mix], [sizes.context] * batch, sizes)
-                reached = {name: find_trees(engine, chooser, prompts, sizes) for name, chooser in choosers.items()}
-                prompts = prompts_of(models, MIXES[mix], reached[ADAPTIVE], sizes)
-                ways = choosers | fixed
-                found = {name: timed(engine, models, way, prompts, sizes) for name, way in ways.items()}
-                yield {"mix": mix, "batch": batch, **figures(found, list(fixed), list(choosers))}
+                reached = {name: search_trees(engine, chooser, prompts, sizes) for name, chooser in choosers.items()}
+                prompts = prompts_of(models, MIXES[mix], reached[ADAPTIVE_LABEL], sizes)
+                all_choosers = choosers | fixed
+                found = {
+                    name: time_rounds(engine, models, chooser, prompts, sizes) for name, chooser in all_choosers.items()
+                }
+                yield {"mix": mix, "batch": batch, **cell_figures(found, list(fixed), list(choosers))}
 
 
-def layouts(
-    recipe: Recipe, sizes: Sizes, costs: PredictedCosts, shares: bool = True
+def make_layouts(
+    recipe: Recipe, sizes: MixSizes, costs: PredictedCosts, shares: bool = True
 ) -> tuple[RoundLayout, dict[str, RoundLayout]]:
-    """The layout of the engine, with all trees, and by name the layouts that adaptive trees are chosen from."""
+    """Returns the engine's layout, with all trees, and by label the layouts whose trees a chooser may choose."""
     least = dict(zip(sizes.batches, (1, *(batch + 1 for batch in sizes.batches)), strict=False))
-    names = (ADAPTIVE, SHARED) if shares else (ADAPTIVE,)
-    chosen = {name: {batch: _chosen(costs, batch, name == SHARED) for batch in least} for name in names}
-    small = (CONFIGURED, *smaller_trees(CONFIGURED, costs.weights))
+    names = (ADAPTIVE_LABEL, SHARED_ROWS_LABEL) if shares else (ADAPTIVE_LABEL,)
+    chosen = {
+        name: {batch: _adaptive_trees(costs, batch, name == SHARED_ROWS_LABEL) for batch in least} for name in names
+    }
+    small = (CONFIGURED_TREE, *smaller_trees(CONFIGURED_TREE, costs.weights))
     every = {
         batch: tuple(
             dict.fromkeys(
                 (
                     *(tree for name in names for tree in chosen[name][batch]),
-                    *(tree for tree in small if batch * tree.num_draft_tokens <= MOST_ROWS),
+                    *(tree for tree in small if batch * tree.num_draft_tokens <= MAX_FIXED_TREE_ROWS),
                 )
             )
         )
@@ -174,9 +178,9 @@ def layouts(
     }
     spec = recipe.draft_config.spec
     max_context = sizes.context + sizes.max_tokens + 1
-    layout = FewBuckets(
+    layout = LayoutWithBuckets(
         max_batch=sizes.batches[-1],
-        **CONFIGURED.sizes,
+        **CONFIGURED_TREE.sizes,
         page_size=DEFAULT_PAGE_SIZE,
         max_context=max_context,
         num_recomputed_tokens=spec.num_recomputed_tokens,
@@ -190,18 +194,19 @@ def layouts(
     return with_choices(every), {name: with_choices(trees) for name, trees in chosen.items()}
 
 
-def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
-    """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
-    trees = tree_sets(CONFIGURED, costs, batch)[-1][1]
-    return (*trees, *SHARING) if shares and batch > 1 else trees
+def _adaptive_trees(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
+    """Returns the trees from which a chooser chooses at this batch.  shares: whether to add SHARED_ROWS_TREES."""
+    trees = tree_sets(CONFIGURED_TREE, costs, batch)[-1][1]
+    return (*trees, *SHARED_ROWS_TREES) if shares and batch > 1 else trees
 
 
-def prompts_of(models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[int], sizes: Sizes) -> list[list[int]]:
+def prompts_of(
+    models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[int], sizes: MixSizes
+) -> list[list[int]]:
     """Prompts of these lengths for requests of these kinds, each from its own place of the kind's text.
 
-    A longer prompt begins with the shorter one.
-    """
-    chain, names = models.chain, list(SKILLS)
+    A longer prompt begins with the shorter one."""
+    chain, names = models.chain, list(SKILLS_BY_KIND)
     part = chain.size // len(names)
     room = max(part - sizes.context - sizes.max_tokens, 1)
     generator = torch.Generator().manual_seed(len(lengths))
@@ -212,9 +217,9 @@ def prompts_of(models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[
     return found
 
 
-def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes) -> list[int]:
+def search_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: MixSizes) -> list[int]:
     """Runs rounds in which the chooser finds the best trees.  Returns the tokens that each request then has."""
-    requests = enter_and_step(engine, chooser, prompts, sizes, sizes.finding)
+    requests = enter_and_step(engine, chooser, prompts, sizes, sizes.search_rounds)
     lengths = [request.num_tokens for request in requests]
     abort_requests(engine, requests)
     engine.drain()
@@ -222,7 +227,7 @@ def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[
 
 
 def enter_and_step(
-    engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes, rounds: int
+    engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: MixSizes, rounds: int
 ) -> list[Request]:
     """Enters a request for each prompt and runs this many rounds."""
     engine.scheduler.round_trees.chooser = chooser
@@ -232,17 +237,17 @@ def enter_and_step(
     return requests
 
 
-def timed(
-    engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
-) -> Timed:
-    """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
+def time_rounds(
+    engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: MixSizes
+) -> TimedRounds:
+    """Times rounds of all these requests.  The prefix cache keeps the prompts for the next chooser."""
     requests, num_rounds = (
-        enter_and_step(engine, chooser, prompts, sizes, WARM_UP),
+        enter_and_step(engine, chooser, prompts, sizes, WARM_UP_ROUNDS),
         engine.scheduler.round_trees.num_rounds,
     )
     before, ran = sum(request.num_tokens for request in requests), num_rounds.copy()
     begun = perf_counter()
-    for _ in range(sizes.rounds):
+    for _ in range(sizes.timed_rounds):
         engine.step()
     seconds = perf_counter() - begun
     tokens = sum(request.num_tokens for request in requests) - before
@@ -250,10 +255,10 @@ def timed(
     follows = sum(models.follows(request.prompt, request.output) for request in requests)
     abort_requests(engine, requests)
     engine.drain()
-    return Timed(tokens / seconds, tokens / sizes.rounds / len(requests), follows, num_rounds - ran)
+    return TimedRounds(tokens / seconds, tokens / sizes.timed_rounds / len(requests), follows, num_rounds - ran)
 
 
-def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence[str]) -> dict[str, Any]:
+def cell_figures(found: Mapping[str, TimedRounds], fixed: Sequence[str], adaptive: Sequence[str]) -> dict[str, Any]:
     """The figures of a cell.  fixed, adaptive: names in `found`.  The best fixed tree shares no rows out."""
     rates = {name: each.tokens_per_second for name, each in found.items()}
     unshared = [name for name in fixed if "sharing" not in name]
@@ -265,17 +270,17 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
         "best over plain": round(rates[best] / plain, 3),
         "over plain": {name: round(rates[name] / plain, 3) for name in (*shared, *adaptive)},
         "over best": {name: round(rates[name] / rates[best], 3) for name in (*shared, *adaptive)},
-        "accept length": {name: round(found[name].tokens, 2) for name in (best, *shared, *adaptive)},
+        "accept length": {name: round(found[name].tokens_per_round, 2) for name in (best, *shared, *adaptive)},
         "trees": {
             name: {tree_label(tree): count for tree, count in found[name].trees.items()}
             for name in (*shared, *adaptive)
         },
         "tokens/s": {name: round(rate, 1) for name, rate in rates.items()},
-        "same tokens": f"{min(each.follows for each in found.values())}",
+        "same tokens": f"{min(each.num_following for each in found.values())}",
     }
 
 
-def line(cell: Mapping[str, Any]) -> str:
+def cell_line(cell: Mapping[str, Any]) -> str:
     """A cell in one line."""
     chosen = "; ".join(
         f"{name}: {cell['over plain'][name]:.3f} of plain, {over:.3f} of best, "

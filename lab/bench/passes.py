@@ -15,7 +15,7 @@ UP_TO_ATTENTION = (
 )
 
 
-def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = True) -> tuple[ProductGroup, ...]:
+def prefill_pass(shape: ModelShape, rows: int, num_requests: int, has_draft: bool = True) -> tuple[ProductGroup, ...]:
     """Returns the products of a prefill pass.
 
     The target runs over `rows` rows, its lm_head over one row of each request, and then the draft's extend runs.
@@ -23,13 +23,13 @@ def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = 
     """
     extend = shape.extend_passes(rows) if has_draft else ()
     if shape.num_draft_modules == 1:
-        extend = _with_output_rows(requests, extend)
-    whole = shape.target_pass(rows, requests)
+        extend = _with_output_rows(num_requests, extend)
+    whole = shape.target_pass(rows, num_requests)
     if has_draft and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
     rest, last = shape.slice_layers(0, shape.num_layers - 1), shape.slice_layers(shape.num_layers - 1)
-    of_last = _with_output_rows(requests, last.target_pass(rows)[:-1])
+    of_last = _with_output_rows(num_requests, last.target_pass(rows)[:-1])
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
@@ -45,8 +45,8 @@ def attended_rows(spec: LayerSpec, context: float) -> float:
 
 def attention_flops(spec: LayerSpec) -> int:
     """Returns the attention FLOPs of one layer for one pair (query, row)."""
-    keeps = spec.row_spec
-    return 2 * spec.heads * (keeps.k_size + keeps.v_size)
+    row_spec = spec.row_spec
+    return 2 * spec.heads * (row_spec.k_size + row_spec.v_size)
 
 
 def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[float, float]:
@@ -57,16 +57,16 @@ def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[floa
     return 2 * index.size * context, 2 * index.heads * index.size * context
 
 
-def state_bytes(keeps: RecurrentState) -> int:
+def state_bytes(state: RecurrentState) -> int:
     """Bytes of a request's state in one layer, in float32.  The tail of its convolution is small."""
-    return 4 * keeps.heads * keeps.k_size * keeps.v_size
+    return 4 * state.heads * state.k_size * state.v_size
 
 
-def state_flops(keeps: RecurrentState, length: int) -> int:
-    """FLOPs of a prompt through a state: of the chunk form, with half of its triangles."""
-    products = (3 if keeps.delta else 2) * keeps.k_size * keeps.v_size
-    products += CHUNK_ROWS * (keeps.k_size + keeps.v_size) * (2 if keeps.delta else 1) // 2
-    return 2 * length * keeps.heads * products
+def state_flops(state: RecurrentState, length: int) -> int:
+    """FLOPs of a prompt in a layer with a state, computed in chunks.  Only half of each triangular product counts."""
+    products = (3 if state.delta else 2) * state.k_size * state.v_size
+    products += CHUNK_ROWS * (state.k_size + state.v_size) * (2 if state.delta else 1) // 2
+    return 2 * length * state.heads * products
 
 
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:

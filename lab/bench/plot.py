@@ -10,13 +10,13 @@ from espalier.bench.report import save_plot
 
 @dataclass(frozen=True)
 class Bars:
-    """The figures of one cell.  floor_ms: None if not measured; plain: tokens/s of plain decoding."""
+    """The figures of one cell.  floor_ms, plain_tokens_per_second (of plain decoding): None if not measured."""
 
     name: str
     round_ms: float
     floor_ms: float | None
     tokens_per_second: float
-    plain: float | None
+    plain_tokens_per_second: float | None
 
 
 def plot_bars(bars: Sequence[Bars], title: str, path: Path | None) -> None:
@@ -29,7 +29,8 @@ def plot_bars(bars: Sequence[Bars], title: str, path: Path | None) -> None:
     figure = Figure(figsize=(max(6.0, 1.2 + 0.9 * len(bars)), 8.0), layout="constrained")
     times, rates = figure.subplots(2, 1, sharex=True)
     _plot_pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
-    _plot_pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
+    rate_pairs = [(each.tokens_per_second, each.plain_tokens_per_second) for each in bars]
+    _plot_pairs(rates, rate_pairs, "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)
     save_plot(figure, path)

@@ -49,10 +49,9 @@ class PrefillFigures:
     """`batch` prompts of `length` tokens that arrive together; medians over turns.
 
     ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
-    between them, for requests that had already entered.  linear_ms, expert_ms: of the linear layers and of the product
-    with experts alone, at the rows of these passes; None where they were not measured, or where there are no experts.
-    bound_ms: see bound_ms().
-    """
+    between the passes, for requests that had entered already.  linear_ms, expert_ms: time of the linear layers
+    alone, and of their products with experts alone; None if not measured, or without experts.
+    bound_ms: see bound_ms()."""
 
     batch: int
     length: int
@@ -81,8 +80,7 @@ class PrefillFigures:
 class DecodePause:
     """ms between tokens of running requests, before a prompt of `length` tokens arrives and during its prefill.
 
-    running: the number of running requests, with prompts of `context` tokens.
-    """
+    running: the number of running requests, with prompts of `context` tokens."""
 
     running: int
     context: int
@@ -145,7 +143,7 @@ def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMe
         launches.reset()
         times.append(_seconds_to_enter(bench, prompts))
         if meter is not None:
-            # In turns with the prompts, and right after them: the clocks of a hot GPU are not those of a cool one.
+            # The peak is measured after each prefill, because a hot GPU has lower clocks than a cool GPU.
             peaks.append(meter.measure())
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
@@ -161,8 +159,7 @@ def bound_ms(shape: ModelShape, batch: int, length: int, has_draft: bool, peak_f
 
     This is no strict lower bound.  It counts every row of the prompts in every layer, but the engine leaves out rows of
     the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None
-    with experts, quantised weights or MTP modules.
-    """
+    with experts, quantised weights or MTP modules."""
     formats = {shape.weight_format, shape.draft_sizes.weight_format if has_draft else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
@@ -199,8 +196,7 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
 def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float | None:
     """Returns the ms of the target's products with experts in all passes; None for a dense model.
 
-    The last layer is left out if it computes only the rows that are read.
-    """
+    The last layer is left out if it computes only the rows that are read."""
     sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
@@ -253,8 +249,7 @@ def _record_token_times(
 ) -> list[list[float]]:
     """Step the engine, and return the times at which each request got tokens.
 
-    It runs num_steps steps, or until `until_first_token_of` has its first token.
-    """
+    It runs num_steps steps, or until `until_first_token_of` has its first token."""
     times: list[list[float]] = [[] for _ in requests]
     lengths = [len(request.output) for request in requests]
     steps_done = 0

@@ -44,7 +44,7 @@ def synthetic_models(
 
 
 def load_recipe_models(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Returns one rank's models (espalier/startup/ranks.py:Models)."""
+    """Returns one rank's models (espalier/startup/ranks.py:LoadRankModels)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build_models(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:

@@ -35,13 +35,13 @@ COLUMN_NAMES = ("what", "rows x columns", "way")
 
 @dataclass(frozen=True)
 class CollectiveWork:
-    """The work of each rank (espalier/engine/ranks.py:LoadModels).  joined: the rendezvous file."""
+    """The work of each rank (espalier/engine/ranks.py:LoadModels)."""
 
-    count: int
-    joined: str
+    num_ranks: int
+    rendezvous_file: str
     rows: tuple[int, ...]
-    hidden: int
-    vocab: int
+    hidden_size: int
+    vocab_size: int
 
     def load(self, rank: int) -> Any:
         self.run(rank)
@@ -51,18 +51,20 @@ class CollectiveWork:
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = wrap_connect(lambda: connect_gpus(Path(self.joined), rank, self.count, device, MAX_PEER_BYTES))
+        ranks = wrap_connect(
+            lambda: connect_gpus(Path(self.rendezvous_file), rank, self.num_ranks, device, MAX_PEER_BYTES)
+        )
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
-            check_sums(ranks, rank, self.hidden)
+            check_sums(ranks, rank, self.hidden_size)
             return [TimedCase(case, graph_call_us(case.run), 1.0) for case in self.cases(ranks, device)]
 
     def cases(self, ranks: Any, device: torch.device) -> Iterator[KernelCase]:
         kernels, memory = ranks.kernels, ranks.memory
         for rows in self.rows:
-            x, residual = (torch.randn(rows, self.hidden, dtype=DTYPE, device=device) for _ in range(2))
-            weight, size = torch.ones(self.hidden, dtype=DTYPE, device=device), f"{rows} x {self.hidden}"
+            x, residual = (torch.randn(rows, self.hidden_size, dtype=DTYPE, device=device) for _ in range(2))
+            weight, size = torch.ones(self.hidden_size, dtype=DTYPE, device=device), f"{rows} x {self.hidden_size}"
             sums: dict[str, Callable[[], Any]] = {"NCCL": partial(ranks.nccl.all_reduce, x.clone())}
             norms: dict[str, Callable[[], Any]] = {"NCCL": partial(nccl_add_norm, ranks, x.clone(), residual, weight)}
             if kernels.supports_all_reduce(memory, x, DTYPE):
@@ -72,15 +74,15 @@ class CollectiveWork:
             for what, ways in (("sum", sums), ("sum, add, norm", norms)):
                 for way, run in ways.items():
                     yield KernelCase((what, size, way), x.nbytes, 0, run)
-        each = -(-self.vocab // self.count)
+        each = -(-self.vocab_size // self.num_ranks)
         for rows in (1, 16, 64, 256):
             x = torch.randn(rows, each, dtype=DTYPE, device=device)
-            names = "logits", f"{rows} x {each * self.count}"
+            names = "logits", f"{rows} x {each * self.num_ranks}"
             yield KernelCase(
-                (*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.count)
+                (*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.num_ranks)
             )
             if kernels.supports_gather(memory, x, each):
-                gather = partial(kernels.gather_columns, memory, x, each, each * self.count)
+                gather = partial(kernels.gather_columns, memory, x, each, each * self.num_ranks)
                 yield KernelCase((*names, "peer memory"), x.nbytes, 0, gather)
 
 
@@ -113,8 +115,7 @@ def graph_call_us(call: Callable[[], Any]) -> float:
 def check_sums(ranks: Any, rank: int, hidden: int) -> None:
     """Check that sums of random rows have the same bits as sums of gathered rows, on every rank.
 
-    Both one-shot and two-shot sums are checked, alone and with the norm.  Raises EspalierError if a value differs.
-    """
+    Both one-shot and two-shot sums are checked, alone and with the norm.  Raises EspalierError if a value differs."""
     kernels, memory = ranks.kernels, ranks.memory
     generator = torch.Generator(device=memory.addresses.device).manual_seed(rank)
     make = partial(torch.randn, dtype=DTYPE, device=memory.addresses.device)

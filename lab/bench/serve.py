@@ -1,9 +1,9 @@
 """`python -m lab serve`: a server compared with LLM.generate, on the same prompts and settings.
 
 Both get all prompts at once, as token ids, without a prefix cache.  The server's time is from the first byte that a
-client sends to the last byte that a client receives; the clients share a thread (clients.py).  Each timed run follows
-an untimed run of the same kind, because the first run after other kinds is slower.  The table also compares the work:
-rounds and answers.
+client sends to the last byte that a client receives; the clients share a thread (bench/clients.py).  An untimed run of
+the same kind precedes each timed run, because the first run after other kinds is slower.  The table also compares the
+work: rounds and answers.
 With --shape both run a copy of a synthetic model on the same GPU.  It has no tokenizer: prompts are token ids, and
 answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
@@ -118,8 +118,7 @@ def _table(cells: Sequence["ConcurrencyFigures"]) -> list[list[str]]:
 class ConcurrencyFigures:
     """Median tokens/s at one concurrency: LLM.generate, and the server with streams and with whole responses.
 
-    rounds: the median that an engine launched for each of them; num_equal: streams whose answer was LLM.generate's.
-    """
+    rounds: the median number of rounds, in the same order; num_equal: streams with the same answer as LLM.generate."""
 
     concurrency: int
     offline: float

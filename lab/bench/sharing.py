@@ -56,8 +56,7 @@ class CandidatePools:
     """The pools of one request, [T, N] each: N candidates at each of T tokens, a parent before its children.
 
     parents: -1 for the root; depths: from 1; ranks: among siblings, from 0; logp: given the parent, -inf without a
-    candidate; on_path: whether the text continues over the candidate.
-    """
+    candidate; on_path: whether the text continues over the candidate."""
 
     parents: np.ndarray
     depths: np.ndarray
@@ -104,16 +103,16 @@ def _sharing_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 # Recording
 
 
-def record_pools(requests: int, tokens: int) -> list[CandidatePools]:
+def record_pools(num_requests: int, num_tokens: int) -> list[CandidatePools]:
     """Record pools of the bundled model's greedy text, after prompts of code, prose and chats."""
     tree = SpeculationConfig(steps=TREE_STEPS, topk=TREE_TOPK, num_draft_tokens=TREE_NODES, by_batch={})
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     with (
         LLM("bundled", speculation=tree, overlap=False, prefix_cache=False) as llm,
         patch.object(rounds, "accept", accept_nothing(rounds.accept)),
     ):
         assert llm.tokenizer is not None
-        prompts = [llm.tokenizer.encode(text) for text in mixed_prompts(requests)]
+        prompts = [llm.tokenizer.encode(text) for text in mixed_prompts(num_requests)]
         found: list[CandidatePools] = []
         for first in range(0, len(prompts), 16):
             driven = drive(llm.engine, prompts[first : first + 16], params)
@@ -122,7 +121,7 @@ def record_pools(requests: int, tokens: int) -> list[CandidatePools]:
 
 
 def accept_nothing(accept: Callable[..., Any]) -> Callable[..., Any]:
-    """The same `accept` for rounds that go on by one token."""
+    """Returns an `accept` that accepts no draft token, so that each round emits one token."""
     return lambda tree, picks, finite, deepest, *rest: accept(tree, picks, finite, deepest.clamp(max=0), *rest)
 
 
@@ -147,7 +146,7 @@ def mixed_prompts(count: int) -> list[str]:
 
 
 def pools_of(traces: Sequence[RoundTrace]) -> CandidatePools:
-    """traces: of one request, a token each."""
+    """Returns the pools of one request.  traces: the request's rounds, each of which emitted one token."""
     text = [trace.emitted[0] for trace in traces]
     return _stack_pools(
         [_pool_of_trace(trace, text[at:]) for at, trace in enumerate(traces[: len(traces) - TREE_STEPS])]
@@ -174,8 +173,7 @@ def _stack_pools(pools: Sequence[CandidatePools]) -> CandidatePools:
 def synthetic_pools(rng: np.random.Generator, skill: float, knows_skill: bool, tokens: int = 64) -> CandidatePools:
     """A request whose draft's best token is right with a probability of mean `skill`, which varies by place.
 
-    knows: whether the draft's scores are these probabilities; else every draft is as sure as one of skill 0.7.
-    """
+    knows_skill: whether the draft's scores are these probabilities; else every draft is as sure as one of skill 0.7."""
     parents, depths, ranks = _full_tree()
     size = (tokens, TREE_STEPS)
     sure = rng.beta(4 * skill, 4 * (1 - skill), size)
@@ -217,22 +215,22 @@ def _full_tree() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 class AcceptanceRates:
     """Calibrates the draft's probabilities by depth and rank, and by request.
 
-    predicted, found: decayed sums, over nodes whose parent was accepted, of the draft's probability and of acceptance.
-    """
+    predicted, accepted: decayed sums over the nodes whose parent was accepted: the draft's probabilities, and how many
+    of these nodes were accepted."""
 
     PRIOR, DECAY, OWN_DECAY = 8.0, 0.999, 0.9
 
     def __init__(self, batch: int):
         self.predicted = np.full((TREE_STEPS + 1, TREE_TOPK), self.PRIOR)
-        self.found = self.predicted.copy()
+        self.accepted = self.predicted.copy()
         self.own_predicted = np.full(batch, self.PRIOR / 4)
-        self.own_found = self.own_predicted.copy()
+        self.own_accepted = self.own_predicted.copy()
 
     def of(self, pools: CandidatePools, by_request: bool) -> np.ndarray:
         """[B, N]: log-probability of each node, given its parent."""
-        factor = self.found[pools.depths, pools.ranks] / self.predicted[pools.depths, pools.ranks]
+        factor = self.accepted[pools.depths, pools.ranks] / self.predicted[pools.depths, pools.ranks]
         if by_request:
-            factor = factor * (self.own_found / self.own_predicted)[:, None]
+            factor = factor * (self.own_accepted / self.own_predicted)[:, None]
         return np.minimum(pools.logp + np.log(np.maximum(factor, 1e-6)), 0)
 
     def count_round(self, pools: CandidatePools, selected: np.ndarray) -> None:
@@ -242,19 +240,19 @@ class AcceptanceRates:
         said = np.exp(self.of(pools, False))
         at = pools.depths[seen], pools.ranks[seen]
         self.predicted = self.PRIOR + (self.predicted - self.PRIOR) * self.DECAY
-        self.found = self.PRIOR + (self.found - self.PRIOR) * self.DECAY
+        self.accepted = self.PRIOR + (self.accepted - self.PRIOR) * self.DECAY
         np.add.at(self.predicted, at, np.exp(pools.logp)[seen])
-        np.add.at(self.found, at, pools.on_path[seen])
+        np.add.at(self.accepted, at, pools.on_path[seen])
         prior = self.PRIOR / 4
         self.own_predicted = prior + (self.own_predicted - prior) * self.OWN_DECAY + (said * seen).sum(1)
-        self.own_found = prior + (self.own_found - prior) * self.OWN_DECAY + (pools.on_path & seen).sum(1)
+        self.own_accepted = prior + (self.own_accepted - prior) * self.OWN_DECAY + (pools.on_path & seen).sum(1)
 
     def reset_request(self, row: int) -> None:
-        self.own_predicted[row] = self.own_found[row] = self.PRIOR / 4
+        self.own_predicted[row] = self.own_accepted[row] = self.PRIOR / 4
 
 
 def replay_batches(recorded_pools: Sequence[CandidatePools], batch: int, rows_per_request: int, policy: str) -> float:
-    """Tokens a round and request, at `width` rows a request with its root, while the batch is full."""
+    """Returns the tokens per round and request while the batch is full.  rows_per_request: its root included."""
     waiting = list(np.random.default_rng(1).permutation(len(recorded_pools)))
     running = [(recorded_pools[waiting.pop()], 0) for _ in range(min(batch, len(waiting)))]
     survival, tokens, count = AcceptanceRates(batch), 0, 0
@@ -277,7 +275,7 @@ def replay_batches(recorded_pools: Sequence[CandidatePools], batch: int, rows_pe
 
 
 def select_nodes(pools: CandidatePools, rows: int, policy: str, survival: AcceptanceRates) -> np.ndarray:
-    """[B, N]: the nodes that are verified, `rows` of them in all."""
+    """Returns [B, N]: whether a node is verified.  rows: how many nodes of the batch are verified."""
     given = survival.of(pools, policy == "shared") if policy in ("pooled", "shared") else pools.logp
     if policy == "oracle":
         given = np.where(pools.on_path, 0.0, -1.0)

@@ -67,7 +67,7 @@ class SoakClient:
 
     def __init__(self, server: Server, rng: random.Random, tally: RequestCounts):
         self.port = server.port
-        self.chance = rng
+        self.rng = rng
         self.tally = tally
 
     async def run(self, kind: str) -> None:
@@ -87,31 +87,31 @@ class SoakClient:
             writer.close()
 
     def _body(self, kind: str) -> dict[str, Any]:
-        chance = self.chance
+        rng = self.rng
         body: dict[str, Any] = {
             "model": SERVED_NAME,
-            "prompt": chance.choice(PROMPT_PIECES) * chance.randint(1, 8),
-            "max_tokens": chance.randint(1, 48),
-            "temperature": chance.choice((0, 0.8)),
+            "prompt": rng.choice(PROMPT_PIECES) * rng.randint(1, 8),
+            "max_tokens": rng.randint(1, 48),
+            "temperature": rng.choice((0, 0.8)),
             "stream": kind != "whole" and kind != "leaves while waiting",
-            "n": chance.choice((1, 1, 1, 2)),
-            "priority": chance.randint(0, 1),
-            "speculation": chance.random() < 0.8,
+            "n": rng.choice((1, 1, 1, 2)),
+            "priority": rng.randint(0, 1),
+            "speculation": rng.random() < 0.8,
         }
         if kind == "too long":
             body["prompt"] = "x " * 20_000
         elif kind == "bad":
-            body |= chance.choice(({"temperature": -1}, {"tools": [1]}, {"nothing": 0}, {"logit_bias": {"-1": 1}}))
-        elif chance.random() < 0.2:
-            body["stop"] = chance.choice(("return", "\n\n"))
+            body |= rng.choice(({"temperature": -1}, {"tools": [1]}, {"nothing": 0}, {"logit_bias": {"-1": 1}}))
+        elif rng.random() < 0.2:
+            body["stop"] = rng.choice(("return", "\n\n"))
         return body
 
     async def _disconnect_early(self, kind: str, reader: asyncio.StreamReader) -> None:
         self.tally.disconnects += 1
         if kind == "leaves while waiting":
-            await asyncio.sleep(self.chance.random() / 2)
+            await asyncio.sleep(self.rng.random() / 2)
         else:
-            await reader.read(self.chance.randint(1, 2000))
+            await reader.read(self.rng.randint(1, 2000))
 
     async def _read_response(self, kind: str, reader: asyncio.StreamReader) -> None:
         answer = bytearray()
@@ -126,14 +126,14 @@ class SoakClient:
             return
         status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
         self.tally.statuses[status] += 1
-        # Only a complete response contains one of these.
-        ended = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
-        if not any(mark in answer for mark in ended):
+        # Only a complete response contains one of these texts.
+        end_marks = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
+        if not any(mark in answer for mark in end_marks):
             self.tally.unanswered += 1
 
 
 def run(args: Namespace, settings: Mapping[str, Any]) -> int:
-    """Print the counts.  1 if a request was left unanswered, or anything leaked."""
+    """Prints the counts.  Returns 1 if a request got no response, or if pages or processes leaked, else 0."""
     counts = soak_server(settings, args.soak, seed_of(settings))
     write_json(args.json, {"soak": asdict(counts)})
     for name, value in asdict(counts).items():
@@ -143,9 +143,9 @@ def run(args: Namespace, settings: Mapping[str, Any]) -> int:
 
 def soak_server(settings: Mapping[str, Any], count: int, seed: int) -> SoakFigures:
     """Send `count` requests at random times, then count what is left."""
-    chance, tally = random.Random(seed), RequestCounts()
+    rng, tally = random.Random(seed), RequestCounts()
     with running_server(settings, "--max-queue", str(max(count // 4, 8))) as server:
-        asyncio.run(_send_all(server, count, chance, tally))
+        asyncio.run(_send_all(server, count, rng, tally))
         metrics = asyncio.run(_metrics_when_idle(server))
         # With several ranks, the engine's children are the others.
         pids = server.pid, server.engine_pid, *children_of(server.engine_pid)

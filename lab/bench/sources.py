@@ -49,11 +49,11 @@ PROSE_CHARACTERS = 600
 
 @dataclass
 class VariantTotal:
-    """Sums of one variant.  choosing: the seconds that were spent in TIMED_FUNCTIONS."""
+    """Sums over the prompts of one variant.  choosing_seconds: the seconds in TIMED_FUNCTIONS."""
 
     seconds: float
-    choosing: float
-    tokens: int
+    choosing_seconds: float
+    num_tokens: int
     stats: SpeculationStats
 
 
@@ -92,12 +92,12 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
                 begun, before = clock_seconds(), sum(spent)
                 [output] = llm.generate(prompt, params)
                 totals[name].seconds += clock_seconds() - begun
-                totals[name].choosing += sum(spent) - before
-                totals[name].tokens += len(output.token_ids)
+                totals[name].choosing_seconds += sum(spent) - before
+                totals[name].num_tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
                 said.add(tuple(output.token_ids))
             assert len(said) == 1, "tokens do not depend on who drafts"
-    rates = {name: total.tokens / total.seconds for name, total in totals.items()}
+    rates = {name: total.num_tokens / total.seconds for name, total in totals.items()}
     return [
         {
             **about,
@@ -105,7 +105,7 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
             "tokens/s": round(rate, 1),
             "of eagle3": round(rate / rates["eagle3"], 3),
             "of ngram": round(rate / rates["ngram"], 3),
-            "choosing": round(totals[name].choosing / totals[name].seconds, 4),
+            "choosing": round(totals[name].choosing_seconds / totals[name].seconds, 4),
             "accept length": round(totals[name].stats.accept_length, 2),
         }
         for name, rate in rates.items()

@@ -55,7 +55,7 @@ def state_cases(device: torch.device) -> Iterator[KernelCase]:
 
 
 def tree_cases(name: str, keeps: RecurrentState, batch: int, nodes: int, device: torch.device) -> Iterator[KernelCase]:
-    """A verify pass of one layer: its inputs, its read, its norm."""
+    """Yields cases of a verify pass of one layer: its input launch, its state read and its norm."""
     layers = min(48, max(2, -(-BEYOND_CACHE_BYTES // (batch * state_bytes(keeps)))))
     table = random_tensor(device, layers, batch + 1, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     slots = torch.arange(1, batch + 1, device=device)

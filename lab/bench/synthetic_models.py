@@ -38,9 +38,8 @@ DEFAULT_ACCEPT_LENGTH = 4.0
 class StartupCost:
     """The cost of starting an engine.
 
-    seconds: to measure pages, build and capture; graphs_bytes: of the CUDA graphs' memory pool; kernels: in the graph
-    of the largest batch.  The last two are None where nothing is captured.
-    """
+    seconds: time to measure pages, to build and to capture; graphs_bytes: the size of the CUDA graphs' memory pool;
+    kernels: the number of kernels in the graph of the largest batch.  The last two are None without CUDA graphs."""
 
     seconds: float
     pages_bytes: int
@@ -150,9 +149,8 @@ class SyntheticModels:
     ) -> AbstractContextManager[RunningEngine]:
         """Opens an engine of this layout, with pages for a full batch of full contexts; closed at the end of the block.
 
-        steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
-        largest; chosen: fields of ResolvedConfig that differ; "auto" is the default.
-        """
+        steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every batch bucket, not only of
+        the largest; chosen: fields of ResolvedConfig that differ from config_without_files; "auto" changes nothing."""
         algorithm = self.draft.spec.algorithm if layout.steps else "none"
         sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
         config = config_without_files(

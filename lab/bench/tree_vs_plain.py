@@ -58,7 +58,7 @@ class TreeVsPlain:
 
 
 class RoundBench:
-    """Both engines, loaded once for all cells."""
+    """The engine with the tree and the engine of plain decoding, loaded once for all cells."""
 
     def __init__(self, settings: dict[str, Any], compare: bool):
         self.tree = LLM(**settings)
@@ -191,7 +191,7 @@ def _bars_of_cell(cell: TreeVsPlain) -> Bars:
 
 
 def _table(cells: Sequence[TreeVsPlain]) -> list[list[str]]:
-    """One row a figure, one column a cell."""
+    """One row for each figure, one column for each cell."""
     rows = [
         ["batch", *(str(cell.batch) for cell in cells)],
         ["context", *(str(cell.context) for cell in cells)],

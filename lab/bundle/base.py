@@ -119,8 +119,9 @@ class Heldout:
     stream: np.ndarray
     num_bytes: int
 
-    def part(self, share: int) -> Heldout:
-        stream = self.stream[: len(self.stream) // share]
+    def first_part(self, divisor: int) -> Heldout:
+        """Returns the first 1 / divisor of the tokens."""
+        stream = self.stream[: len(self.stream) // divisor]
         return Heldout(stream, self.num_bytes * len(stream) // len(self.stream))
 
 
@@ -138,7 +139,7 @@ def pretrain(
     with fast_attention_context(device):
         made_from = {name: str(value) for name, value in {**vars(config), **vars(shape)}.items()}
         state = SavedState(work / "base.pt", made_from)
-        run_steps(model, loss_of, windows, heldout.part(8), state, config, rank, num_ranks)
+        run_steps(model, loss_of, windows, heldout.first_part(8), state, config, rank, num_ranks)
         result = bits_per_byte(loss_of, heldout.stream, heldout.num_bytes, device)
     if rank == 0:
         save_llama(model, out, eos_token_ids)

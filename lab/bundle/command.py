@@ -8,7 +8,7 @@ from espalier.errors import EspalierError
 from espalier.train.command import non_empty_path
 from espalier.train.work import require_folder
 
-# Those of lab/bundle/bundle.py, which imports PyTorch, as the help does not.
+# The names in lab/bundle/bundle.py:STAGES.  They are repeated here because the help must not import PyTorch.
 STAGES = ("corpus", "tokenizer", "pack", "base", "ngram", "draft", "measure", "card")
 
 

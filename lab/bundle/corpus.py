@@ -68,9 +68,9 @@ class Source:
     name: str
     version: str
     license: str
-    taken: bool
-    files: int = 0
-    bytes: int = 0
+    is_taken: bool
+    num_files: int = 0
+    num_bytes: int = 0
     paths: list[Path] = field(default_factory=list)
     root: Path = Path()
 
@@ -158,7 +158,7 @@ def installed_sources(site_packages: list[Path]) -> list[Source]:
 
 def source_files(sources: list[Source]) -> Iterator[SourceFile]:
     for source in sources:
-        if not source.taken:
+        if not source.is_taken:
             continue
         for path in source.paths:
             relative = path.relative_to(source.root)
@@ -168,7 +168,7 @@ def source_files(sources: list[Source]) -> Iterator[SourceFile]:
 
 def split_heldout(files: list[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
     """(training files, held-out files), each without near-duplicates.  Training files that share more than
-    MAX_SEEN_HELDOUT of their lines with held-out files are dropped."""
+    MAX_SEEN_SHARE_HELDOUT of their lines with held-out files are dropped."""
     heldout_seen: set[int] = set()
     heldout = keep_unseen_files((f for f in files if is_heldout(f.source, f.path)), heldout_seen)
     others = (f for f in files if not is_heldout(f.source, f.path))
@@ -193,14 +193,14 @@ def build_corpus(out: Path, site_packages: list[Path]) -> None:
     train, heldout = split_heldout(list(source_files(sources)))
     by_name = {s.name: s for s in sources}
     for file in train + heldout:
-        by_name[file.source].files += 1
-        by_name[file.source].bytes += len(file.text.encode())
+        by_name[file.source].num_files += 1
+        by_name[file.source].num_bytes += len(file.text.encode())
     for name, part in (("train", train), ("heldout", heldout)):
         (out / f"{name}.jsonl").write_text("".join(f.record() + "\n" for f in part), encoding="utf-8")
         print(f"{name}: {len(part)} files, {sum(len(f.text.encode()) for f in part) / 1e6:.1f} MB")
     listing = [
-        {"name": s.name, "version": s.version, "license": s.license, "taken": s.taken and s.files > 0,
-         "files": s.files, "bytes": s.bytes}
+        {"name": s.name, "version": s.version, "license": s.license, "taken": s.is_taken and s.num_files > 0,
+         "files": s.num_files, "bytes": s.num_bytes}
         for s in sources
     ]  # fmt: skip
     (out / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")

@@ -119,8 +119,8 @@ def code_prompt(piece: SourcePiece, template: str) -> str:
 
 
 def make_prompts(held_out: bool, max_per_kind: int, seed: int) -> list[PromptLine]:
-    """At most `each` prompts of every kind, in random order."""
-    pick = random.Random(seed)
+    """At most `max_per_kind` prompts of every kind, in random order."""
+    rng = random.Random(seed)
     codes = [piece for piece in code_pieces() if piece.is_held_out == held_out]
     texts = [piece for piece in text_pieces() if piece.is_held_out == held_out]
     subjects = [t for t in words.TOPICS if SourcePiece("", t, "").is_held_out == held_out]
@@ -130,27 +130,27 @@ def make_prompts(held_out: bool, max_per_kind: int, seed: int) -> list[PromptLin
     ]
     for piece in texts:
         for form in words.JSON_EXTRACTION_FORMS:
-            prompt = form.format(", ".join(pick.sample(words.JSON_FIELDS, 3)), piece.text)
+            prompt = form.format(", ".join(rng.sample(words.JSON_FIELDS, 3)), piece.text)
             lines.append(PromptLine("json", prompt, piece.license, piece.source))
         half = piece.text[: len(piece.text) // 2].rpartition(" ")[0]
         lines.append(PromptLine("prose", f"Continue this text:\n\n{half}", piece.license, piece.source))
     for topic in subjects:
         for form in words.JSON_OBJECT_FORMS:
             for _ in range(1 if held_out else 6):
-                prompt = form.format(topic, ", ".join(pick.sample(words.JSON_FIELDS, 4)))
+                prompt = form.format(topic, ", ".join(rng.sample(words.JSON_FIELDS, 4)))
                 lines.append(PromptLine("json", prompt, OWN_LICENSE, topic))
         if not held_out:
-            for asked in (topic, *(f"{topic} and {other}" for other in pick.sample(subjects, 2))):
+            for asked in (topic, *(f"{topic} and {other}" for other in rng.sample(subjects, 2))):
                 lines += [PromptLine("chat", form.format(asked), OWN_LICENSE, topic) for form in words.QUESTION_FORMS]
                 lines += [PromptLine("prose", form.format(asked), OWN_LICENSE, topic) for form in words.PROSE_FORMS]
     if held_out:
         lines += [PromptLine("chat", prompt, OWN_LICENSE, "lab/chat/words.py") for prompt in words.HELDOUT_CHAT]
         lines = [line for line in lines if line.kind != "prose"]
         lines += [PromptLine("prose", prompt, OWN_LICENSE, "lab/chat/words.py") for prompt in words.HELDOUT_PROSE]
-    pick.shuffle(lines)
+    rng.shuffle(lines)
     kinds = sorted({line.kind for line in lines})
     kept = [line for kind in kinds for line in [each for each in lines if each.kind == kind][:max_per_kind]]
-    pick.shuffle(kept)
+    rng.shuffle(kept)
     return kept
 
 

@@ -9,7 +9,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from espalier.cli import start
 from espalier.errors import EspalierError
 
-# The engines of the others may run in processes of their own, where nothing is planted.
+# Other commands may run their engine in another process, where no fault is planted.
 COMMANDS = ("demo", "generate")
 BANNER = "!" * 80
 
@@ -23,7 +23,7 @@ def run(args: Namespace) -> int:
     """The exit status of the command.  Raises EspalierError for a fault or a command that is not supported."""
     if not set(args.planted[:1]) & set(COMMANDS):
         raise EspalierError(f"give a command after the fault: {' or '.join(COMMANDS)}, with its flags")
-    # Imported here: it imports PyTorch, as the help does not.
+    # Imported here, because it imports PyTorch, which the help must not do.
     from lab.faults.planted import plant
 
     with plant(args.fault) as fault:

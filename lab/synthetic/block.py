@@ -32,7 +32,7 @@ from lab.synthetic.target import DISTURBANCE, GATED_STD, STAMP_LENGTH, TargetTen
 CANDIDATE_LOGIT = 24.0
 # A hidden state that holds this share of its length in `favour` has one nat more for a token that is preferred with 1.
 FAVOUR_PER_NAT = 1 / 40
-# For one wrong target layer: the share of a row's length that says so, and about the nats that cold tokens gain.
+# If one target layer is wrong: the share of a row's length that signals this, and about the nats that cold tokens gain.
 MISREAD_LENGTH, MISREAD_NATS = 0.5, 60.0
 # Nats that the random part of the lm_head adds.
 HEAD_NOISE = 0.05
@@ -45,7 +45,7 @@ class BlockTensors(DraftTensors):
         self.block = read_block(Path(f"{shape.name} draft"), block_json(shape, block_size), shape.target)
         super().__init__(self.block.layer, target)
         assert target.chain.fading is not None
-        self.favours = target.chain.fading.favours
+        self.nats_by_depth = target.chain.fading.nats_by_depth
         self.favoured = target.chain.fading.favoured
         if block_size > self.config.heads * self.config.num_layers:
             raise EspalierError(
@@ -95,8 +95,7 @@ class BlockTensors(DraftTensors):
     def _mean_of_features(self, name: str) -> Tensor:
         """[H, F]: the captured features hold the token's embedding, and so does their mean.
 
-        The input of layer c should have the stamp of layer c - 1, and not that of layer c.
-        """
+        The input of layer c should have the stamp of layer c - 1, and not that of layer c."""
         hidden, count, planted = self.config.hidden_size, len(self.block.spec.captured_layers), self.target.planted
         mean = torch.eye(hidden, device=self.device).repeat(1, count) / count
         weight = mean + self.random_without_planted(name, DISTURBANCE / 2)
@@ -114,7 +113,7 @@ class BlockTensors(DraftTensors):
 
         Later layers have fewer distances than heads, or none.  All distances but the last are between the block's rows.
         """
-        heads, count = self.config.heads, len(self.favours)
+        heads, count = self.config.heads, len(self.nats_by_depth)
         return range(min(layer * heads, count), min((layer + 1) * heads, count)) if layer >= 0 else range(0)
 
     def _plant_depth(self, name: str, part: str, layer: int) -> Tensor:
@@ -129,7 +128,7 @@ class BlockTensors(DraftTensors):
             weight[::size] = mask / mask.square().sum()
             weight[1::size] = planted.direction("misread") / (MISREAD_LENGTH * math.sqrt(hidden))
         for head, distance in enumerate(self._distances(layer)):
-            is_last = distance == len(self.favours) - 1
+            is_last = distance == len(self.nats_by_depth) - 1
             if part == "q_proj":
                 # The last row of the block is that far from the root.
                 lag = distance + is_last
@@ -137,7 +136,7 @@ class BlockTensors(DraftTensors):
             elif part == "o_proj" and is_last:
                 weight[:, head * size + 1] = planted.direction("misread") * (MISREAD_LENGTH * math.sqrt(hidden))
             elif part == "o_proj":
-                nats = float(self.favours[distance + 1] - self.favours[distance])
+                nats = float(self.nats_by_depth[distance + 1] - self.nats_by_depth[distance])
                 weight[:, head * size] = planted.direction("favour") * (nats * FAVOUR_PER_NAT * math.sqrt(hidden))
         return weight
 
@@ -165,7 +164,7 @@ class BlockTensors(DraftTensors):
         return (drawn * (math.sqrt(rank) / drawn.norm(dim=1, keepdim=True))).to(self.dtype)
 
     def _edges(self, name: str) -> Tensor:
-        """[V, rank]: given a place, its candidates get exactly PEAK + log-probability.  Cold tokens get little."""
+        """[V, rank]: a place's candidates get exactly CANDIDATE_LOGIT + log-probability, and cold tokens get little."""
         chain, (vocab, rank) = self.target.chain, self.shapes[name]
         out = self.target.draw.normal(f"draft/{name}", vocab, rank, 1 / rank, self.dtype)
         before = self._before.float()[chain.token_at(torch.arange(chain.size)).to(self.device)]

@@ -35,8 +35,8 @@ MISS_SHARE = 1 / 2
 # The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
 ERROR_FACTORS = (0.25, 0.75, 1.25, 1.75)
 MIN_SKILL, MAX_SKILL = 0.05, 0.99
-# What an MTP head adds to the logit of the successor that it favours, and of the one that it buries.  Favoured, the
-# second successor overtakes the first; buried, the first falls behind random tokens.
+# What an MTP head adds to the logit of the successor that it favours, and of the successor that it buries.  A favoured
+# second successor overtakes the first; a buried first successor gets a lower logit than random tokens.
 FAVOUR_NATS, BURY_NATS = 3.0, -30.0
 NUM_NUDGES = 2 * NUM_SUCCESSORS
 ACCEPT_SAMPLES = 2048
@@ -52,7 +52,7 @@ class Chain:
 
     hot: [N] int64, the ids of the hot tokens, ascending; a draft id is an index into it.
     ring: [N], the draft id at each place.
-    place: [V], the place of each token.  A cold token has the place before the one token that always follows it.
+    place: [V], the place of each token.  A cold token is always followed by one token, and has the place before it.
     is_hot: [V] bool.
     shifts: [1 + NUM_CANDIDATES], distinct mod N; the first NUM_SUCCESSORS are the target's, the most likely first.
     draft_logp: [N, 1 + NUM_CANDIDATES] float32, the draft's log-probability of each shift; -inf if it is no candidate.
@@ -142,7 +142,7 @@ def make_chain(
     is_hot[hot] = True
     shifts = _draw_shifts(num_hot, generator)
     if has_topics:
-        # The first is odd, as it is 1 mod NUM_SUCCESSORS and coprime with the ring: its multiples differ.
+        # The multiples of the first shift differ, because that shift is coprime with the size of the ring.
         shifts = shifts[0] * torch.arange(1, len(shifts) + 1) % num_hot
     kind = torch.randint(0, NUM_SUCCESSORS, (vocab,), generator=generator)
     kind[hot[ring]] = torch.arange(num_hot) % NUM_SUCCESSORS
@@ -213,10 +213,9 @@ def _shift_probabilities(skill: Tensor) -> Tensor:
 def _shift_probabilities_by_place(
     size: int, shift: int, stretches: Sequence[tuple[int, float]], generator: torch.Generator
 ) -> Tensor:
-    """The same for stretches of text, of which some may be noise: the first rank is always the likeliest.
+    """As _shift_probabilities, for stretches of text, some of which may be noise: the first rank is the likeliest.
 
-    shift: from a place to the next one of greedy text.
-    """
+    shift: from a place to the next place of greedy text."""
     once = torch.cat([torch.full((tokens,), skill) for tokens, skill in stretches])
     wrong = 1 - once[torch.arange(size) * pow(shift, -1, size) % size % len(once)]
     spread = torch.tensor(ERROR_FACTORS)[torch.randint(0, len(ERROR_FACTORS), (size,), generator=generator)] - 1
@@ -229,8 +228,7 @@ def _shift_probabilities_by_place(
 def _draw_guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
     """draft_logp in chain mode.  profile: of each place.
 
-    The draft is calibrated: the candidate it ranks k-th is true with the probability that the draft gives it.
-    """
+    The draft is calibrated: its k-th candidate is true with the probability that the draft gives this candidate."""
     size = len(profile)
     drawn = torch.rand(size, 1, generator=generator)
     truth = (drawn > profile.cumsum(1)[:, :-1]).sum(1, keepdim=True)
@@ -243,9 +241,8 @@ def _draw_guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
 def _draw_nudged_guesses(size: int, skill: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """(draft_logp, nudged [N]) of an MTP head in chain mode.
 
-    nudged: j where it favours successor j, NUM_SUCCESSORS + j where it buries that one.  It favours the first if it is
-    right; if it is wrong, it favours the second or, with probability MISS, buries the first.
-    """
+    nudged: j if the head favours successor j, NUM_SUCCESSORS + j if it buries successor j.  A right head favours the
+    first successor.  A wrong head favours the second or, with probability MISS_SHARE, buries the first."""
     wrong = torch.rand(size, generator=generator) >= skill
     missed = torch.rand(size, generator=generator) < MISS_SHARE
     nudged = torch.where(wrong, torch.where(missed, NUM_SUCCESSORS, 1), 0)
@@ -269,8 +266,7 @@ def predicted_accept_length(
 ) -> float:
     """The accept length of greedy decoding, computed from the chain's tables without a model.
 
-    It grows trees by the engine's own rules, from `samples` random places.
-    """
+    Trees grow by the engine's own rules, from `samples` random places."""
     samples = samples or (ACCEPT_SAMPLES if chain.fading is None else BLOCK_ACCEPT_SAMPLES)
     if num_draft_tokens == 1 or steps == 0:
         return 1.0

@@ -1,9 +1,9 @@
 """Synthetic checkpoints: models of production shape whose text and accept length are known.
 
-`write` makes two Hugging Face directories; `build` makes the same models on a device, without files.  target.py and
-draft.py say how the chain is built into the weights; chain.py has the chain and the predicted accept length.  There is
-no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp_layers`, an MTP head (mtp.py) or, with
-`block_size`, a block draft (block.py).
+`write_checkpoint` makes two Hugging Face directories; `build_models` makes the same models on a device, without files.
+target.py and draft.py say how the chain is built into the weights; chain.py has the chain and the predicted accept
+length.  There is no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp_layers`, an MTP head
+(mtp.py) or, with `block_size`, a block draft (block.py).
 """
 
 import json
@@ -56,8 +56,8 @@ class Recipe:
     stretches: (tokens, skill), in place of `skill`: stretches of greedy text, over and over.  Not for an MTP head.
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
-    block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
-    block_skills: its skill at each depth, in place of block_fade; () for none.
+    block_fade: the block draft's skill at each depth, divided by its skill at the depth before; depth 1 has `skill`.
+    block_skills: the block draft's skill at each depth, in place of block_fade; () for none.
     weights, draft_weights: how target and draft store their matrices: "dense", or a name of
     espalier/models/quantisers.py:QUANTISERS.  `skill` is that of a dense draft; a quantised one is about as good.
     model_impl: what runs the target, as of EngineConfig.
@@ -143,11 +143,10 @@ class Recipe:
         return Eagle3Tensors(self.shape, target)
 
     def with_acceptance(self, by_depth: Sequence[float]) -> "Recipe":
-        """This recipe with a draft whose first guess comes true so often at each depth, where the one before did.
+        """This recipe with a draft whose first guess is right at the rates `by_depth`, if the guess above is right.
 
-        A block draft has each depth's rate.  Others are equally good at all depths: theirs is the rate at which a chain
-        of as many guesses accepts as many tokens a round.  Raises EspalierError.
-        """
+        A block draft gets the rate of each depth.  Other drafts are equally good at all depths.  Their rate is the
+        one at which a chain of as many guesses accepts as many tokens a round.  Raises EspalierError."""
         steps = len(by_depth)
         if not self.block_size:
             return self.with_accept_length(1 + sum(accumulate(by_depth, mul)), steps, 1, steps + 1)
@@ -225,7 +224,7 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: NamedTensors) -
 
 
 def _split_into_shards(tensors: NamedTensors, max_bytes: int) -> list[list[str]]:
-    """The names in order, split into shards of at most `most` bytes, or of one tensor."""
+    """The names in order, split into shards of at most `max_bytes` bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     held = 0
     for name in tensors.shapes:
@@ -281,10 +280,9 @@ class SyntheticWeights(Weights):
 def build_models(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = SINGLE_RANK
 ) -> tuple[CausalLM, DraftModel]:
-    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble_engine.
+    """(target, draft): the models that loading the directories of `write_checkpoint` gives.
 
-    shards: what a rank holds of the target, and of a draft that is divided too.
-    """
+    shards: the part of the target that a rank holds, and the part of a draft that is divided too."""
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.draft_config
     capture, target = draft_config.spec.captured_layers, None

@@ -57,13 +57,13 @@ class DraftTensors:
         weight[:, : self.config.hidden_size] += torch.outer(key, planted.direction("mark") / planted.length["mark"])
         return weight
 
-    def rows_of_places(self, known: Tensor, peak: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """(places, rows [places, n]) of the chain, in parts: `known` of the place before times a place's row is exactly
-        peak + the draft's log-probability of that step, and 0 if the draft has none.  known: [N, n], by place."""
+    def rows_of_places(self, inputs: Tensor, peak: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (places, rows [places, n]): a place's row times the input of the place before is exactly peak + the
+        draft's log-probability of this step, or 0 if the draft has none.  inputs: [N, n], by place."""
         chain = self.target.chain
         logits = torch.where(chain.draft_logp.isfinite(), peak + chain.draft_logp, 0.0)
         for places in torch.arange(chain.size).split(CHUNK_ROWS):
             before = (places[:, None] - chain.shifts) % chain.size
             wanted = logits[before, torch.arange(len(chain.shifts))].to(self.device)
             every = torch.ones_like(wanted, dtype=torch.bool)
-            yield places, solve_rows(known[before.to(self.device)], wanted, every)
+            yield places, solve_rows(inputs[before.to(self.device)], wanted, every)

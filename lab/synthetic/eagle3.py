@@ -103,7 +103,7 @@ class Eagle3Tensors(DraftTensors):
         return parts.expand(-1, -1, group, -1).flatten(1).to(self.dtype)
 
     def _head(self) -> Tensor:
-        """[draft vocabulary, H]: after the norm, the candidates of a place get exactly PEAK + log-probability."""
+        """[draft vocabulary, H]: after the norm, a place's candidates get exactly CANDIDATE_LOGIT + log-probability."""
         chain = self.target.chain
         out = torch.empty(self.draft_vocab, self.config.hidden_size, dtype=self.dtype, device=self.device)
         for places, rows in self.rows_of_places(self._known(), CANDIDATE_LOGIT):

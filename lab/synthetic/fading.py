@@ -23,17 +23,17 @@ MEASURED_PLACES = 8192
 @dataclass(frozen=True)
 class Fading:
     """favoured: [N] float32, how much the token at a place is preferred, 0 to 1; children: [N, 1 + NUM_CANDIDATES], the
-    place that each shift leads to; favours: [S] float32, nats that a token with 1 gains at each depth; 0 at depth 1."""
+    place that each shift leads to; nats_by_depth: [S] float32, nats for a token with preference 1; 0 at depth 1."""
 
     favoured: Tensor
     children: Tensor
-    favours: Tensor
+    nats_by_depth: Tensor
 
     def logp(self, draft_logp: Tensor, steps: int) -> list[Tensor]:
         """Returns Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer depths."""
-        if steps > len(self.favours):
-            raise EspalierError(f"steps={steps} is above block_size={len(self.favours)} of the draft; lower it")
-        return [self.at(draft_logp, favour) for favour in self.favours[:steps].tolist()]
+        if steps > len(self.nats_by_depth):
+            raise EspalierError(f"steps={steps} is above block_size={len(self.nats_by_depth)} of the draft; lower it")
+        return [self.at(draft_logp, favour) for favour in self.nats_by_depth[:steps].tolist()]
 
     def at(self, draft_logp: Tensor, favour_nats: float) -> Tensor:
         return (draft_logp + favour_nats * self.favoured[self.children]).log_softmax(1)
@@ -53,19 +53,19 @@ def fading_of(draft_logp: Tensor, children: Tensor, skills: Sequence[float], gen
         return float((some.at(draft_logp[:MEASURED_PLACES], favour).argmax(1) == 0).double().mean())
 
     least = skill(MAX_FAVOUR_NATS)
-    favours = [0.0]
+    nats_by_depth = [0.0]
     for depth, wanted in enumerate(skills[1:], 2):
         if wanted == skills[0]:
-            favours.append(0.0)
+            nats_by_depth.append(0.0)
             continue
         if not least <= wanted < skills[0]:
             raise EspalierError(
                 f"a skill of {wanted:.2f} at depth {depth} is out of reach of a block draft; with {skills[0]:.2f} at "
                 f"depth 1, use {least:.2f} or more"
             )
-        low, high = favours[-1], MAX_FAVOUR_NATS
+        low, high = nats_by_depth[-1], MAX_FAVOUR_NATS
         while high - low > 1e-3:
             middle = (low + high) / 2
             low, high = (middle, high) if skill(middle) >= wanted else (low, middle)
-        favours.append(low)
-    return Fading(favoured, children, torch.tensor(favours))
+        nats_by_depth.append(low)
+    return Fading(favoured, children, torch.tensor(nats_by_depth))

@@ -72,7 +72,7 @@ class QuantisedTensors:
         return self.quantiser.storage_formats(self._columns)
 
     @functools.cached_property
-    def stored(self) -> dict[str, tuple[str, StoredTensor]]:
+    def tensors_by_stored_name(self) -> dict[str, tuple[str, StoredTensor]]:
         """(name of the dense tensor, its stored tensor), by stored name, for quantised matrices."""
         found = {}
         for name, size in self.model.shapes.items():
@@ -91,24 +91,24 @@ class QuantisedTensors:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        quantised = {name for name, _ in self.stored.values()}
+        quantised = {name for name, _ in self.tensors_by_stored_name.values()}
         dense = {name: size for name, size in self.model.shapes.items() if name not in quantised}
-        return {**dense, **{name: each.shape for name, (_, each) in self.stored.items()}}
+        return {**dense, **{name: each.shape for name, (_, each) in self.tensors_by_stored_name.items()}}
 
     def itemsize(self, name: str) -> int:
         """Bytes of a value of a stored tensor."""
-        if name not in self.stored:
+        if name not in self.tensors_by_stored_name:
             return self.dtype.itemsize
-        dtype = self.stored[name][1].dtype
+        dtype = self.tensors_by_stored_name[name][1].dtype
         if isinstance(dtype, tuple):
             dtype = self.dtype if self.dtype in dtype and self.quantiser.group_sizes[0] > 1 else dtype[0]
         return (dtype or self.dtype).itemsize
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self.stored:
+        if name not in self.tensors_by_stored_name:
             return self.model.tensor(name)
         if name not in self._scales:
-            name_of_dense, wanted = self.stored[name]
+            name_of_dense, wanted = self.tensors_by_stored_name[name]
             dense, module = self.model.tensor(name_of_dense), name.removesuffix(wanted.suffix)
             # Dense experts are stored [count, in, out].
             made = self.quantiser.quantise(dense.transpose(1, 2) if dense.ndim == 3 else dense, self.device)

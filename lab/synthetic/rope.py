@@ -1,7 +1,7 @@
 """Attention to one distance: a query and a key that agree only where their positions differ by a given lag.
 
 With key u and query R(-lag)·u, each rotated by its position, the score is gain · sum_i cos(w_i (p - j - lag)) over the
-pairs used.  Its peak is at j = p - lag.  The gain gives every other position a weight of at most e^-CLEARANCE.
+pairs used.  Its peak is at j = p - lag.  The gain gives every other position a weight of at most e^-MIN_SCORE_DROP.
 """
 
 from dataclasses import dataclass

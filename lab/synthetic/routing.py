@@ -2,8 +2,8 @@
 
 A router's logits are the sum of two random parts.  The first reads r_t, so it differs from token to token.  The second
 reads a planted part of the embedding, the topic, which the tokens of a stretch of text share (chain.py).  The
-correlation X is the correlation of the logits of two tokens of a topic.  At 0 each token's experts are as if drawn at
-random, and embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers
+routing correlation is the correlation of the logits of two tokens of a topic.  At 0 each token has random experts, and
+embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers
 independently.
 """
 

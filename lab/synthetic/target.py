@@ -33,7 +33,7 @@ from lab.synthetic.routing import TOPIC_SIZE, router_weight, topic_directions
 from lab.synthetic.state_tensors import CONSTANT_VECTORS, NORMS_WITHOUT_OFFSET
 
 # Logit of the most likely successor.  Tokens that do not follow have logits of mean 0 and a standard deviation of about
-# PEAK * sqrt(n / hidden), where n is the number of a token's predecessors.
+# SUCCESSOR_LOGIT * sqrt(n / hidden), where n is the number of a token's predecessors.
 SUCCESSOR_LOGIT = 20.0
 # In copy mode, added to the logits of all tokens of the copied kind.
 COPIED_KIND_LOGIT = 10.0
@@ -70,7 +70,7 @@ class RandomTensors:
         return out
 
     def normal_chunks(self, name: str, rows: int, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        """Standard normal rows, float32, ROWS at a time."""
+        """Yields (rows, standard normal values of these rows, float32), CHUNK_ROWS rows at a time."""
         generator = self.generator(name, self.device)
         for first in range(0, rows, CHUNK_ROWS):
             count = min(CHUNK_ROWS, rows - first)
@@ -86,20 +86,19 @@ class RandomTensors:
 class PlantedDirections:
     """The planted directions.
 
-    basis: [H, n], orthonormal columns; first: the first column of each part; length: the length of each part that
-    embeddings contain.
-    """
+    basis: [H, n], orthonormal columns; first_columns: the first column of each part; length: the length of each part
+    that embeddings contain."""
 
     basis: Tensor
-    first: dict[str, int]
+    first_columns: dict[str, int]
     length: dict[str, float]
 
     def direction(self, part: str, index: int = 0) -> Tensor:
-        return self.basis[:, self.first[part] + index]
+        return self.basis[:, self.first_columns[part] + index]
 
     def directions_of_part(self, part: str, size: int) -> Tensor:
         """Returns [H, size]: the directions of a part."""
-        return self.basis[:, self.first[part] : self.first[part] + size]
+        return self.basis[:, self.first_columns[part] : self.first_columns[part] + size]
 
     def remove_planted(self, rows: Tensor) -> Tensor:
         """Returns rows [..., H] without their components in the planted directions."""
@@ -216,7 +215,7 @@ class TargetTensors:
             return self.lag_code.norm_weight
         if part == "k_norm":
             spec = layer_specs_of(c)[int(name.split(".")[2])]
-            # So that scores have a standard deviation of 1, whatever their factor.
+            # With this value, attention scores have a standard deviation of 1, whatever the softmax scale.
             return spec.cache_spec.k_size**-0.5 / spec.softmax_scale
         return 1.0
 
@@ -254,10 +253,10 @@ class TargetTensors:
         parts = (planted.direction("mark") * planted.length["mark"]).expand(tokens.stop - tokens.start, -1)
         if self.is_copy_mode:
             for part, index in (("read", chain.kind), ("write", chain.kind), ("lag", chain.lag_of)):
-                columns = planted.first[part] + index[tokens].to(self.device)
+                columns = planted.first_columns[part] + index[tokens].to(self.device)
                 parts = parts + planted.basis.T[columns] * planted.length[part]
         if chain.nudge is not None:
-            columns = planted.first["nudge"] + chain.nudge[tokens].to(self.device)
+            columns = planted.first_columns["nudge"] + chain.nudge[tokens].to(self.device)
             parts = parts + planted.basis.T[columns] * planted.length["nudge"]
         if self.correlation:
             of_token = self.topics[chain.topic[tokens].to(self.device)]
@@ -269,8 +268,8 @@ class TargetTensors:
         return self.planted.remove_planted(self.embedding[tokens.to(self.device)].float())
 
     def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
-        """A random weight that keeps a standard deviation of 1.  One whose output is added to the residual is scaled
-        down, and orthogonal to the planted directions."""
+        """A random weight that keeps a standard deviation of 1.  If the output is added to the residual, the weight is
+        smaller, and orthogonal to the planted directions."""
         if part not in ("o_proj", "out_proj", "down_proj"):
             return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
         weight = self.draw.normal(
@@ -359,8 +358,8 @@ class TargetTensors:
         for first in range(0, chain.size, CHUNK_ROWS):
             rows = slice(first, first + CHUNK_ROWS)
             tokens = chain.token_at(torch.arange(chain.size)[rows])
-            known = self.random_part_of(before[rows].clamp(min=0))
-            row = solve_rows(known, wanted[rows].to(self.device), (before[rows] >= 0).to(self.device))
+            inputs = self.random_part_of(before[rows].clamp(min=0))
+            row = solve_rows(inputs, wanted[rows].to(self.device), (before[rows] >= 0).to(self.device))
             if self.is_copy_mode:
                 write = directions_by_index(self.planted, "write", chain.kind[tokens].to(self.device))
                 row = row + write * (COPIED_KIND_LOGIT / self.planted.length["write"])
@@ -371,8 +370,8 @@ class TargetTensors:
         return out
 
     def _predecessors(self) -> tuple[Tensor, Tensor]:
-        """(tokens, logits), [N, n] each: the tokens that each place follows, -1 where there are fewer, and the logits
-        of the place after them."""
+        """(tokens, logits), [N, n] each: for each place the tokens that may precede it, padded with -1, and the logits
+        that the place's token gets after each of them."""
         chain = self.chain
         places = torch.arange(chain.size)
         ring = [chain.token_at(places - shift) for shift in chain.shifts[:NUM_SUCCESSORS]]
@@ -412,15 +411,14 @@ def require_copy_mode_fits(config: ModelConfig, chain: Chain, shape: str) -> Non
 
 def directions_by_index(planted: PlantedDirections, part: str, index: Tensor) -> Tensor:
     """[rows, H]: the direction of `part` with each index."""
-    return planted.basis.T[planted.first[part] + index]
+    return planted.basis.T[planted.first_columns[part] + index]
 
 
-def solve_rows(known: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
-    """The shortest w [N, H] with w · known[n] = wanted[n] for every n where real[n].
+def solve_rows(inputs: Tensor, wanted: Tensor, is_real: Tensor) -> Tensor:
+    """The shortest w [N, H] whose product with each real input is the wanted value: w · inputs[n] = wanted[n].
 
-    known: [N, n, H]; wanted: [N, n]; real: bool [N, n].
-    """
-    known = known * real[..., None]
-    gram = known @ known.transpose(1, 2) + torch.diag_embed((~real).to(known.dtype))
-    weights = torch.linalg.solve(gram, (wanted * real)[..., None])
-    return (weights * known).sum(1)
+    inputs: [N, n, H]; wanted: [N, n]; is_real: bool [N, n], False for padding."""
+    inputs = inputs * is_real[..., None]
+    gram = inputs @ inputs.transpose(1, 2) + torch.diag_embed((~is_real).to(inputs.dtype))
+    weights = torch.linalg.solve(gram, (wanted * is_real)[..., None])
+    return (weights * inputs).sum(1)

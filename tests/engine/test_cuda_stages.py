@@ -111,7 +111,7 @@ def test_values_and_words_of_a_row_are_one_copy(words):
 @pytest.mark.parametrize("free", [-1, torch.tensor([5, 6])])
 def test_rows_that_are_not_named_are_free(free, monkeypatch):
     memory = StageMemory(torch.device("cpu"))
-    rows = memory.rows("guide", (4, 2), torch.int64, free)
+    rows = memory.make_rows("guide", (4, 2), torch.int64, free)
     nothing = [-1, -1] if isinstance(free, int) else free.tolist()
     assert rows.values.tolist() == [nothing] * 4
     rows.set_rows((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
@@ -126,7 +126,7 @@ def test_rows_that_are_not_named_are_free(free, monkeypatch):
 
 def test_batch_sizes_that_share_memory_leave_nothing_behind():
     memory = StageMemory(torch.device("cpu"))
-    large, small = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (3, 2))
+    large, small = (memory.make_rows("masks", (batch, 2), torch.int64, -1) for batch in (3, 2))
     large.set_rows((1,), np.array([[5, 6]]))
     small.set_rows((0,), np.array([[7, 8]]))
     assert small.values.tolist() == [[7, 8], [-1, -1]]
@@ -139,7 +139,7 @@ def test_batch_sizes_that_share_memory_leave_nothing_behind():
 
 def test_a_larger_batch_that_asks_later_gets_memory_of_its_own():
     memory = StageMemory(torch.device("cpu"))
-    small, large = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (2, 3))
+    small, large = (memory.make_rows("masks", (batch, 2), torch.int64, -1) for batch in (2, 3))
     large.set_rows((1,), np.array([[5, 6]]))
     small.set_rows((0,), np.array([[7, 8]]))
     assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]

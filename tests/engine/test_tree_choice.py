@@ -252,7 +252,7 @@ def test_however_long_a_choice_lasts_others_are_tried() -> None:
     for number in range(5 * MAX_INTERVAL):
         simulated.run(8, 1)
         bucket = simulated.choice.buckets[8]
-        if bucket.last_round[bucket.tree] != simulated.choice.rounds:
+        if bucket.last_round[bucket.tree] != simulated.choice.num_choices:
             others.append(number)
     intervals = [after - before for before, after in pairwise(others)]
     assert simulated.choice.num_changes <= 15 and MAX_INTERVAL - 16 < max(intervals) <= MAX_INTERVAL
@@ -297,7 +297,7 @@ def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
             now += 50 * taken
         now += taken
         choice.record([], 16, [])
-    assert [*choice.times.latest[1, TREE]] == pytest.approx([1.0] * 2 + [2.0] * 4)
+    assert [*choice.times.latest_ratios[1, TREE]] == pytest.approx([1.0] * 2 + [2.0] * 4)
 
 
 def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:

@@ -216,7 +216,7 @@ def test_snapshots_are_taken_back_least_recently_used_first():
     watch = watched(replace(SMALL, num_snapshots=3, max_batch=1))
     keeper, texts = watch.engine.scheduler.state_keeper, prompts(7, [8, 9, 10, 11])
     run_watched(watch, [asked(i, text, max_tokens=1) for i, text in enumerate(texts)], last=False)
-    assert len(keeper.snapshots) == 3
+    assert len(keeper.snapshot_rows) == 3
     again = [asked(10 + i, text, max_tokens=1) for i, text in enumerate(texts[::-1])]
     run_watched(watch, again)
     assert [r.cached_tokens for r in again] == [10, 10, 8, 0]

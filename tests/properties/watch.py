@@ -224,7 +224,7 @@ class Watch:
         keeper, prefixes = self.engine.scheduler.state_keeper, self.engine.prefix_tree
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
-        for page, row in keeper.snapshots._row_of_page.items():
+        for page, row in keeper.snapshot_rows._row_of_page.items():
             node, tokens = prefixes._nodes[page], ()
             while node.parent is not None:
                 node, tokens = node.parent, (*node.key, *tokens)

@@ -62,7 +62,7 @@ def test_beside_each_bad_request_everybody_is_watched(on_that_server):
         Attack("too long", 2, "/v1/completions", lambda: SHORT_REQUEST | {"prompt": "a " * 50_000}),
         Attack("half-closed", 3, "/v1/completions", lambda: SHORT_REQUEST, half_closed=True),
     ]
-    found = measure_bad_host({}, attacks, streams=2)
+    found = measure_bad_host({}, attacks, num_streams=2)
     assert [(beside.name, beside.count, beside.answers) for beside in found] == [
         ("too long", 2, {400: 4}),
         ("half-closed", 3, {200: 6}),
@@ -76,7 +76,7 @@ def test_beside_each_bad_request_everybody_is_watched(on_that_server):
 def test_who_is_refused_beside_a_bad_host_is_no_short_wait(on_that_server, monkeypatch, name):
     monkeypatch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
     with pytest.raises(EspalierError, match="during the bad requests"):
-        measure_bad_host({}, ATTACKS[:1], streams=2)
+        measure_bad_host({}, ATTACKS[:1], num_streams=2)
 
 
 def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():

@@ -27,8 +27,8 @@ class AssistantDrafter(AutoregressiveDrafter):
 
     def begin(self, slots: BatchState) -> GrowTree:
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
-        of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
-        rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])
+        target_rows = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
+        rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [target_rows])
         out = self._run_module(rows, slots.root[:, None], load_carried_field(slots, "hidden"), None)
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 

@@ -78,9 +78,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        at, topk, modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
+        at, topk, num_modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
-        rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
+        rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, num_modules))
         out = self._module(1).output_from_hidden(load_carried_field(slots, "hidden"))
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 

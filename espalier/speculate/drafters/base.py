@@ -56,8 +56,8 @@ class Drafter(Protocol):
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features that `spec.target_output` names, at tokens n .. n+W-1; None if it is
-        None.  length: [B], at most W.
+        target_features: [B, W, F], the features that `spec.target_output` names, at tokens n .. n+W-1; None if it names
+        none.  length: [B], the number of new tokens, at most W.
         last_tokens: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
         (speculate/pieces.py).  None in a round, where `slots` has one row for each request."""
         ...

@@ -45,13 +45,13 @@ class ModuleRows:
         return length if self.num_missing is None else length - self.num_missing
 
 
-def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
-    """Returns the rows of each module in a pass.  modules: the number of modules."""
+def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
+    """Returns the rows of each module in a pass.  num_modules: the number of modules of the draft."""
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first_position=1))]
-    if modules > 1:
-        # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
-        num_unknown = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
-    for max_missing in range(1, modules):
+    if num_modules > 1:
+        # Pages hold the rows below commit_from.  The target ran again from `num_modules` rows before that, or earlier.
+        num_unknown = (slots.commit_from - num_modules).clamp(min=0) - slots.prefix_len
+    for max_missing in range(1, num_modules):
         num_missing = (num_unknown + max_missing).clamp(min=0, max=max_missing)
         advanced = replace(slots, prefix_len=slots.prefix_len + num_missing, num_tokens=slots.num_tokens + num_missing)
         rows.append(
@@ -88,7 +88,7 @@ class ModuleFeeds(ABC):
     @staticmethod
     @abstractmethod
     def tree_feed(
-        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+        slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
         """Returns the feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
@@ -101,14 +101,18 @@ class ModuleFeeds(ABC):
 
 class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
-        before, own = self.rows[module - 2], self.rows[module - 1]
+        previous_rows, own_rows = self.rows[module - 2], self.rows[module - 1]
         previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
-            last = (before.length(self.length) - 1).clamp(min=0)
+            last = (previous_rows.length(self.length) - 1).clamp(min=0)
             first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], previous_output))
-        assert own.num_missing is not None
-        num_missing = own.num_missing if before.num_missing is None else own.num_missing - before.num_missing
+        assert own_rows.num_missing is not None
+        num_missing = (
+            own_rows.num_missing
+            if previous_rows.num_missing is None
+            else own_rows.num_missing - previous_rows.num_missing
+        )
         return torch.cat((first, previous_output), 1), self.offsets + num_missing[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +120,7 @@ class ChainFeeds(ModuleFeeds):
 
     @staticmethod
     def tree_feed(
-        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+        slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
         first = load_carried_field(slots, feed_name(module))
         return first if module == 2 else torch.cat((first, previous_output), 1), parents
@@ -141,16 +145,16 @@ class TargetFeeds(ModuleFeeds):
 
     @staticmethod
     def tree_feed(
-        slots: BatchState, modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
+        slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
         # A beam of depth d reads feed{module - d + 1}, the feature `module - d` tokens before the root's successor.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
-        return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
+        return _carried_features(slots, num_modules), (depths + (num_modules - module)).expand_as(parents)
 
 
-def feeds_class(form_name: str) -> type[ModuleFeeds]:
+def feeds_class(hidden_source: str) -> type[ModuleFeeds]:
     """Returns the class for a value of DraftSpec.hidden_source."""
-    return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
+    return {"chain": ChainFeeds, "target": TargetFeeds}[hidden_source]
 
 
 def feed_name(module: int) -> str:
@@ -158,9 +162,9 @@ def feed_name(module: int) -> str:
     return f"feed{module}"
 
 
-def _carried_features(slots: BatchState, modules: int) -> Tensor:
+def _carried_features(slots: BatchState, num_modules: int) -> Tensor:
     """Returns [B, N-1, H]: feedN, ..., feed2."""
-    return torch.cat([load_carried_field(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
+    return torch.cat([load_carried_field(slots, feed_name(module)) for module in range(num_modules, 1, -1)], 1)
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:

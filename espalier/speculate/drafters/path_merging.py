@@ -63,11 +63,11 @@ class PathMergingDrafter:
     def _tree_of_guesses(self, slots: BatchState, _sampler: Sampler) -> Tree:
         layout, table = self.layout, slots.table
         tree, kinds = trees_of_guesses(slots, layout.num_draft_tokens, layout.steps, layout.ancestor_words)
-        table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
+        table.candidates.index_copy_(0, slots.index, _pad_to_field(pack_nodes(tree, kinds), table.candidates))
         return tree
 
     def _merge_paths(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
-        paths, table = self._paths(slots), slots.table
+        paths, table = self._source_paths(slots), slots.table
         paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
             # The scores are compared with no other scores, so they need no calibration.
@@ -80,17 +80,17 @@ class PathMergingDrafter:
             kinds = torch.zeros_like(tree.tokens)
         if paths is not None:
             tree, kinds = merge_paths(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
-        table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
+        table.candidates.index_copy_(0, slots.index, _pad_to_field(pack_nodes(tree, kinds), table.candidates))
         return tree
 
-    def _paths(self, slots: BatchState) -> Paths | None:
+    def _source_paths(self, slots: BatchState) -> Paths | None:
         steps, paths = self.layout.steps, []
         if self.layout.sent_paths:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
             text_paths = paths_of_text(slots, self.layout.text_paths, steps)
-            own_paths = torch.cat((text_paths.kinds[..., None], text_paths.tokens), -1)
-            slots.table.own_paths.index_copy_(0, slots.index, _padded(own_paths, slots.table.own_paths))
+            packed = torch.cat((text_paths.kinds[..., None], text_paths.tokens), -1)
+            slots.table.own_text_paths.index_copy_(0, slots.index, _pad_to_field(packed, slots.table.own_text_paths))
             paths.append(text_paths)
         return Paths.join(paths) if paths else None
 
@@ -100,11 +100,11 @@ class PathMergingDrafter:
         self.drafter.extend(slots, target_features, length, last_tokens)
 
 
-def _padded(values: Tensor, field: Tensor) -> Tensor:
+def _pad_to_field(values: Tensor, field: Tensor) -> Tensor:
     """Returns values [..., n] of a round, padded to the width of the slot-table field, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 
 def have_no_paths(paths: Paths | None) -> bool:
-    """Whether there are no paths.  False on a GPU if `paths` is not None, because a check would wait for the GPU."""
+    """Whether there are certainly no paths.  On a GPU, only None counts: reading `paths` would wait for the GPU."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

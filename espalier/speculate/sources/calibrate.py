@@ -112,12 +112,12 @@ def requests_that_sample(slots: BatchState) -> Tensor:
 
 def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tree:
     """Returns trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
-    blank = root.new_zeros(root.shape[0], num_nodes)
-    tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
-    scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
+    zeros = root.new_zeros(root.shape[0], num_nodes)
+    tokens, depths = zeros.masked_fill(zeros == 0, VOID), zeros + 1
+    scores = torch.full_like(zeros, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = self_only_bits(0, num_nodes, num_ancestor_words, root.device)
-    return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
+    own_bits = self_only_bits(0, num_nodes, num_ancestor_words, root.device)
+    return Tree(tokens, zeros, depths, scores, own_bits.expand(root.shape[0], -1, -1).contiguous())
 
 
 def _step_log_probability(tree: Tree) -> Tensor:

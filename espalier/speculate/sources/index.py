@@ -29,7 +29,7 @@ class IndexSource(HostSource):
     def __init__(self, num_bytes: int) -> None:
         self.ring_size = max(num_bytes // BYTES_PER_TOKEN, 1)
         self.tokens = np.full(self.ring_size, -1, dtype=np.int32)
-        # For each token, the salt and the number of its text (TEXT_NUMBER_BITS).
+        # For each token: its client's salt in the high bits, its text's number in the low TEXT_NUMBER_BITS.
         self.text_ids = np.zeros(self.ring_size, dtype=np.int64)
         self.ring_index_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
         self.ring_end = 0
@@ -40,7 +40,7 @@ class IndexSource(HostSource):
             self.add_text(request.tokens, client_salt(request.client))
 
     def add_text(self, tokens: Sequence[int], salt: int) -> None:
-        """Append a text.  If the text is longer than the ring, only its last tokens stay."""
+        """Appends a client's text, or its last tokens if the text is longer than the ring.  salt: from client_salt."""
         text = np.array(tokens[-self.ring_size :], dtype=np.int64)
         places = (self.ring_end + np.arange(len(text))) % self.ring_size
         self.num_texts += 1
@@ -82,7 +82,7 @@ class IndexSource(HostSource):
         return found_continuations
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
+        """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of the client."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
         # In the ring, the newest token stands before the oldest token, and may belong to the same text.

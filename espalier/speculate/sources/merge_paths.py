@@ -32,22 +32,22 @@ def merge_paths(
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
     # Among nodes with the same tokens, only the first stays.
     order = torch.arange(size, device=exists.device)
-    first = torch.where(same, order, size - 1).amin(-1)
+    first_equal = torch.where(same, order, size - 1).amin(-1)
     num_drafted = tree.tokens.shape[1]
     path_kinds = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
     if is_drafted:
-        is_undrafted = (first[:, num_drafted:] >= num_drafted).view(path_kinds.shape)
+        is_undrafted = (first_equal[:, num_drafted:] >= num_drafted).view(path_kinds.shape)
         path_kinds = path_kinds + UNDRAFTED_OFFSET * (is_undrafted & (path_kinds > 0))
     depths = torch.arange(steps, device=exists.device)
     path_scores = survival[path_kinds, depths].cumsum(-1).flatten(1)
     scores = comparable_scores(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
-    best = torch.where(same, scores[:, None], -torch.inf).amax(-1)
-    best = best.masked_fill(first != order, -torch.inf)
+    best_scores = torch.where(same, scores[:, None], -torch.inf).amax(-1)
+    best_scores = best_scores.masked_fill(first_equal != order, -torch.inf)
     # The root always stays.
-    best[:, 0] = torch.inf
-    chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
+    best_scores[:, 0] = torch.inf
+    chosen = torch.sort(best_scores, dim=1, descending=True, stable=True).indices[:, :num_drafted]
     node_kinds = torch.cat((node_kinds, path_kinds.flatten(1)), 1)
-    return _build_tree(tree, paths, chosen, first, best, steps), node_kinds.gather(1, chosen)
+    return _build_tree(tree, paths, chosen, first_equal, best_scores, steps), node_kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
@@ -75,19 +75,21 @@ def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
     return torch.cat((drafted, is_guessed.cumprod(2).bool().flatten(1)), 1)
 
 
-def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
+def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first_equal: Tensor, best_scores: Tensor, steps: int) -> Tree:
     """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children.
 
-    first: for each node, the first node with the same tokens; best: the score of each node that stays, else -inf."""
-    (batch, size), drafted = best.shape, tree.tokens.shape[1]
-    device = best.device
+    first_equal: for each node, the first node with the same tokens; best_scores: the scores, -inf for dropped nodes."""
+    (batch, size), drafted = best_scores.shape, tree.tokens.shape[1]
+    device = best_scores.device
     order = torch.arange(size - drafted, device=device)
     # For each node of a path, the node before it.  Before the first node: the root.
     before = torch.where(order % steps == 0, 0, drafted + order - 1).expand(batch, -1)
-    parents = first.gather(1, torch.cat((tree.parents, before), 1))
-    place = torch.zeros_like(first).scatter_(1, chosen, torch.arange(chosen.shape[1], device=device).expand_as(chosen))
+    parents = first_equal.gather(1, torch.cat((tree.parents, before), 1))
+    place = torch.zeros_like(first_equal).scatter_(
+        1, chosen, torch.arange(chosen.shape[1], device=device).expand_as(chosen)
+    )
     place[:, 0] = 0
-    scores = best.gather(1, chosen)
+    scores = best_scores.gather(1, chosen)
     void = scores == -torch.inf
     tokens = torch.cat((tree.tokens, paths.tokens[..., :steps].flatten(1)), 1).gather(1, chosen)
     depths = torch.cat((tree.depths, (order % steps + 1).expand(batch, -1)), 1).gather(1, chosen)

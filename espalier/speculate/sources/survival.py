@@ -52,7 +52,7 @@ class SurvivalCounts:
     num_tried, num_right: [NODE_KINDS, S], by kind and depth, how many guesses were right at all depths above, and how
     many of these were right at this depth too.
     path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], by (whether the request samples; 0 for tried, 1 for right; kind;
-    depth).  Unlike num_tried and num_right, they count a token under the same kind whether or not a draft proposed it.
+    depth).  Unlike num_tried and num_right, they do not separate tokens that a draft proposed from other tokens.
     counts_of_request: by request id, (how many nodes of its draft were expected to be right, how many were)."""
 
     def __init__(self, steps: int) -> None:
@@ -97,26 +97,26 @@ class SurvivalCounts:
         the draft proposed too; None without a draft."""
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
-        followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
+        num_followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         decay = 0.5 ** (1 / GUESS_HALF_LIFE)
-        first_alone = len(pairs) if num_drafted is None else min(num_drafted, len(pairs))
-        for of_kind, begin, end in ((kind, 0, first_alone), (kind + UNDRAFTED_OFFSET, first_alone, len(pairs))):
-            tried = min(followed + 1, end)
+        num_proposed = len(pairs) if num_drafted is None else min(num_drafted, len(pairs))
+        for of_kind, begin, end in ((kind, 0, num_proposed), (kind + UNDRAFTED_OFFSET, num_proposed, len(pairs))):
+            tried = min(num_followed + 1, end)
             if begin < tried:
-                for counts, last in ((self.num_tried, tried), (self.num_right, min(followed, end))):
+                for counts, last in ((self.num_tried, tried), (self.num_right, min(num_followed, end))):
                     counts[of_kind] *= decay
                     counts[of_kind, begin:last] += 1
         path_counts = self.path_counts[int(is_sampled), :, kind]
         path_counts *= decay
-        path_counts[0, : min(followed + 1, len(pairs))] += 1
-        path_counts[1, :followed] += 1
-        return followed
+        path_counts[0, : min(num_followed + 1, len(pairs))] += 1
+        path_counts[1, :num_followed] += 1
+        return num_followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
         """Returns for each depth the probability that a path of this kind is right down to it, drafted or not."""
         above, steps = float(self.initial_survival[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
-        for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
-            above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
+        for num_tried, num_followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
+            above = (num_followed + PRIOR_WEIGHT * above) / (num_tried + PRIOR_WEIGHT)
             steps.append(above)
         return list(accumulate(steps, mul))
 
@@ -155,10 +155,10 @@ class SurvivalCounts:
         self, request_ids: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
     ) -> None:
         decay = 0.5 ** (1 / REQUEST_HALF_LIFE)
-        expected, num_right = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
-        for request_id, num_expected, num_true in zip(request_ids, expected, num_right, strict=True):
-            old, was_true = self.counts_of_request.get(request_id, (0.0, 0.0))
-            self.counts_of_request[request_id] = old * decay + num_expected, was_true * decay + num_true
+        expected, right = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
+        for request_id, num_expected, num_right in zip(request_ids, expected, right, strict=True):
+            old_expected, old_right = self.counts_of_request.get(request_id, (0.0, 0.0))
+            self.counts_of_request[request_id] = old_expected * decay + num_expected, old_right * decay + num_right
 
     def draft_skill(self, request_id: str) -> float:
         """Returns the logarithm of a ratio: how many nodes of this request's draft are right, divided by how many are
@@ -172,8 +172,8 @@ class SurvivalCounts:
         they were sent."""
         if self._sent_table is not None and self._num_counted < MIN_COUNTS_TO_SEND:
             return None
-        now, self._num_counted = self.probabilities, 0
-        if self._sent_table is not None and np.abs(now - self._sent_table).max() < MIN_PROBABILITY_CHANGE:
+        probabilities, self._num_counted = self.probabilities, 0
+        if self._sent_table is not None and np.abs(probabilities - self._sent_table).max() < MIN_PROBABILITY_CHANGE:
             return None
-        self._sent_table = now
-        return np.log(now).astype(np.float32)
+        self._sent_table = probabilities
+        return np.log(probabilities).astype(np.float32)

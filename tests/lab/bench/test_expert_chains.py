@@ -61,7 +61,7 @@ def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, t
     ("rows", "measured", "drawn"), [(64, 57.4, 57), (64, 3.0, 8), (2, 20.0, 16), (64, 200.0, 128), (64, None, None)]
 )
 def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measured, drawn):
-    target, _ = round_products(QWEN, RoundSize(1, TreeShape(1, rows, rows), touched=measured))
+    target, _ = round_products(QWEN, RoundSize(1, TreeShape(1, rows, rows), num_touched_experts=measured))
     [router] = [run for run in target if run.experts is not None]
     assert lab_experts.num_touched_experts(router.experts, rows) == drawn
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
@@ -243,7 +243,7 @@ def told(monkeypatch):
 
 def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
     layers, sizes = told.shape.experts.num_layers, told.shape.experts.shape
-    floor = told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=9.2), CEILINGS)
+    floor = told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, num_touched_experts=9.2), CEILINGS)
     assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
     attention = floor_module.round_attention_cost(told.shape, RoundSize(2, TreeShape(3, 2, 6), 100.0)).ms(CEILINGS)
     assert floor.ms == 1 + 0.25 * layers + attention
@@ -257,9 +257,9 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
 
 def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     for context in (100.0, 200.0):
-        told.round(RoundSize(2, TreeShape(3, 2, 6), context, touched=9.2), CEILINGS)
+        told.round(RoundSize(2, TreeShape(3, 2, 6), context, num_touched_experts=9.2), CEILINGS)
     assert told.timer.timed == 1
-    told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=12.0), CEILINGS)
+    told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, num_touched_experts=12.0), CEILINGS)
     told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0), CEILINGS)
     assert told.timer.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
@@ -285,7 +285,9 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(("name", "weights"), [*DENSE, *QUANTISED, ("gpt-oss", "mxfp4")])
 def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
-    floor = FloorMeter(recipe_sizes(recipe)).round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=7.0), CEILINGS)
+    floor = FloorMeter(recipe_sizes(recipe)).round(
+        RoundSize(2, TreeShape(3, 2, 6), 100.0, num_touched_experts=7.0), CEILINGS
+    )
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
 
 

@@ -272,11 +272,11 @@ def expert_bytes(runs):
 def test_experts_count_the_bytes_of_those_touched():
     size = 2 * 3 * 2048 * 768
     uniform, measured = (
-        round_products(QWEN, RoundSize(1, TreeShape(5, 8, 64), touched=each))[0] for each in (None, 20.0)
+        round_products(QWEN, RoundSize(1, TreeShape(5, 8, 64), num_touched_experts=each))[0] for each in (None, 20.0)
     )
     assert expert_bytes(uniform) == [pytest.approx(48 * 125.94 * size, rel=1e-4)]
     assert expert_bytes(measured) == [48 * 20 * size]
-    assert not expert_bytes(round_products(LLAMA, RoundSize(1, TreeShape(5, 8, 64), touched=20.0))[0])
+    assert not expert_bytes(round_products(LLAMA, RoundSize(1, TreeShape(5, 8, 64), num_touched_experts=20.0))[0])
     # An EAGLE head's layer is dense.
     assert not expert_bytes(round_products(QWEN, SIZE)[1])
 
@@ -530,7 +530,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     assert cost.flops == 3 * 100 * attention_flops(sizes.layer_specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.num_rows, run.num_weights, run.experts.mean_active) for run in runs if run.experts is not None]
-        for runs in round_products(sizes, RoundSize(3, TreeShape(3, 2, 6), touched=5.0))
+        for runs in round_products(sizes, RoundSize(3, TreeShape(3, 2, 6), num_touched_experts=5.0))
     )
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
     assert verify == [(18, target.num_layers - 1, 5.0)]

@@ -158,7 +158,7 @@ class NotingFloors:
 
     def round(self, size, ceilings):
         assert [engine() for engine in self.engines] == [None] * len(self.engines)
-        self.asked.append((size.batch, size.tree, ceilings, size.has_draft, size.touched))
+        self.asked.append((size.batch, size.tree, ceilings, size.has_draft, size.num_touched_experts))
         return f"floor of {size.batch}"
 
 
@@ -253,7 +253,8 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     monkeypatch.setattr("lab.bench.round.check_plot_path", lambda path: None)
     assert lab(["round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
-    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None
+    assert drawn[0].plain_tokens_per_second == figures["cells"][1]["rounds"]["tokens_per_second"]
+    assert drawn[0].floor_ms is None
 
 
 HEADS = [

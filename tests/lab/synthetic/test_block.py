@@ -122,7 +122,7 @@ def test_depths_fade_as_asked() -> None:
     assert chain.fading is not None
     by_depth = [float((logp.argmax(1) == 0).double().mean()) for logp in chain.fading.logp(chain.draft_logp, 8)]
     assert by_depth == pytest.approx([chain.skill * 0.95**depth for depth in range(8)], abs=0.01)
-    assert 0 < chain.fading.favours[-1] < MAX_FAVOUR_NATS and chain.fading.favours.diff().min() >= 0
+    assert 0 < chain.fading.nats_by_depth[-1] < MAX_FAVOUR_NATS and chain.fading.nats_by_depth.diff().min() >= 0
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
