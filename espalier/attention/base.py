@@ -3,7 +3,7 @@
 Every forward pass of a target or a draft has queries [B, Q].  The queries attend to committed rows, which are in pages,
 and to staged rows [B, R] (cache/kv.py).  A backend must implement attention over the committed rows, and return its
 log-sum-exp.  Code that all backends share computes attention over the staged rows
-(kernels/ops/attention.py:staged_attention) and merges the results.  A backend may override `attend` with one kernel.
+(kernels/ops/attention.py:staged_attention) and merges the results.  A backend's plan may override `attend` instead.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ from espalier.kernels.state.kv_scales import KVScales
 @dataclass(frozen=True)
 class CommittedLengths:
     """The numbers of committed rows of a launch's requests, as far as the host knows them.
-
     max_lengths: an upper bound for each request (in a prefill pass, for each piece), in batch order; 0 for padding.
     exact: whether the bounds are the lengths, as in rounds without overlap.  The capture of a CUDA graph sets True only
     if the bounds are exact in every replay.
@@ -67,7 +66,7 @@ def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """The attention plan of one pass.  Subclasses implement attend_prefix, and may override attend."""
+    """Computes the attention of one pass.  Subclasses implement attend_prefix, and may override attend."""
 
     pages: PagedKV
     specs: Sequence[LayerSpec]
@@ -108,15 +107,16 @@ class AttentionPlan:
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(
-        self, layer: int, queries: IndexerQueries, keys: Tensor, rows: Tensor, exists: Tensor
+        self, layer: int, queries: IndexerQueries, keys: Tensor, rows: Tensor, is_committed: Tensor
     ) -> SelectedMask:
-        """Implements `select` in plain torch.  rows: [B, P], page rows.  exists: [B, P], whether such a row exists."""
+        """Implements `select` in plain torch.  rows: [B, P], page rows.  is_committed: [B, P], whether a row exists."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = score_keys(queries, torch.cat((committed, keys[:, :, 0]), 1))
-        seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible_rows(None)), 2)
+        committed_mask = is_committed[:, None].expand(-1, scores.shape[1], -1)
+        is_visible = torch.cat((committed_mask, self.nodes.visible_rows(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
-        return SelectedMask(mark_top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
+        return SelectedMask(mark_top_rows(scores.masked_fill_(~is_visible, -torch.inf), topk))
 
     def kernel_inputs(
         self,
@@ -127,7 +127,7 @@ class AttentionPlan:
         splits: KVSplits,
         sink: Tensor | None = None,
     ) -> AttentionInputs:
-        """Returns the arguments of our attention kernels for a layer."""
+        """Returns the inputs of our attention kernels for a layer.  staged: K and V of the staged rows, or None."""
         spec, pages, page_size = self.specs[layer], self.committed_kv(layer), self.pages.page_size
         first_fields = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
         return AttentionInputs(*first_fields, spec.window, sink, spec.softcap, self.kv_scales(layer))
@@ -148,14 +148,14 @@ class AttentionPlan:
 class AttentionBackend:
     """An attention backend makes a plan for each pass.  plan_class: the class of these plans.
 
-    A CUDA graph may capture the method `plan` and the calls of its plan.  So these may not read lengths on the host.
+    A CUDA graph may capture `plan` and the calls of the plan's methods.  So none of them may read lengths on the host.
     """
 
     support: Support
     plan_class: type[AttentionPlan]
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
+        """Called on the host before every launch (eager, capture or replay of a CUDA graph), on the launch's stream."""
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
         """Returns the plan for queries `nodes`.  All layers of a pass that have these queries share the plan."""

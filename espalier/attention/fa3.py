@@ -20,9 +20,9 @@ from espalier.attention.library import LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.layer_spec import LatentKV
 
-# A pass with at least this many output values does not split requests.  Such a pass has enough programs without splits,
-# and each split would write another float32 output.
-MAX_VALUES_TO_SPLIT = 2**23
+# From this number of output values on, a pass does not split requests: it has enough programs without splits, and each
+# split would write another float32 output.
+MIN_VALUES_WITHOUT_SPLITS = 2**23
 
 
 @cache
@@ -42,9 +42,9 @@ class FA3Attention(LibraryAttention):
         latent_arguments = {}
         if isinstance(spec.cache_spec, LatentKV):
             # The library has separate arguments for the latent part and the rotated part of queries and rows.
-            latent = spec.cache_spec.v_size
-            latent_arguments, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
-        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.cache_spec.v_size
+            latent_size = spec.cache_spec.v_size
+            latent_arguments, q, k = {"qv": q[..., :latent_size]}, q[..., latent_size:], k[..., latent_size:]
+        num_values = q.shape[0] * q.shape[1] * q.shape[2] * spec.cache_spec.v_size
         out, lse, *_ = flash_attn_with_kvcache()(
             q,
             k,
@@ -53,7 +53,7 @@ class FA3Attention(LibraryAttention):
             page_table=self.tail_prefix.page_table,
             softmax_scale=spec.softmax_scale,
             causal=False,
-            num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,
+            num_splits=0 if num_values < MIN_VALUES_WITHOUT_SPLITS else 1,
             return_softmax_lse=True,
             **latent_arguments,
         )

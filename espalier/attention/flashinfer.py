@@ -41,8 +41,8 @@ MAX_EAGER_PLANS = 12
 @dataclass(frozen=True)
 class PassShape:
     """The properties of a pass for which a plan is made.
-    num_skipped_pages: the first pages of each request, to which our kernels attend; pages_per_request: the width of the
-    page table of `tail_prefix`; exact_lengths: see CommittedLengths.exact; num_programs: how many fill the device."""
+    num_skipped_pages: the number of first pages of each request, to which our kernels attend instead of the library.
+    pages_per_request: the width of tail_prefix's page table.  num_programs: the number that fills the device."""
 
     batch: int
     queries: int
@@ -67,10 +67,10 @@ class PassShape:
     def split_bytes(self) -> int:
         """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
         kv_heads, v_size = self.spec.cache_spec.kv_heads, self.spec.cache_spec.v_size
-        group = self.spec.heads // kv_heads
-        packed_rows = (self.batch * (self.queries - 1) + 1) * group
+        heads_per_kv_head = self.spec.heads // kv_heads
+        packed_rows = (self.batch * (self.queries - 1) + 1) * heads_per_kv_head
         tile = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or v_size >= 256 else 128
-        num_tiles = -(-self.batch * self.queries * group // tile) + self.batch - 1
+        num_tiles = -(-self.batch * self.queries * heads_per_kv_head // tile) + self.batch - 1
         return self.spec.heads * max(self.num_programs // kv_heads, num_tiles) * tile * (v_size + 1) * 4
 
 
@@ -89,7 +89,7 @@ class WrapperPlan:
         zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.page_starts, self.pages, self.last_page_rows = zeros
         self.query_starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
-        # The library copies a plan to the device from pinned memory.  The host may overwrite it only after the copy.
+        # The library copies a plan to the device from pinned memory, which the host may overwrite only after the copy.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.written_prefix: Prefix | None = None
@@ -120,12 +120,12 @@ class WrapperPlan:
         if self.written_prefix is tail_prefix:
             return
         self.written_prefix = tail_prefix
-        ends = num_pages(tail_prefix.length, self.shape.page_size).cumsum(0)
-        self.page_starts[1:].copy_(ends)
+        page_ends = num_pages(tail_prefix.length, self.shape.page_size).cumsum(0)
+        self.page_starts[1:].copy_(page_ends)
         self.last_page_rows.copy_(self._last_page_rows(tail_prefix.length))
-        place = torch.arange(self.pages.shape[0], device=ends.device)
-        request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
-        column = (place - self.page_starts[request]).clamp(0, self.shape.pages_per_request - 1)
+        entry = torch.arange(self.pages.shape[0], device=page_ends.device)
+        request = torch.searchsorted(page_ends, entry, right=True).clamp(max=self.shape.batch - 1)
+        column = (entry - self.page_starts[request]).clamp(0, self.shape.pages_per_request - 1)
         self.pages.copy_(tail_prefix.page_table[request, column])
 
     @property
@@ -189,8 +189,8 @@ class LatentWrapperPlan(WrapperPlan):
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         size, rows = v.shape[3], k[:, :, 0]
         out = q.new_empty(*q.shape[:2], size)
-        parts = q[..., :size], q[..., size:], rows[..., :size], rows[..., size:]
-        return out, self.wrapper.run(*parts, out=out, return_lse=True)[1]
+        latent_and_rotated = q[..., :size], q[..., size:], rows[..., :size], rows[..., size:]
+        return out, self.wrapper.run(*latent_and_rotated, out=out, return_lse=True)[1]
 
 
 class FlashInferAttention(LibraryAttention):
@@ -200,8 +200,9 @@ class FlashInferAttention(LibraryAttention):
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, (batch, width) = self.specs[layer], self.tail_prefix.page_table.shape
-        place = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
-        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_properties(q.device)), q.device)
+        page_fields = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype
+        device_fields = self.backend.lengths.exact, *device_properties(q.device)
+        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *page_fields, *device_fields), q.device)
         plan.write_pages(self.tail_prefix)
         out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
@@ -242,8 +243,8 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> WrapperPlan:
-        """Returns the plan of this shape for the lengths of the last `prepare`.  A graph's plans are created before its
-        capture, in the eager run."""
+        """Returns the plan of this shape for the lengths of the last `prepare`.  The plans of a CUDA graph are created
+        in the eager run before the capture."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:

@@ -32,7 +32,6 @@ class Rope(Hashable, Protocol):
 @dataclass(frozen=True)
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
-
     specs: the specs of all layers in the pages: the target's layers, then the draft's.
     layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
     """
@@ -100,7 +99,7 @@ class ModelCache:
         return None if self.states is None else self.states.snapshot_rows
 
     def before_launch(self, cleared_pages: Sequence[int], state_copies: Sequence[tuple[int, int]]) -> None:
-        """Zeroes pages, then copies rows of the state tables in order.  state_copies: pairs (source, destination)."""
+        """Zeroes pages, then copies rows of the state tables in order.  state_copies: (source row, destination row)."""
         self.pages.clear(cleared_pages)
         if self.states is not None:
             self.states.copy_rows(state_copies)
@@ -108,7 +107,7 @@ class ModelCache:
     def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
 
-        path: after a round, the slots and the lengths of their accepted paths.  `source` then has W rows for each slot.
+        path: after a round, the slots and their accepted lengths.  `source` then has equally many rows for each slot.
         """
         self.pages.commit(self.staging, source, rows)
         if self.states is not None and path is not None:
@@ -118,41 +117,39 @@ class ModelCache:
 @dataclass(frozen=True)
 class ChosenRows:
     """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
-
-    places: [R] int64, ascending: the indices of the chosen rows among all B · Q rows.  The first row of each request is
-    always chosen.
-    rows: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen has the
-    index of its request's first row, and the row's results are not used.
+    pass_rows: [R] int64, ascending: the index of each chosen row among all B · Q rows.  The first row of each request
+    is always chosen.
+    chosen_index: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen
+    has the index of its request's first row, and its results are not used.
     """
 
-    places: Tensor
-    rows: Tensor
+    pass_rows: Tensor
+    chosen_index: Tensor
 
     @classmethod
-    def from_places(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
-        """Returns the ChosenRows for places [R] among batch · width rows."""
-        order = torch.arange(len(places), device=places.device)
-        rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
-        return cls(places, torch.where(rows < 0, rows[:, :1], rows))
+    def from_pass_rows(cls, pass_rows: Tensor, batch: int, width: int) -> "ChosenRows":
+        """Returns the ChosenRows for the rows `pass_rows` [R] of a pass with batch · width rows."""
+        order = torch.arange(len(pass_rows), device=pass_rows.device)
+        index = torch.full((batch * width,), -1, device=order.device).scatter(0, pass_rows, order).view(batch, width)
+        return cls(pass_rows, torch.where(index < 0, index[:, :1], index))
 
     def select(self, values: Tensor) -> Tensor:
         """Returns the chosen rows [1, R, ...] of values [B, Q, ...]."""
-        return values.flatten(0, 1)[self.places][None]
+        return values.flatten(0, 1)[self.pass_rows][None]
 
     def to_tree_rows(self, values: Tensor) -> Tensor:
-        """Expands values [1, R, ...] of the chosen rows to [B, Q, ...]; see `rows`."""
-        return values[0][self.rows]
+        """Expands values [1, R, ...] of the chosen rows to [B, Q, ...]; see `chosen_index`."""
+        return values[0][self.chosen_index]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
         """Copies each request's first row over its staged rows that are not chosen, because they hold old data."""
         for plane in planes:
-            plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
+            plane[: self.chosen_index.numel()] = plane[self.pass_rows[self.chosen_index.flatten()]]
 
 
 @dataclass(eq=False)
 class Pass:
     """One forward pass of a model, made by `ModelCache.begin_pass`, which describes the other fields.
-
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.
     positions: [B, Q] int64, for RoPE.
@@ -176,7 +173,7 @@ class Pass:
     chosen_rows: ChosenRows | None = None
 
     def __post_init__(self) -> None:
-        self._position_lookups: dict[Hashable, Any] = {}
+        self._values_at_positions: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
         # A layer's index queries, from its `write` to its `attend`; and the rows that the last indexer chose.
         self._index_queries: IndexerQueries | None = None
@@ -194,23 +191,23 @@ class Pass:
         `needed_row`.  A layer that keeps a state gets the queries of all rows.  A layer with only a convolution gets
         the convolution's output of the rows that it computes, [B, Q, channels] or [B, 1, channels].
         """
-        place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
-        spec = self.cache.specs[place]
+        spec_index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
+        spec = self.cache.specs[spec_index]
         if self.cache.states is not None and isinstance(spec.cache_spec, RecurrentState):
-            q = self._states.write(place, self.tokens.shape[1], *values)
+            q = self._states.write(spec_index, self.tokens.shape[1], *values)
             # Without gates, q is the convolution's output.
             return q if values[1] is not None else self._select_kept_rows(layer, q)
         shares = spec.shares_with is not None
         # A layer that shares rows writes no heads.
-        planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
-        q = spec.row_spec.write(self.rows, planes, pages.scales.get(place), *values)
+        planes = tuple(plane[:, :0] for plane in pages.layers[spec_index]) if shares else staging.layers[spec_index]
+        q = spec.row_spec.write(self.rows, planes, pages.scales.get(spec_index), *values)
         if index is not None:
             assert isinstance(spec.cache_spec, LatentKV)
             self._index_queries = spec.cache_spec.write_index(self.rows, planes, index)
         if self.chosen_rows is not None:
             self.chosen_rows.fill_unchosen_rows(planes)
         if self.commits_by_layer and self.page_rows is not None and not shares:
-            pages.commit_layer(staging, place, self.rows, self.page_rows)
+            pages.commit_layer(staging, spec_index, self.rows, self.page_rows)
         kept = None if self.needed_row is None else self.kept_rows(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
@@ -220,20 +217,20 @@ class Pass:
         sink: see AttentionPlan.attend.  For a layer that keeps a state: factors [heads]; factor · v is added to each
         row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`.
         """
-        place = self.layers[layer]
-        batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
-        if self.cache.states is not None and isinstance(self.cache.specs[place].cache_spec, RecurrentState):
-            return self._select_kept_rows(layer, self._states.read(place, q, sink))
-        if place not in self.cache.staging.layers:
+        spec_index = self.layers[layer]
+        batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.chosen_index.shape
+        if self.cache.states is not None and isinstance(self.cache.specs[spec_index].cache_spec, RecurrentState):
+            return self._select_kept_rows(layer, self._states.read(spec_index, q, sink))
+        if spec_index not in self.cache.staging.layers:
             # A draft layer that reads the target's rows has no staged rows.
-            return self._plan_of_layer(layer).attend_committed(place, q)
-        spec, plan = self.cache.specs[place], self._plan_of_layer(layer)
-        planes = self.cache.staging.staged_planes(place, batch, queries, self.staged_width, self.first_staged)
+            return self._plan_of_layer(layer).attend_committed(spec_index, q)
+        spec, plan = self.cache.specs[spec_index], self._plan_of_layer(layer)
+        planes = self.cache.staging.staged_planes(spec_index, batch, queries, self.staged_width, self.first_staged)
         k, v = spec.row_spec.read(planes)
         if self.chosen_rows is not None:
-            return self.chosen_rows.select(plan.attend(place, self.chosen_rows.to_tree_rows(q), k, v, sink))
+            return self.chosen_rows.select(plan.attend(spec_index, self.chosen_rows.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
-        return plan.attend(place, q, k, v, sink, selection)
+        return plan.attend(spec_index, q, k, v, sink, selection)
 
     def _selection_of(self, layer: int, plan: AttentionPlan, planes: tuple[Tensor, ...]) -> Selection | None:
         """Returns the rows that this layer, or an earlier layer, chose for the layer's queries; None for all rows."""
@@ -270,27 +267,27 @@ class Pass:
 
     def rotation(self, rope: Rope) -> Rotation:
         """Returns cos and sin at the rows' positions.  A RoPE's tables are read once per pass."""
-        if rope not in self._position_lookups:
+        if rope not in self._values_at_positions:
             self.store_rotation(rope, rope.rows(self.positions))
-        return self._position_lookups[rope]
+        return self._values_at_positions[rope]
 
     def table_at_positions(self, layer: int, table: Tensor) -> Tensor:
         """Returns `table` [position_rows] at the positions of the rows that the layer computes, as [B, Q, 1, 1].
         The table is read once per pass."""
-        if table not in self._position_lookups:
-            self._position_lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        values, kept = self._position_lookups[table].view(-1), self.kept_rows(layer)
+        if table not in self._values_at_positions:
+            self._values_at_positions[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
+        values, kept = self._values_at_positions[table].view(-1), self.kept_rows(layer)
         return (values if kept is None else values[kept]).view(len(self.tokens), -1, 1, 1)
 
     def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
-        self._position_lookups[rope] = rotation
+        self._values_at_positions[rope] = rotation
 
     @cached_property
     def rows(self) -> Tensor:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
         if self.chosen_rows is not None:
-            return self.chosen_rows.places
+            return self.chosen_rows.pass_rows
         return self.cache.staging.staging_rows(self.tokens, self.staged_width, self.first_staged)
 
     @cached_property

@@ -39,7 +39,7 @@ library_support = partial(
 class LibraryAttention(AttentionPlan):
     """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
 
-    tail_prefix: the pages that the library attends to.
+    tail_prefix: the part of the prefix to which the library attends.
     """
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
@@ -87,8 +87,8 @@ class LibraryAttention(AttentionPlan):
 
     def _make_head_prefix(self) -> Prefix:
         rows = self.num_skipped_pages * self.pages.page_size
-        table, length = self.prefix.page_table[:, : self.num_skipped_pages], self.prefix.length.clamp(max=rows)
-        return Prefix(table, length, self.prefix.first_position)
+        page_table, length = self.prefix.page_table[:, : self.num_skipped_pages], self.prefix.length.clamp(max=rows)
+        return Prefix(page_table, length, self.prefix.first_position)
 
     def _our_plan(self, prefix_part: str) -> AttentionPlan:
         """Returns our kernels' plan for "all" of the prefix, or for its "head": the pages before `tail_prefix`."""
@@ -107,7 +107,7 @@ def require_our_kernels(
     specs: Sequence[LayerSpec],
     lacks_first_rows: bool,
 ) -> None:
-    """Check that our kernels support the layers to whose rows the library does not attend.  Raises EspalierError."""
+    """Check that our kernels support the layers in which they attend for the library.  Raises EspalierError."""
     our_specs = [spec for spec in specs if lacks_first_rows or spec.window is not None]
     if support.library is None or device != "cuda" or not our_specs:
         return

@@ -35,7 +35,7 @@ class ReferenceAttention(AttentionPlan):
         return merge_results.reference(self._attend_masked(q, layer, committed), over_staged)
 
     def _attend_masked(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention over the committed rows where mask [B, Q, P] is true."""
+        """Computes attention over the committed rows where mask [B, Q, P] is true."""
         spec = self.specs[layer]
         k, v = (buffer[self._position_rows()[2]] for buffer in self.committed_kv(layer))
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.kv_scales(layer), spec.softcap)
@@ -45,11 +45,11 @@ class ReferenceAttention(AttentionPlan):
         return self.prefix.get_or_make("position rows", self._find_position_rows)
 
     def _find_position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        table = self.prefix.page_table
-        capacity = table.shape[1] * self.pages.page_size
-        positions = torch.arange(capacity, device=table.device).expand(table.shape[0], -1)
+        page_table = self.prefix.page_table
+        capacity = page_table.shape[1] * self.pages.page_size
+        positions = torch.arange(capacity, device=page_table.device).expand(page_table.shape[0], -1)
         exists = self.prefix.contains(positions)
-        return positions, exists, self.pages.rows(table, positions, exists)
+        return positions, exists, self.pages.rows(page_table, positions, exists)
 
 
 class ReferenceBackend(AttentionBackend):

@@ -23,32 +23,31 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 @dataclass
 class CommittedRows:
     """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
-
-    positions: [B, P].  exists: [B, P], whether a row exists at the position.  rows: [B, P], the page rows.
+    positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the row's index.
     last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]).  The last R rows are the
-    staged rows of one pass.  A draft with one layer uses the first P rows again for every level.
-    padded_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
+    staged rows of one pass.  A draft with one layer uses the first P rows again for every level of a tree.
+    padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
     """
 
     positions: Tensor
     exists: Tensor
-    rows: Tensor
+    page_rows: Tensor
     last_gathered: tuple[int, Sequence[Tensor]] | None = None
-    padded_rows: dict[int, Tensor] = field(default_factory=dict)
+    padded_page_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns each plane's committed rows, then `staged` [B, R, heads, size], together [B, P + R, heads, size]."""
-        batch, max_committed_rows = self.rows.shape
+        batch, max_committed_rows = self.page_rows.shape
         if self.last_gathered is not None and self.last_gathered[0] == layer:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         num_staged = staged[0].shape[1]
-        if num_staged not in self.padded_rows:
-            self.padded_rows[num_staged] = F.pad(self.rows, (0, num_staged)).flatten()
+        if num_staged not in self.padded_page_rows:
+            self.padded_page_rows[num_staged] = F.pad(self.page_rows, (0, num_staged)).flatten()
         # The gather leaves room for the staged rows, which are written into this room.  So no row is copied twice.
-        rows, gathered = self.padded_rows[num_staged], []
+        page_rows, gathered = self.padded_page_rows[num_staged], []
         for plane, staged_rows in zip(planes, staged, strict=True):
-            values = plane.index_select(0, rows).view(batch, max_committed_rows + num_staged, *plane.shape[1:])
+            values = plane.index_select(0, page_rows).view(batch, max_committed_rows + num_staged, *plane.shape[1:])
             values[:, max_committed_rows:] = staged_rows
             gathered.append(values)
         self.last_gathered = layer, gathered
@@ -66,7 +65,7 @@ class SdpaAttention(AttentionPlan):
             (pages.layout.tokens_in(width) if max_committed_rows is None else max_committed_rows) if batch else 0
         )
         self.committed_rows = prefix.get_or_make(("committed rows", self.max_committed_rows), self._committed_rows)
-        self.bias: dict[tuple[int | None, int], Tensor] = {}
+        self.bias_by_window: dict[tuple[int | None, int], Tensor] = {}
 
     def _committed_rows(self) -> CommittedRows:
         positions = torch.arange(self.max_committed_rows).expand(self.prefix.page_table.shape[0], -1)
@@ -77,7 +76,7 @@ class SdpaAttention(AttentionPlan):
         topk = self.specs[layer].topk
         if topk is not None and self.max_committed_rows + keys.shape[1] <= topk:
             return None
-        return self.select_by_mask(layer, queries, keys, self.committed_rows.rows, self.committed_rows.exists)
+        return self.select_by_mask(layer, queries, keys, self.committed_rows.page_rows, self.committed_rows.exists)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
@@ -85,7 +84,7 @@ class SdpaAttention(AttentionPlan):
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
         kv_heads = spec.cache_spec.kv_heads
-        groups = heads // kv_heads
+        group_size = heads // kv_heads
         if self.max_committed_rows:
             # V of a latent row is a part of K, so only K is gathered.
             planes = self.pages.layers[layer][: spec.row_spec.num_read_planes]
@@ -93,53 +92,53 @@ class SdpaAttention(AttentionPlan):
         scales = self.kv_scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
-        bias = self._attention_bias(spec.window, groups, q.dtype)
+        bias = self._attention_bias(spec.window, group_size, q.dtype)
         if selected is not None:
             assert isinstance(selected, SelectedMask)
-            bias = _additive_mask(selected.mask, groups, q.dtype)
+            bias = _additive_mask(selected.mask, group_size, q.dtype)
         if sink is not None:
             # The sink is the bias of one more key.  The key and its value are zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
-        packed = q.view(batch, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        packed = q.view(batch, queries, kv_heads, group_size, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
         if spec.softcap is None:
             rows = k.transpose(1, 2), v.transpose(1, 2)
             out = scaled_dot_product_attention(packed, *rows, attn_mask=bias, scale=spec.softmax_scale)
         else:
             out = _capped_attention(packed, k, v, bias, spec.softmax_scale, spec.softcap)
-        out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        out = out.view(batch, kv_heads, group_size, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         if not self.max_committed_rows:
             return q.new_zeros(*q.shape[:3], self.specs[layer].row_spec.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
-        seen = self._visible_rows(self.specs[layer].window).any(-1)
+        is_visible = self._visible_rows(self.specs[layer].window).any(-1)
         out = self.attend(layer, q, *self.specs[layer].row_spec.read(planes))
-        return out.masked_fill(~seen[:, :, None, None], 0.0)
+        return out.masked_fill(~is_visible[:, :, None, None], 0.0)
 
-    def _attention_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """Returns the additive mask [B, 1, groups * Q, P + R], computed once per pass, window and group size."""
-        key = (window, groups)
-        if key not in self.bias:
-            seen = torch.cat((self._visible_rows(window), self.nodes.visible_rows(window)), 2)
-            self.bias[key] = _additive_mask(seen, groups, dtype)
-        return self.bias[key]
+    def _attention_bias(self, window: int | None, group_size: int, dtype: torch.dtype) -> Tensor:
+        """Returns the additive mask [B, 1, group_size * Q, P + R].  group_size: the query heads of a KV head."""
+        key = (window, group_size)
+        if key not in self.bias_by_window:
+            is_visible = torch.cat((self._visible_rows(window), self.nodes.visible_rows(window)), 2)
+            self.bias_by_window[key] = _additive_mask(is_visible, group_size, dtype)
+        return self.bias_by_window[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
         """Returns [B, Q, P] bool: the committed rows that each query sees."""
         rows = self.committed_rows
-        seen = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
+        is_visible = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
-            seen = seen & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
-        return seen
+            is_visible = is_visible & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
+        return is_visible
 
 
-def _additive_mask(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Returns the additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
-    bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
-    return bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
+def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Returns the additive mask [B, 1, group_size * Q, rows]: 0 where is_visible [B, Q, rows] is true, else -inf."""
+    bias = torch.where(is_visible, 0.0, -torch.inf).to(dtype)
+    return bias[:, None].expand(-1, group_size, -1, -1).flatten(1, 2)[:, None]
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:

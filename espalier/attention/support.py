@@ -43,19 +43,18 @@ class Library:
 @dataclass(frozen=True)
 class Support:
     """The properties of layers, passes and devices that a backend supports.
-
-    cache_specs: the classes of LayerSpec.cache_spec that layers may have.  any_v_size: whether V heads may have another
-    size than K heads.  page_sizes; head_sizes (of K and V), None for any size.
-    latent_page_sizes: the page sizes for layers with latent rows; None: page_sizes.  latent_rows: the supported latent
-    rows; if empty, max_latent is the largest; if also None, head_sizes limits latent rows.
-    The following fields say what provides a feature.  window_on_chain, window_on_tree: sliding windows over chains and
-    over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks: see AttentionPlan.attend.
-    fp8: FP8 rows (kv_dtype).  softcap: soft caps of logits.  selection: attention to chosen rows (LayerSpec.topk), with
-    limits, None for none: max_selected, of the number of rows; max_index_size, of the number of values of an index key.
-    needs_exact_lengths: the cache specs of layers for which `prepare` must get exact lengths.  prefill_graph: whether
-    CUDA graphs capture prefill passes.  compute_majors: the major compute capabilities; None for any.
-    tested_on: hardware on which the backend's tests have passed.  limit_reasons: the reason, by property.
-    """
+    cache_specs: the classes of LayerSpec.cache_spec that layers may have.
+    any_v_size: whether V heads may have another size than K heads.  head_sizes: of K and V; None for any size.
+    latent_page_sizes: the page sizes for layers with latent rows; None if page_sizes is also for these layers.
+    latent_rows: the supported latent rows.  If empty, max_latent is the largest; if that is None, head_sizes applies.
+    Fields of type Provider name the code that implements a feature.  window_on_chain, window_on_tree: sliding windows
+    over chains and over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks: see
+    AttentionPlan.attend.  fp8: FP8 rows (kv_dtype).  softcap: soft caps of logits.  selection: attention to chosen rows
+    (LayerSpec.topk).  max_topk, max_index_size: the largest topk and size of an index key; None for no limit.
+    needs_exact_lengths: the cache specs of layers for which `prepare` must get exact lengths.
+    prefill_graph: whether CUDA graphs capture prefill passes.  compute_majors: major compute capabilities; None: any.
+    tested_on: hardware on which the backend's tests have passed.
+    limit_reasons: the reason of a limit, by the name that a Refusal has for the limit."""
 
     name: str
     devices: tuple[str, ...]
@@ -69,7 +68,7 @@ class Support:
     fp8: Provider = Provider.NOTHING
     softcap: Provider = Provider.NOTHING
     selection: Provider = Provider.NOTHING
-    max_selected: int | None = None
+    max_topk: int | None = None
     max_index_size: int | None = None
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
@@ -165,8 +164,8 @@ class Support:
         yield page_size not in sizes, f"page_size={page_size}", f"page_size {sizes_text(sizes)}", "page_size"
         windows = {"chain": self.window_on_chain, "tree": self.window_on_tree}
         lacking = [shape for shape, by in windows.items() if by is Provider.NOTHING]
-        where = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
-        yield bool(spec.window and lacking), f"a sliding window{where}", "layers without a window", "window"
+        shape_text = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
+        yield bool(spec.window and lacking), f"a sliding window{shape_text}", "layers without a window", "window"
         is_latent = isinstance(cache_spec, LatentKV)
         wide = is_latent and self.head_sizes is not None and cache_spec.k_size > MAX_LATENT_HEAD_SIZE
         yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
@@ -177,9 +176,8 @@ class Support:
         chooses = spec.topk is not None
         no_selection = self.selection is Provider.NOTHING
         yield chooses and no_selection, "layers that attend to chosen rows (index_topk)", "layers without an index", ""
-        max_rows = self.max_selected
-        too_many = max_rows is not None and spec.topk is not None and spec.topk > max_rows
-        yield too_many, f"index_topk = {spec.topk}", f"{max_rows} at most", "selection"
+        too_many = self.max_topk is not None and spec.topk is not None and spec.topk > self.max_topk
+        yield too_many, f"index_topk = {spec.topk}", f"{self.max_topk} at most", "selection"
         index_size, limit = cache_spec.index_size if isinstance(cache_spec, LatentKV) else 0, self.max_index_size
         wide_index = limit is not None and index_size > limit
         yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
@@ -189,8 +187,8 @@ class Support:
         size_text = f"heads of size {max(unsupported, default=0)}"
         yield bool(unsupported), size_text, f"sizes {self.head_sizes_text}", limit_name
         is_inexact = not exact_lengths and isinstance(cache_spec, self.needs_exact_lengths)
-        inexact = f"rounds whose lengths are not known exactly, of layers that keep {cache_spec.kind}"
-        yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
+        inexact_text = f"rounds whose lengths are not known exactly, of layers that keep {cache_spec.kind}"
+        yield is_inexact, inexact_text, "overlap=False, with at most one MTP layer", "lengths"
 
     def page_sizes_for(self, spec_class: type[CacheSpec]) -> Sequence[int]:
         """Returns the page sizes for layers whose `cache_spec` has this class."""
@@ -216,7 +214,7 @@ class Support:
         return f"compute capability {first}.x" if first == last else f"compute capability {first}.x to {last}.x"
 
 
-# (whether the property is unsupported, the property in words, the supported values, its name in `limit_reasons`).
+# (whether a property is unsupported, the property in words, the supported values, the limit's key in limit_reasons).
 Refusal = tuple[bool, str, str, str]
 
 

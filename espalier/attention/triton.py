@@ -1,8 +1,8 @@
 """The GPU backend: one kernel attends to committed and staged rows.
 
 The committed rows are split among programs, and the device computes the splits: this module reads no lengths on the
-host.  Splits are computed once for each Prefix, for all layers and passes over it; with a window, once for each pass.
-All layers of a pass share the buffers of partial results.
+host.  Splits are computed once for each Prefix, for all its layers and passes; with a window, once for each pass.
+Layers with the same sizes share the buffers of partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ AttentionKernel = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 class TritonAttention(AttentionPlan):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.partials: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
+        self.partial_results: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
         self.splits_by_policy: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_blocks: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
@@ -68,22 +68,23 @@ class TritonAttention(AttentionPlan):
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
         pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
-        table, (batch, staged) = prefix.page_table, keys.shape[:2]
-        columns = table.shape[1] * pages.page_size + staged
+        page_table, (batch, staged) = prefix.page_table, keys.shape[:2]
+        max_rows = page_table.shape[1] * pages.page_size + staged
         assert topk is not None
-        if columns <= topk:
+        if max_rows <= topk:
             return None  # no request can have more rows than topk
         key_plane = pages.layers[layer][1]
-        committed = IndexerKeys(key_plane, table, prefix.length, pages.page_size, prefix.first_position, keys)
-        bits = _ancestor_bits(self.nodes)
-        step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
-        parts = []
+        committed = IndexerKeys(key_plane, page_table, prefix.length, pages.page_size, prefix.first_position, keys)
+        ancestor_bits = _ancestor_bits(self.nodes)
+        step = max(MAX_INDEX_SCORES // (max(batch, 1) * max_rows), 1)
+        selections = []
         for begin in range(0, max(queries.q.shape[1], 1), step):
-            of_step = slice(begin, begin + step)
-            step_queries = IndexerQueries(queries.q[:, of_step], queries.weights[:, of_step])
-            scores = index_scores.triton(step_queries, committed, bits[:, of_step])
-            parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, topk))
-        return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+            step_slice = slice(begin, begin + step)
+            step_queries = IndexerQueries(queries.q[:, step_slice], queries.weights[:, step_slice])
+            scores = index_scores.triton(step_queries, committed, ancestor_bits[:, step_slice])
+            selections.append(select_rows.triton(scores, prefix.length, page_table, pages.page_size, topk))
+        joined = (torch.cat(tensors, 1) for tensors in zip(*selections, strict=True))
+        return selections[0] if len(selections) == 1 else SelectedRows(*joined)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
@@ -101,7 +102,7 @@ class TritonAttention(AttentionPlan):
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """Returns prefixes and splits.  A request with more than topk rows (staged rows count) has an empty prefix."""
+        """Returns prefixes and their splits.  A request with more than topk rows in all has an empty prefix."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
@@ -113,8 +114,8 @@ class TritonAttention(AttentionPlan):
         if _is_wide_latent(spec):
             if inputs.sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
-            return latent_attention.triton(inputs, partials)
+            partial_results = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
+            return latent_attention.triton(inputs, partial_results)
         contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
         return tree_attention.triton(inputs, self._partials(splits, spec, queries), num_contiguous_blocks=contiguous)
 
@@ -158,9 +159,9 @@ class TritonAttention(AttentionPlan):
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
         key = (splits.policy, len(splits.table), queries, spec.heads, spec.cache_spec.v_size)
-        if key not in self.partials:
-            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.cache_spec.v_size)
-        return self.partials[key]
+        if key not in self.partial_results:
+            self.partial_results[key] = PartialResults.allocate(splits, queries, spec.heads, spec.cache_spec.v_size)
+        return self.partial_results[key]
 
 
 def _is_wide_latent(spec: LayerSpec) -> bool:
@@ -219,7 +220,7 @@ class TritonBackend(AttentionBackend):
         fp8=Provider.ITSELF,
         softcap=Provider.ITSELF,
         selection=Provider.ITSELF,
-        max_selected=MAX_TOPK,
+        max_topk=MAX_TOPK,
         max_index_size=MAX_INDEX_SIZE,
         any_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),

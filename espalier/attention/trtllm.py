@@ -20,7 +20,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# Bytes of the library's workspace.  The library needs it to start as zeros.  All launches on a stream share it.
+# Bytes of the library's workspace, which must be zero at the start.  All launches on a stream share it.
 WORKSPACE_BYTES = 2**27
 
 
@@ -60,10 +60,10 @@ class TrtllmAttention(LibraryAttention):
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged_rows(layer)
         v_size = spec.cache_spec.v_size
-        table = self.prefix.get_or_make(
+        query_page_table = self.prefix.get_or_make(
             ("tables", self.num_queries), lambda: self.tail_prefix.page_table.repeat_interleave(self.num_queries, 0)
         )
-        lengths = self.prefix.get_or_make(
+        query_lengths = self.prefix.get_or_make(
             ("lengths", self.num_queries), lambda: self.int_lengths().repeat_interleave(self.num_queries)
         )
         out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
@@ -73,8 +73,8 @@ class TrtllmAttention(LibraryAttention):
             v_size,
             v_size,
             spec.cache_spec.k_size - v_size,
-            table,
-            lengths,
+            query_page_table,
+            query_lengths,
             self._max_rows,
             bmm1_scale=spec.softmax_scale,
             backend="trtllm-gen",

@@ -53,8 +53,8 @@ def allocate_stacks(
 
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
     """Returns views of each layer's planes [rows, heads, size].  Layers that read the same rows share planes."""
-    own = {layer: tuple(plane[i] for plane in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
-    return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
+    planes = {layer: tuple(plane[i] for plane in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
+    return planes | {layer: planes[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in planes}
 
 
 class StagedKV:
@@ -130,13 +130,13 @@ class PagedKV:
         self.target_stacks = allocate_stacks(specs, range(num_target_layers), rows, dtype, device)
         self.draft_stacks = allocate_stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
         self.layers = planes_by_layer([*self.target_stacks, *self.draft_stacks], specs)
-        own = {
+        own_scales = {
             layer: (scales or {}).get(layer) or KVScales.ones(spec.cache_spec.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
             if spec.cache_spec.dtype == FP8 and spec.shares_with is None
         }
-        self.scales = own | {
-            layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own
+        self.scales = own_scales | {
+            layer: own_scales[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own_scales
         }
 
     def rows(self, page_table: Tensor, positions: Tensor, is_kept: Tensor | None = None) -> Tensor:

@@ -43,8 +43,7 @@ class RotatedHeads(NamedTuple):
 @dataclass(frozen=True)
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
-
-    dtype: the planes' dtype; None for the model's.  num_read_planes: attention reads this number of first planes.
+    dtype: the planes' dtype; None for the model's.  num_read_planes: the number of planes that attention reads.
     """
 
     kind: ClassVar[str] = "K and V heads"
@@ -79,8 +78,8 @@ class KVHeads:
     ) -> Tensor:
         """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
-        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes.  The
-        tensor may be overwritten.  RotatedHeads are written without norm and rotation.
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums [splits, N, ...] of such a tensor
+        (rotate_and_store), which may be overwritten.  RotatedHeads are written without norm and rotation.
         scales: the scales of FP8 planes.  Returns q [N, heads, k_size].
         """
         if isinstance(qkv, RotatedHeads):
@@ -94,7 +93,6 @@ class KVHeads:
 @dataclass(frozen=True)
 class LatentKV:
     """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V is its first v_size values.
-
     dtype: the dtype of the latent's plane; None for the model's dtype.
     index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
     index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
@@ -156,11 +154,11 @@ class LatentKV:
 @dataclass(frozen=True)
 class RecurrentState:
     """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
-
     The convolution's channels are q [k_heads · k_size], k [k_heads · k_size] and v [heads · v_size], in this order.
-    taps: 1 for no convolution.  heads: 0 for a layer that has only a convolution, with conv_channels channels.
-    delta: whether a new row replaces the value that its key reads from the state (the delta rule); else it only adds.
-    units: whether q and k are scaled to unit length, and q is divided by √k_size.
+    taps: the number of input rows that the convolution reads for an output row; 1 for no convolution.
+    heads: 0 for a layer that has only a convolution, with conv_channels channels.
+    delta: whether a new row replaces the value that its key reads from the state (the delta rule).  If false, the row's
+    value is only added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
     """
 
     kind: ClassVar[str] = "a state"
@@ -192,14 +190,13 @@ class RecurrentState:
 
 
 CacheSpec = KVHeads | LatentKV | RecurrentState
-# The spec of a layer that only has an MLP: it keeps neither heads nor a convolution.
+# The spec of a layer that only has an MLP.  Such a layer keeps no rows and no state.
 NO_MIXING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """The attention or recurrence of one layer.
-
     heads: the number of query heads.  cache_spec: the data that the layer keeps between passes.
     window: a query at position p attends to positions > p - window; None for all positions.
     scale: the factor of q·k; None for k_size ** -0.5.
@@ -280,7 +277,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
+    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError for divided states."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

@@ -22,7 +22,7 @@ class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never allocated, never free.
 
     `allocate` takes the pages that were released last, in the order in which their holder had them.  If no released
-    page is free, it takes the lowest numbers.  So allocations are deterministic and cost O(1) per page, pages that are
+    page is free, the lowest numbers are taken.  So allocations are deterministic and cost O(1) per page, pages that are
     not needed are never written, and consecutive pages stay together.  Attention copies the rows of consecutive pages
     as one block (kernels/attention/kv_splits.py).
 
@@ -32,7 +32,7 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self.num_released = 0
+        self.num_release_calls = 0
         self.on_page_shared: Callable[[int, bool], None] | None = None
         self._reference_counts = [0] * num_pages
         self._free_pages = list(range(num_pages - 1, DUMMY_PAGE, -1))
@@ -62,9 +62,9 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_released counts the calls.  If too few pages are free, a request waits until num_released changes.
+        num_release_calls counts the calls.  If too few pages are free, a request waits until this number changes.
         """
-        self.num_released += 1
+        self.num_release_calls += 1
         for page in reversed([*pages]):
             self._require_held(page, "released")
             self._reference_counts[page] -= 1
@@ -100,7 +100,7 @@ class SnapshotRows:
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, else that of the least recently used snapshot.  Returns None if requests hold all rows."""
+        """Take a free row, else the least recently used snapshot's row.  Returns None if requests hold all rows."""
         if self._free_rows:
             return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
@@ -110,7 +110,7 @@ class SnapshotRows:
         self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
-        """Make a request's row the snapshot of a page of the tree.  If the page already has one, the row is freed."""
+        """Make a request's row the snapshot of a page of the tree.  If the page has a snapshot, the row is freed."""
         if page in self._row_of_page:
             self.release(row)
         else:
@@ -126,7 +126,7 @@ class SnapshotRows:
         return self._row_of_page[page]
 
     def detach(self, page: int) -> None:
-        """Free the snapshot of a page that leaves the tree, if it has one."""
+        """Free the row of a page's snapshot, because the page leaves the tree.  A page may have no snapshot."""
         row = self._row_of_page.pop(page, None)
         if row is not None:
             self.release(row)

@@ -50,7 +50,7 @@ class PrefixTree:
         self._root = PageNode(DUMMY_PAGE)
         self._nodes: dict[int, PageNode] = {}
         # A heap of (last_used, page): an entry for each leaf, and entries of pages that are no longer leaves.  The
-        # entry's last_used may be older than the node's.  `_pop_oldest_leaf` corrects it, so `match` leaves the heap.
+        # entry's last_used may be older than the node's: `match` does not change the heap; `_pop_oldest_leaf` does.
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
@@ -97,21 +97,21 @@ class PrefixTree:
             self._queue_leaf(node)
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages that only the tree holds, the least recently used leaf first.  Returns how many.
+        """Free up to `num_pages` pages that only the tree holds, least recently used first.  Returns their number.
 
         A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf.
         """
-        evicted = 0
-        skipped = []
-        while evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
+        num_evicted = 0
+        held_leaves = []
+        while num_evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
             if self.pool.reference_count(leaf.page) > 1:
-                skipped.append(leaf)
+                held_leaves.append(leaf)
                 continue
             self._remove_leaf(leaf)
-            evicted += 1
-        for leaf in skipped:
+            num_evicted += 1
+        for leaf in held_leaves:
             self._queue_leaf(leaf)
-        return evicted
+        return num_evicted
 
     @property
     def num_evictable(self) -> int:
@@ -161,19 +161,19 @@ class PrefixTree:
         self.pool.release([page])
 
     def _replace_page(self, node: PageNode, page: int) -> None:
-        old = node.page
-        if self.pool.reference_count(old) > 1:
-            self._on_page_shared(old, False)
+        old_page = node.page
+        if self.pool.reference_count(old_page) > 1:
+            self._on_page_shared(old_page, False)
         self._attach_page(node, page)
-        self._release_page(old)
+        self._release_page(old_page)
 
-    def _on_page_shared(self, page: int, shared: bool) -> None:
-        """Updates `num_pins`.  shared: a request now holds a page of the tree; if false, no request holds it any more.
+    def _on_page_shared(self, page: int, is_shared: bool) -> None:
+        """Updates `num_pins`.  is_shared: whether a request now holds the page; if false, no request holds it any more.
 
-        Goes up the tree while a node becomes evictable or stops to be.  On average O(1) for each page of a prefix.
+        Goes up the tree while nodes become evictable, or stop being evictable.  On average O(1) for a prefix's page.
         """
         node = self._nodes.get(page)
-        change, count_after_change = (1, 1) if shared else (-1, 0)
+        change, count_after_change = (1, 1) if is_shared else (-1, 0)
         while node is not None and node is not self._root:
             node.num_pins += change
             if node.num_pins != count_after_change:
@@ -217,12 +217,12 @@ class PageBudget:
 
     def evict_until_free(self, num_pages: int) -> bool:
         """Evict cached pages until `num_pages` pages are free.  Returns False if too few pages can be freed."""
-        missing = num_pages - self.pool.num_free
-        if missing > 0 and self.prefix_tree is not None:
-            self.prefix_tree.evict(missing)
+        num_missing = num_pages - self.pool.num_free
+        if num_missing > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(num_missing)
         return self.pool.num_free >= num_pages
 
     def could_free(self, num_pages: int) -> bool:
         """Whether `num_pages` pages could be free after eviction.  Nothing is evicted."""
-        missing = num_pages - self.pool.num_free
-        return missing <= 0 or (self.prefix_tree is not None and missing <= self.prefix_tree.num_evictable)
+        num_missing = num_pages - self.pool.num_free
+        return num_missing <= 0 or (self.prefix_tree is not None and num_missing <= self.prefix_tree.num_evictable)

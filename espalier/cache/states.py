@@ -47,7 +47,6 @@ class SnapshotTargets(NamedTuple):
 @dataclass(frozen=True)
 class StateAccess:
     """The states that a pass reads, and the number of its rows that change them.
-
     slots: [B].  prefix_len: [B], the number of tokens before the first row.
     length: [B], the number of rows that exist; None for a tree, whose accepted path is committed later.
     snapshots: the snapshots to write in this pass, or None.
@@ -83,34 +82,33 @@ class StateAccess:
             (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
         )
 
-    def path_rows(self, source: Tensor | None, width: int, spare_row: int) -> PathRows:
-        """Returns the PathRows (kernels/ops/states.py) of this pass."""
+    def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
+        """Returns the rows that update the states.  source_rows: [B, width], staged rows; None: the pass's own rows."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
-        return PathRows(self.slots, source, self.length, *snapshots, continues, is_last_row, width, spare_row)
+        return PathRows(self.slots, source_rows, self.length, *snapshots, continues, is_last_row, width, spare_row)
 
 
 @dataclass
 class LayerStateTensors:
     """The states of all layers with the same sizes.  In the states of one layer, the tensors lack the first dimension.
-
     recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
     conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
-    inputs, rows: the staged inputs of the convolution and of the recurrence, [layers, nodes, ...] each.  rows: None
-    without heads.
+    staged_inputs, staged_rows: the inputs of the convolution and of the recurrence at staged nodes,
+    [layers, nodes, ...] each.  staged_rows: None without heads.
     """
 
     cache_spec: RecurrentState
     recurrent_state: Tensor | None
     conv_tail: Tensor
-    inputs: Tensor
-    rows: StateRows | None
+    staged_inputs: Tensor
+    staged_rows: StateRows | None
 
     def of_layer(self, index: int) -> "LayerStateTensors":
-        recurrent_state = None if self.recurrent_state is None else self.recurrent_state[index]
-        rows = None if self.rows is None else StateRows(*(values[index] for values in self.rows))
-        return LayerStateTensors(self.cache_spec, recurrent_state, self.conv_tail[index], self.inputs[index], rows)
+        state = None if self.recurrent_state is None else self.recurrent_state[index]
+        rows = None if self.staged_rows is None else StateRows(*(values[index] for values in self.staged_rows))
+        return LayerStateTensors(self.cache_spec, state, self.conv_tail[index], self.staged_inputs[index], rows)
 
 
 class StateTable:
@@ -155,20 +153,20 @@ class StateTable:
                 for source, destination in row_pairs:
                     values[:, destination].copy_(values[:, source])
 
-    def commit(self, state_access: StateAccess, source: Tensor) -> None:
-        """Apply the accepted paths: the first state_access.length [B] of the staged rows `source` [B, W]."""
-        path = state_access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
+    def commit(self, state_access: StateAccess, staged_rows: Tensor) -> None:
+        """Apply the accepted paths: of each request's `staged_rows` [B, W], the first state_access.length [B] rows."""
+        path = state_access.path_rows(staged_rows.contiguous(), staged_rows.shape[1], self.spare_row)
         for stack in self.stacks:
-            commit_tails(stack.conv_tail, stack.inputs, path, stack.cache_spec.columns)
-            if stack.recurrent_state is not None and stack.rows is not None:
-                commit_states(stack.recurrent_state, stack.rows, path, stack.cache_spec.delta)
+            commit_tails(stack.conv_tail, stack.staged_inputs, path, stack.cache_spec.columns)
+            if stack.recurrent_state is not None and stack.staged_rows is not None:
+                commit_states(stack.recurrent_state, stack.staged_rows, path, stack.cache_spec.delta)
 
 
 @dataclass
 class PassStates:
     """The states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
 
-    table: StateTable
+    state_table: StateTable
     state_access: StateAccess
     parents: Tensor | None
     ancestor_bits: Tensor | None
@@ -190,16 +188,16 @@ class PassStates:
         that has only a convolution.  columns: None if the channels are in order.
         Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
         """
-        states, is_tree = self.table.states[layer], self.state_access.length is None
+        states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
-        # The convolution's tail needs whole inputs, so partial sums are added.
+        # The convolution's tail keeps inputs, not their partial sums, so partial sums are added.
         inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
-        follows = self.state_access.continues_previous if self.state_access.is_split else None
-        rows = RowInputs(states.conv_tail, self.state_access.slots, self.parents, follows, width)
+        continues = self.state_access.continues_previous if self.state_access.is_split else None
+        rows = RowInputs(states.conv_tail, self.state_access.slots, self.parents, continues, width)
         prepare_rows(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.state_access.path_rows(None, width, self.table.spare_row)
+            path = self.state_access.path_rows(None, width, self.state_table.spare_row)
             commit_tails(states.conv_tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -215,13 +213,13 @@ class PassStates:
 
         skip_factor: [heads]; skip_factor · v is added to a row's output.
         """
-        rows, states = self._rows_by_layer.pop(layer), self.table.states[layer]
+        rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)
         if self.state_access.length is None:
             assert self.ancestor_bits is not None
             return tree_outputs(q, rows, state, self.ancestor_bits, skip_factor, states.cache_spec.delta)
-        path = self.state_access.path_rows(None, q.shape[1], self.table.spare_row)
+        path = self.state_access.path_rows(None, q.shape[1], self.state_table.spare_row)
         return chain_outputs(q, rows, state, path, skip_factor, states.cache_spec.delta)
 
 
@@ -232,15 +230,15 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Returns the bytes of one row of the state tables of all layers together.  dtype: the model's."""
-    return sum(_num_bytes(states.recurrent_state, states.conv_tail) for states in _single_rows(specs, dtype))
+    return sum(_num_bytes(states.recurrent_state, states.conv_tail) for states in _one_row_states(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Returns the bytes that one node of a tree takes in the staging of all layers together.  dtype: the model's."""
-    return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
+    return sum(_num_bytes(s.staged_inputs, *(s.staged_rows or ())) for s in _one_row_states(specs, dtype))
 
 
-def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStateTensors]:
+def _one_row_states(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStateTensors]:
     """Returns each layer's states with one table row and one staged node, on the meta device (without data)."""
     state_specs = [spec.cache_spec for spec in specs if isinstance(spec.cache_spec, RecurrentState)]
     return [_allocate_states(cache_spec, 1, 1, 1, dtype, torch.device("meta")) for cache_spec in state_specs]
@@ -277,13 +275,13 @@ def _allocate_states(
 
 def _buffers_for(states: LayerStateTensors, num_rows: int, is_tree: bool) -> PreparedRows:
     """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
-    cache_spec, inputs = states.cache_spec, states.inputs
+    cache_spec, inputs = states.cache_spec, states.staged_inputs
     staged_inputs = inputs[:num_rows] if is_tree else None
-    if states.rows is None:
+    if states.staged_rows is None:
         return PreparedRows(None, None, inputs.new_empty(num_rows, cache_spec.channels), None, staged_inputs)
     if is_tree:
-        k, v, gates = (values[:num_rows] for values in states.rows)
+        k, v, gates = (values[:num_rows] for values in states.staged_rows)
     else:
-        k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
+        k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.staged_rows)
     q_dtype = k.dtype if cache_spec.units else inputs.dtype
     return PreparedRows(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

@@ -176,7 +176,7 @@ class Scheduler:
     def _enter_slot(self, request: Request) -> bool:
         """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if too few pages
         can be freed."""
-        if self._unfit_request == (request, self.pool.num_released):
+        if self._unfit_request == (request, self.pool.num_release_calls):
             return False  # no page was released since the last try
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
@@ -189,7 +189,7 @@ class Scheduler:
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
         if not (self._page_budget.could_free(num_new_pages) and self._page_budget.evict_until_free(num_new_pages)):
             self.pool.release(shared_pages)
-            self._unfit_request = request, self.pool.num_released
+            self._unfit_request = request, self.pool.num_release_calls
             return False
         request.pages = shared_pages + self.pool.allocate(num_new_pages)
         request.slot = self.free_slots.pop()

@@ -1,10 +1,10 @@
 """Compiles grammars with xgrammar in threads, tries their masks, and keeps the results.
 
-A request waits MAX_WAIT_S for its grammar.  After that the compilation is given up: the request is refused with
-CompilerBusy, because load may be the cause.  The compiling thread cannot be ended, so it runs on, and a retry gets its
-result.  A grammar that takes longer than MAX_COMPILE_S is refused for good, unless its compilation succeeds in the end.
-While MAX_RUNNING_COMPILATIONS given-up compilations run, no other can begin.  So waiting and new grammars are refused
-with CompilerBusy.  Compiling releases the GIL, so other requests go on.
+A request waits for its grammar until MAX_WAIT_S after the compilation began.  Then the compilation is given up: the
+request is refused with CompilerBusy, because load may be the cause.  The compiling thread cannot be ended, so it runs
+on, and a retry gets its result.  After MAX_COMPILE_S, the grammar is refused for good, unless its compilation still
+succeeds.  While MAX_RUNNING_COMPILATIONS given-up compilations run, no other compilation can begin.  So waiting and new
+grammars are refused with CompilerBusy.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0
 MAX_COMPILE_S = 60.0
-# The most compilations at the same time, including abandoned compilations.
+# The largest number of compilations at the same time, with those that were given up.
 MAX_RUNNING_COMPILATIONS = 4
 MAX_THREADS = 8
 # Memory limits, in bytes: of one grammar, and of all grammars that are kept.
@@ -69,7 +69,7 @@ class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
     wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
-    count from the compilation's begin.  num_given_up: how many given-up compilations still run."""
+    count from the compilation's begin.  num_given_up: the number of given-up compilations that still run."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = MAX_WAIT_S, time_limit_s: float = MAX_COMPILE_S
@@ -116,21 +116,21 @@ class GrammarCompiler:
             lower_priority(threading.get_native_id())  # running streams come first
             timer = _call_after(self.wait_s, self._give_up_waiting, key, future)
             try:
-                compiled: CompiledGrammar | EspalierError = self._compile_and_try(grammar)
+                outcome: CompiledGrammar | EspalierError = self._compile_and_try(grammar)
             except EspalierError as error:
-                compiled = error
+                outcome = error
             except Exception as error:  # xgrammar raises RuntimeError, and types of its own
                 reason = ERROR_LOCATION.sub("", one_line(error)).rstrip(".")
-                compiled = EspalierError(f"the grammar cannot be compiled ({reason}); correct it")
+                outcome = EspalierError(f"the grammar cannot be compiled ({reason}); correct it")
             timer.cancel()
             with self._lock:
                 if future.done():
                     self.num_given_up -= 1
                     future = self._futures[key] = Future()
-                if isinstance(compiled, EspalierError):
-                    future.set_exception(compiled)
+                if isinstance(outcome, EspalierError):
+                    future.set_exception(outcome)
                 else:
-                    future.set_result(compiled)
+                    future.set_result(outcome)
                 self._drop_oldest_grammar()
 
     def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
@@ -148,16 +148,16 @@ class GrammarCompiler:
                 self._refuse_waiting_grammars()
         _call_after(self.time_limit_s - self.wait_s, self._refuse_grammar, key, future)
 
-    def _refuse_grammar(self, key: CacheKey, given_up: "Future[CompiledGrammar]") -> None:
+    def _refuse_grammar(self, key: CacheKey, given_up_future: "Future[CompiledGrammar]") -> None:
         """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
-            if self._futures.get(key) is given_up:
+            if self._futures.get(key) is given_up_future:
                 self._futures[key] = Future()
                 why = f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one"
                 self._futures[key].set_exception(EspalierError(why))
 
     def _refuse_waiting_grammars(self) -> None:
-        """Refuses the grammars that still wait.  None can begin before a thread ends, which may never happen."""
+        """Refuses the grammars that still wait.  They could begin only after a thread ends, which may never happen."""
         for key, waiting in [(key, future) for key, future in self._futures.items() if not future.done()]:
             waiting.set_exception(_busy_error())
             del self._futures[key]
@@ -185,7 +185,7 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(xgrammar_form, self.tokenizer, self.vocab_size)
-        # A masker needs an end token, and that token's text cannot be written.  So two end tokens are tried.
+        # A masker needs an end token, and cannot allow this token as text.  So two different end tokens are tried.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         try_masks(xgrammar_form, num_bytes)
@@ -227,8 +227,8 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bo
     text omits them."""
     vocabulary = []
     for token in range(vocab_size):
-        part = tokenizer.bytes_of(token) if token < tokenizer.num_tokens else None
-        vocabulary.append(part.bytes if part is not None and (part.is_text or spells_special_tokens) else b"")
+        text = tokenizer.bytes_of(token) if token < tokenizer.num_tokens else None
+        vocabulary.append(text.bytes if text is not None and (text.is_text or spells_special_tokens) else b"")
     return vocabulary
 
 

@@ -39,7 +39,7 @@ class GrammarMasker:
 
         self.matcher = GrammarMatcher(xgrammar_form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
-        # No grammar allows these tokens.  And xgrammar writes a line to stderr for each one that it is given.
+        # No grammar allows special tokens.  xgrammar would write a line to stderr for each special token that it gets.
         self.special_tokens = frozenset(xgrammar_form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_mask_words = mask_words(vocab_size)
         # xgrammar may set bits beyond the vocabulary.
@@ -136,48 +136,50 @@ class GrammarMasker:
             self._fill_masks_before_marker(tokens, parents, out)
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks of `nodes`.  The matcher stands at the first node; the other nodes follow it in the tree."""
+        """Fill the masks of `nodes`.  The matcher is in the state of the first node, from which the others descend."""
         if self.matcher.is_terminated():
             return
-        place = {node: i for i, node in enumerate(nodes)}
-        child, sibling, youngest = ([-1] * len(nodes) for _ in range(3))
+        index_of_node = {node: i for i, node in enumerate(nodes)}
+        first_child, next_sibling, last_child = ([-1] * len(nodes) for _ in range(3))
         for i, node in enumerate(nodes[1:], start=1):
             if tokens[node] < 0 or tokens[node] in self.special_tokens:
                 continue
-            above = place[parents[node]]
-            if youngest[above] < 0:
-                child[above] = i
+            parent_index = index_of_node[parents[node]]
+            if last_child[parent_index] < 0:
+                first_child[parent_index] = i
             else:
-                sibling[youngest[above]] = i
-            youngest[above] = i
-        rows = (
+                next_sibling[last_child[parent_index]] = i
+            last_child[parent_index] = i
+        masks = (
             out if len(nodes) == len(out) else np.full((len(nodes), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
         )
-        drafted = torch.tensor([tokens[node] for node in nodes])
-        self.matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), drafted, torch.from_numpy(rows))
-        if rows is not out:
-            out[nodes] = rows
+        children, siblings, drafted = (
+            torch.tensor(ids) for ids in (first_child, next_sibling, [tokens[n] for n in nodes])
+        )
+        self.matcher.traverse_draft_tree(children, siblings, drafted, torch.from_numpy(masks))
+        if masks is not out:
+            out[nodes] = masks
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks if the marker is not complete yet.  At a node that completes it, the grammar begins."""
         tails: list[bytes | None] = [self.text_tail]
-        # For each node that completes the marker, the node and its descendants; completed_at: the inverse map.
+        # For each node that completes the marker: the node and its descendants.
         nodes_from: dict[int, list[int]] = {}
-        completed_at: dict[int, int] = {}
+        completing_node: dict[int, int] = {}  # for each of these nodes: the node that completes the marker above it
         out[:] = self.mask_before_marker
         for node in range(1, len(tokens)):
-            above = tails[parents[node]]
-            tails.append(above)
+            parent_tail = tails[parents[node]]
+            tails.append(parent_tail)
             if tokens[node] < 0:
                 continue
-            if parents[node] in completed_at:
-                completed_at[node] = completed_at[parents[node]]
-                nodes_from[completed_at[node]].append(node)
+            if parents[node] in completing_node:
+                completing_node[node] = completing_node[parents[node]]
+                nodes_from[completing_node[node]].append(node)
                 continue
-            assert above is not None
-            tails[node] = self._tail_after(above, tokens[node])
+            assert parent_tail is not None
+            tails[node] = self._tail_after(parent_tail, tokens[node])
             if tails[node] is None:
-                completed_at[node] = node
+                completing_node[node] = node
                 nodes_from[node] = [node]
         for nodes in nodes_from.values():
             self._fill_masks(nodes, tokens, parents, out)

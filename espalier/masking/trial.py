@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     import xgrammar
 
 # Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
-# tokens, so a slow byte foretells a mask that takes a thousand times as long.
+# tokens, so if reading a byte is slow, a mask may take a thousand times as long.
 MAX_MASK_S = 0.02
 MAX_S_PER_BYTE = 0.001
-# The number of sample texts, and the tokens of each.
+# The number of sample texts, and the number of tokens of each text.
 NUM_SAMPLES = 4
 NUM_SAMPLE_TOKENS = 96
 # Longer tokens are not preferred over tokens of this many bytes, because the masks after them may take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
-# A matcher needs an end token.  The text of this end token cannot be tried.
+# The end token of the matchers, which need one.  The text of this token is never tried.
 TRIAL_END_TOKEN = 0
 
 
@@ -54,8 +54,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
-
-    num_bytes: [vocab_size] int, the bytes of each token.
+    num_bytes: [vocab_size] int, the number of bytes of each token.
     """
     import xgrammar
 
@@ -72,32 +71,33 @@ def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> No
 def _try_one_text(
     matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats_tokens: bool, prefers_long_tokens: bool
 ) -> None:
-    """Generate one text and require fast masks.  num_bytes: the bytes of each token, 0 for a token that is not tried.
+    """Generate one text and require fast masks.  num_bytes: of each token, 0 for a token that is not tried.
 
     repeats_tokens: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
     """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
-    sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
-    length, token = 0, TRIAL_END_TOKEN
+    lengths = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
+    num_read, token = 0, TRIAL_END_TOKEN
     for _ in range(NUM_SAMPLE_TOKENS):
         took_s = _cpu_seconds_of(matcher.fill_next_token_bitmask, mask)
         # A slow mask or token is timed once more, because the system may have caused the first delay.
         _require_fast(
-            took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, length
+            took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, num_read
         )
-        allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
-        if not (repeats_tokens and allowed[token] and sizes[token]):
-            allowed *= sizes
+        allowed = np.unpackbits(mask[0].view(np.uint8), count=len(lengths), bitorder="little")
+        if not (repeats_tokens and allowed[token] and lengths[token]):
+            allowed *= lengths
             if not (longest := allowed.max()):
                 return
-            token = _first_index(allowed == longest if prefers_long_tokens else allowed > 0, rng.randrange(len(sizes)))
+            is_candidate = allowed == longest if prefers_long_tokens else allowed > 0
+            token = _first_index(is_candidate, rng.randrange(len(lengths)))
         limit_s = MAX_S_PER_BYTE * num_bytes[token]
         took_s = _cpu_seconds_of(matcher.accept_token, token)
         if took_s > limit_s:
             matcher.rollback(1)
             took_s = _cpu_seconds_of(matcher.accept_token, token)
-        length += int(num_bytes[token])
-        _require_fast(took_s <= limit_s, length)
+        num_read += int(num_bytes[token])
+        _require_fast(took_s <= limit_s, num_read)
 
 
 def _first_index(is_candidate: np.ndarray, start: int) -> int:
@@ -113,9 +113,9 @@ def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
     return time.thread_time() - begun
 
 
-def _require_fast(is_fast: bool, length: int) -> None:
+def _require_fast(is_fast: bool, num_read: int) -> None:
     if not is_fast:
         raise EspalierError(
-            f"the grammar is too ambiguous: after {length} bytes of a sample text it takes too long to find the next "
+            f"the grammar is too ambiguous: after {num_read} bytes of a sample text it takes too long to find the next "
             "tokens; write it so that each text can be read in one way only, lower its counts, or make it smaller"
         )

@@ -119,12 +119,12 @@ class Family:
     head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
     load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer; None for
     layer_loading.py:load_embedding, load_layer and load_attention.
-    layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
-    (layer_loading.py:layer_specs_of).
+    layer_specs: takes the ModelConfig, and returns the LayerSpec of each layer; None for K and V heads or, with
+    uses_mla, latent rows (layer_loading.py:layer_specs_of).
     uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.
     has_indexer: whether an indexer chooses the rows that a layer attends to (espalier/models/latent_config.py).
-    supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads them
-    or because they do not change the output.
+    supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads the
+    fields or because they do not change the output.
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
     mlp_size_field, activation_field: the fields with the intermediate size and with the activation of dense MLPs.
@@ -257,8 +257,8 @@ def _parse_fields(
 ) -> ModelConfig:
     config_json = family.normalise_fields(config_json)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known_names = {*config_json, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, *ROPE_FIELDS}
-    overridden = with_overrides(config_json, overrides, {*known_names, "rope_theta"})
+    allowed_names = {*config_json, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, *ROPE_FIELDS}
+    overridden = with_overrides(config_json, overrides, {*allowed_names, "rope_theta"})
     # If the config has rope_scaling, transformers ignores the family's default rope_parameters, and so does this code.
     unused_defaults = ("rope_parameters",) if overridden.get("rope_scaling") else ()
     fields = {**{name: value for name, value in defaults.items() if name not in unused_defaults}, **overridden}
@@ -369,12 +369,12 @@ def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> Layer
 
 
 def windows_in_even_layers(fields: Json) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type).  By default, layers 0, 2, 4, ... are sliding."""
+    """Returns the window of each layer.  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type); always None if `use_sliding_window` is false."""
+    """Returns the window of each layer, as windows_by_layer_type; None for all layers without use_sliding_window."""
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 

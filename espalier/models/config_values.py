@@ -72,10 +72,10 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def require_field_types(fields: Json) -> None:
     """Raises EspalierError if a field of FIELD_TYPES has a value of a wrong type."""
-    for name, (is_right, words) in FIELD_TYPES.items():
+    for name, (is_allowed, needed) in FIELD_TYPES.items():
         value = fields.get(name)
-        if not (value is None and words.endswith("null")) and not is_right(value):
-            raise EspalierError(f"{name} = {shown(value)}; {words} is needed; correct it or pass model_overrides")
+        if not (value is None and needed.endswith("null")) and not is_allowed(value):
+            raise EspalierError(f"{name} = {shown(value)}; {needed} is needed; correct it or pass model_overrides")
 
 
 def positive_number(fields: Json, name: str) -> float:
@@ -156,17 +156,17 @@ def read_eos_token_ids(fields: Json, generation: Json) -> tuple[int, ...]:
 FAMILY_FIELDS = ("architectures", "model_type")
 
 
-def with_overrides(config_json: Json, overrides: Mapping[str, Any], known_names: set[str]) -> Json:
+def with_overrides(config_json: Json, overrides: Mapping[str, Any], allowed_names: set[str]) -> Json:
     """Returns `config_json` with the overridden fields replaced.  Nested objects are merged field by field.
-    Raises EspalierError for a name that is not in `known_names`."""
+    Raises EspalierError for a name that is not in `allowed_names`."""
     merged, overrides = with_rope_type(config_json), rope_overrides(config_json, overrides)
     for name, value in overrides.items():
         if name in FAMILY_FIELDS and value != config_json.get(name):
             raise EspalierError(
                 f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
             )
-        if name not in known_names:
-            near = difflib.get_close_matches(name, sorted(known_names), n=1)
+        if name not in allowed_names:
+            near = difflib.get_close_matches(name, sorted(allowed_names), n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)

@@ -31,33 +31,34 @@ META_DEVICE = torch.device("meta")
 # families do arithmetic (norms, convolutions), are zeros on the CPU.
 MIN_META_VALUES = 2**20
 # The largest number of ranks that an error message suggests.
-MAX_NAMED_COUNTS = 16
+MAX_SUGGESTED_RANKS = 16
 
 
-def require_shards(config: ModelConfig, count: int) -> None:
-    """Raises EspalierError if `count` ranks cannot divide a model.  The message names a size that `count` does not
-    divide, and possible numbers of ranks."""
+def require_shards(config: ModelConfig, num_ranks: int) -> None:
+    """Raises EspalierError if `num_ranks` ranks cannot divide a model.  The message names a size that this number does
+    not divide, and possible numbers of ranks."""
     try:
-        _require_divisible_sizes(config, count)
+        _require_divisible_sizes(config, num_ranks)
     except IndivisibleError as error:
-        numbers = possible_rank_counts(config, MAX_NAMED_COUNTS)
-        raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
+        rank_counts = possible_rank_counts(config, MAX_SUGGESTED_RANKS)
+        raise EspalierError(f"{error}; use {' or '.join(map(str, rank_counts))}") from None
 
 
-def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
-    if count == 1:
+def _require_divisible_sizes(config: ModelConfig, num_ranks: int) -> None:
+    if num_ranks == 1:
         return
     if config.probe_result is not None:
         raise EspalierError(
-            f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
+            f"tensor_parallel={num_ranks} is not supported for models that transformers runs; use 1, or "
+            "model_impl='native'"
         )
     if any(quantisation.get("desc_act") for quantisation in quantisation_of(config.raw).values()):
         raise EspalierError(
-            f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
-            "a checkpoint without it"
+            f"tensor_parallel={num_ranks} is not supported with desc_act, which puts a group's columns anywhere; use "
+            "1, or a checkpoint without it"
         )
     # The parts of all ranks have equal sizes, so only the first rank's parts are checked.
-    shards = Shards(0, count)
+    shards = Shards(0, num_ranks)
     specs_of_rank(layer_specs_of(config), shards)
     DeclaredWeights(config, shards).load_all()
 
@@ -67,10 +68,10 @@ def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
     return [count for count in range(1, max_ranks + 1) if can_divide(config, count)]
 
 
-def can_divide(config: ModelConfig, count: int) -> bool:
-    """Whether `count` ranks can divide this model."""
+def can_divide(config: ModelConfig, num_ranks: int) -> bool:
+    """Whether `num_ranks` ranks can divide this model."""
     try:
-        _require_divisible_sizes(config, count)
+        _require_divisible_sizes(config, num_ranks)
     except EspalierError:
         return False
     return True
@@ -82,7 +83,7 @@ def num_dense_values(config: ModelConfig) -> int:
     probed = config.probe_result
     if probed is not None:
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        return probed.num_weights - probed.expert_weights - embedding
+        return probed.num_weights - probed.num_expert_weights - embedding
     declared = _dense_weights(config)
     declared.load_all()
     return declared.num_dense_values + (config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0)
@@ -91,7 +92,7 @@ def num_dense_values(config: ModelConfig) -> int:
 def num_expert_values(config: ModelConfig) -> int:
     """Returns the number of values of one routed expert, summed over the layers; 0 without experts."""
     if config.probe_result is not None:
-        return config.probe_result.expert_weights // config.probe_result.num_experts
+        return config.probe_result.num_expert_weights // config.probe_result.num_experts
     experts = config.experts
     if experts is None:
         return 0
@@ -175,7 +176,7 @@ class DeclaredWeights(Weights):
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def _declare(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor:
-        """Returns the stacked matrices without data, after checks that this rank's parts can be stored apart."""
+        """Returns the stacked matrices without data.  Raises EspalierError if ranks cannot divide a matrix."""
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):

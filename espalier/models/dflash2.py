@@ -80,8 +80,9 @@ def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2C
     fields = read_dflash_fields(top_fields, DFLASH_FIELDS).with_defaults(
         {"block_size": DEFAULT_BLOCK_SIZE, **top_fields.raw}
     )
-    of_layer = {name: value for name, value in top_fields.raw.items() if name not in SCALE_FIELDS}
-    layer, is_causal = read_layer_config(DraftFields(of_layer, top_fields.path), target), top_fields.get("is_causal")
+    layer_fields = {name: value for name, value in top_fields.raw.items() if name not in SCALE_FIELDS}
+    layer = read_layer_config(DraftFields(layer_fields, top_fields.path), target)
+    is_causal = top_fields.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = make_block_spec(
         *(fields, layer),
@@ -91,8 +92,8 @@ def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2C
         algorithm="dflash2",
         windows_end_at_root=False,
     )
-    for window, in_order in zip(layer.windows, causal, strict=True):
-        if window is not None and window < spec.block_rows and not in_order:
+    for window, is_causal_layer in zip(layer.windows, causal, strict=True):
+        if window is not None and window < spec.block_rows and not is_causal_layer:
             raise fields.error(
                 f"sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not causal, "
                 "which is not supported; use a draft with a wider window"
@@ -125,7 +126,7 @@ def _size_fields(fields: DraftFields) -> dict[str, Any]:
 def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
     """Raises EspalierError for a config whose sizes do not fit together."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
-    wrong = {
+    problems = {
         f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
         f"conv_kernel_size = {config.conv_taps} is above block_size = {config.spec.block_rows}": (
             config.conv_taps > config.spec.block_rows
@@ -135,24 +136,24 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
             config.spec.vocab_size != vocab
         ),
     }
-    for problem, is_wrong in wrong.items():
+    for problem, is_wrong in problems.items():
         if is_wrong:
             raise fields.error(f"{problem}; correct the config, or use another draft")
 
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer.  Index 0 of both tensors convolves the sublayer's input, index 1 its output.
-    base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
-    projection that computes additional coefficients for each row, one for each tap and group of channels."""
+    """The two convolutions of a sublayer, with T taps: of the sublayer's input (index 0) and of its output (index 1).
+    base_taps: [2, T, H], coefficients for all rows.  coefficient_weight: [2 · T · G, H], the projection that
+    computes more coefficients for each row: one for each tap and each of the G groups of channels."""
 
-    base: Tensor
-    weight: Tensor
+    base_taps: Tensor
+    coefficient_weight: Tensor
 
     def convolve_input(self, normed: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
         """Convolves normed rows [N, H] with the rows before them in their own block of `block_width` rows.
         Returns (the convolved rows [N, H], the coefficients for the convolution of the sublayer's output)."""
-        return block_conv(normed, self.weight, self.base[0], block_width)
+        return block_conv(normed, self.coefficient_weight, self.base_taps[0], block_width)
 
 
 class PendingConvolution(NamedTuple):
@@ -161,13 +162,14 @@ class PendingConvolution(NamedTuple):
 
     output: Tensor
     coefficients: Tensor
-    base: Tensor
+    base_taps: Tensor
     block_width: int
 
     def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the convolved output, the norm of that sum).  See residual.py:PendingAdd."""
         assert isinstance(norm, RMSNorm)
-        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.block_width)
+        convolution = self.output, self.coefficients, self.base_taps
+        return block_conv_norm(*convolution, x, norm.weight, norm.eps, self.block_width)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -190,9 +192,9 @@ class ConvolvedLayer(DecoderLayer):
         )
         q = self.attention.write_kv(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], block_width))
+        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base_taps[1], block_width))
         rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), block_width)
-        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], block_width))
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base_taps[1], block_width))
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class CandidateSelector:
     topk: int
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # If logits are equal, any of them may be chosen, because the choice only affects which tokens are drafted.
+        # Of tokens with equal logits, any may be chosen, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         token_vectors = self.token_codebook[ids] * self.project(hidden)[:, :, None]
         return LowRankEdges(logits.gather(2, ids), self.parent_codebook, token_vectors, ids)
@@ -228,8 +230,8 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
     def load_conv(prefix: str) -> BlockConv:
-        base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
-        return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", whole_part(rows), hidden))
+        base_taps = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
+        return BlockConv(base_taps, weights.load_dense_matrix(f"{prefix}.kernel_projection", whole_part(rows), hidden))
 
     parent_codebook, token_codebook = (
         weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")

@@ -41,14 +41,14 @@ class DraftSpec:
     mask_token_id: the input token of all rows of a block, except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     is_causal_layer: for each layer of a block draft, whether a block row attends to no later rows of its block.
-    windows_end_at_root: whether the sliding windows of all rows of a block end at the root, or each at its own row.
+    windows_end_at_root: whether the sliding windows of all block rows end at the root; if false, each ends at its row.
     hidden_source: the hidden state that module k (counted from 1) reads at token q.  "chain": the output of module k -
     1 at token q - 1, where module 0 is the target.  "target": the target's hidden state at token q - k.  With one
     module, both are the same.
     target_output: the field of the target's ModelOutput that the draft reads.  "captured": the concatenated inputs of
     the layers `captured_layers`; "hidden": the last hidden state after the final norm; None if the draft reads no
     field.
-    captured_layers: the target layers whose inputs the draft reads; the index num_layers stands for the final norm.
+    captured_layers: the target layers whose inputs the draft reads; the index num_layers means the final norm's input.
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
@@ -138,12 +138,12 @@ class DraftModule(Protocol):
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         """Computes the module's output for the rows of a pass.
-        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], for each row of
-        the pass, the index of the row of `hidden` that it reads; None if row i reads row i."""
+        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], the index of the
+        row of `hidden` that each row of the pass reads; None if row i of the pass reads row i of `hidden`."""
         ...
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
-        """Returns the DraftOutput of rows whose `hidden` [..., H] is known."""
+        """Returns the DraftOutput of rows from their `hidden` [..., H], without running the module."""
         ...
 
     def logits(self, out: DraftOutput) -> Tensor:

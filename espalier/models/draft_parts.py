@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, else the target's.  Raises EspalierError if the target's has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
-        embed = whole_embedding(target)
+        embed = gathered_embedding(target)
         # The target's scale is not copied: a draft's scale is a field of the draft's own config.
         return Embedding(embed.weight)
     return Embedding(weights.load(f"{name}.weight", *shape))
 
 
-def whole_embedding(target: CausalLM) -> Embedding:
+def gathered_embedding(target: CausalLM) -> Embedding:
     """Returns the target's embedding, gathered on every rank.  A tied head then uses the gathered tensor."""
     shards = target.embed.shards
     target.embed.gather_all_rows()
@@ -76,11 +76,11 @@ def uses_target_matrix(
     return True
 
 
-def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
+def _have_equal_values(weights: Weights, name: str, other_name: str) -> bool:
     """Whether both tensors are stored, have a floating-point dtype, and have the same values."""
-    if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
+    if name not in weights or other_name not in weights or weights.shape(name) != weights.shape(other_name):
         return False
-    tensor, other_tensor = (weights.load_raw(stored, *weights.shape(name)) for stored in (name, other))
+    tensor, other_tensor = (weights.load_raw(tensor_name, *weights.shape(name)) for tensor_name in (name, other_name))
     return tensor.dtype in PLAIN_DTYPES and torch.equal(tensor, other_tensor)
 
 

@@ -47,7 +47,7 @@ ARCHITECTURES = (
 )
 # Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
-# Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
+# For these target architectures, the layer ids in eagle_config mean inputs of layers, not outputs (_captured_layers).
 TARGETS_WITH_INPUT_LAYER_IDS = (V2.architecture, V3.architecture)
 EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -58,7 +58,7 @@ class Eagle3Config:
     """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
     target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
-    norm_before_fc: whether one norm over all captured inputs precedes fc.  fc_norm: whether each input has a norm."""
+    norm_before_fc: whether fc reads one norm over all captured inputs.  fc_norm: whether each input is normed."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -90,18 +90,18 @@ def read_eagle_head(
     targets_with_input_layer_ids: the target architectures whose eagle_config lists layers by input; None for all."""
     fields = DraftFields(config_json, path)
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
-    flat = {**defaults, **config_json, **fields.layer_config()}
-    eagle = fields.nested_object("eagle_config")
-    family = _layer_family(DraftFields(flat, path))
+    flat_fields = {**defaults, **config_json, **fields.layer_config()}
+    eagle_fields = fields.nested_object("eagle_config")
+    family = _layer_family(DraftFields(flat_fields, path))
     # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
     # experts.
-    layer = parse_config({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
+    layer = parse_config({**flat_fields, "n_routed_experts": None} if family.uses_mla else flat_fields, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
         layer_specs=layer_specs_of(layer),
         num_modules=1,
         target_output="captured",
-        captured_layers=_captured_layers(fields, eagle, target, targets_with_input_layer_ids),
+        captured_layers=_captured_layers(fields, eagle_fields, target, targets_with_input_layer_ids),
         hidden_size=layer.hidden_size,
         vocab_size=fields.draft_vocab(layer.vocab_size),
     )
@@ -112,7 +112,7 @@ def read_eagle_head(
         fc_bias=fields.is_set("bias"),
         norm_before_residual=fields.is_set("norm_before_residual"),
         norm_output=fields.is_set("norm_output"),
-        norm_before_fc=fields.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
+        norm_before_fc=fields.is_set("norm_before_fc", eagle_fields.is_set("norm_before_fc")),
         fc_norm=fields.is_set("fc_norm"),
     )
 
@@ -162,7 +162,7 @@ def _captured_layers(
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
-    The ids of the two formats differ by one.  In the format of speculators, the ids at the top level are the layers
+    The ids of layers differ by one in the two formats.  In the format of speculators, top-level ids are the layers
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
@@ -328,13 +328,13 @@ def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
 
 def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> FeatureFuser:
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.captured_layers)
-    wide = count * config.target_hidden
+    fc_columns = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
-    fc = weights.linear("", ("fc",), (whole_part(hidden),), wide, config.fc_bias)
-    all_features_norm = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
-    legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
-    names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]
-    norms = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
+    fc = weights.linear("", ("fc",), (whole_part(hidden),), fc_columns, config.fc_bias)
+    all_features_norm = weights.norm("input_norm", fc_columns, eps) if config.norm_before_fc else None
+    is_legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
+    names = LEGACY_FC_NORMS if is_legacy else [f"fc_norm.{i}" for i in range(count)]
+    norms = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or is_legacy else []
     return FeatureFuser(fc, all_features_norm, norms)
 
 

@@ -20,7 +20,7 @@ from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Json, ModelConfig, parse_config
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
-from espalier.models.draft_parts import DraftFields, whole_embedding
+from espalier.models.draft_parts import DraftFields, gathered_embedding
 from espalier.models.families.gemma4 import FAMILY, GEMMA4_UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.linear import Embedding, Linear
@@ -52,13 +52,13 @@ class AssistantConfig:
 def read_assistant(path: Path, config_json: Json, target: ModelConfig) -> AssistantConfig:
     """Returns the config of the draft at `path`.  Raises EspalierError if the draft does not fit its target."""
     fields = DraftFields(config_json, path)
-    text = fields.nested_object("text_config").raw
-    family = next((each for each in (FAMILY, GEMMA4_UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
-    tied = fields.is_set("tie_word_embeddings", True)
-    fixed_fields = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
-    if enabled := [name for name in DISABLED_FIELDS if text.get(name)]:
-        raise fields.error(f"{enabled[0]} = {shown(text[enabled[0]])} is not supported in an assistant; use 0")
-    layer = parse_config({**text, **fixed_fields, **quantisation_of(config_json)}, family, path)
+    text_fields = fields.nested_object("text_config").raw
+    family = GEMMA4_UNIFIED if text_fields.get("model_type") == GEMMA4_UNIFIED.model_type else FAMILY
+    is_tied = fields.is_set("tie_word_embeddings", True)
+    fixed_fields = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": is_tied}
+    if enabled := [name for name in DISABLED_FIELDS if text_fields.get(name)]:
+        raise fields.error(f"{enabled[0]} = {shown(text_fields[enabled[0]])} is not supported in an assistant; use 0")
+    layer = parse_config({**text_fields, **fixed_fields, **quantisation_of(config_json)}, family, path)
     hidden = fields.integer("backbone_hidden_size")
     refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
     target_specs = layer_specs_of(target)
@@ -69,25 +69,25 @@ def read_assistant(path: Path, config_json: Json, target: ModelConfig) -> Assist
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not fields.is_set("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
-    clusters = fields.integer("num_centroids", min_value=1, max_value=layer.vocab_size)
-    if layer.vocab_size % clusters:
-        raise fields.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
-    return AssistantConfig(layer, spec, clusters, fields.integer("centroid_intermediate_top_k", 1, clusters))
+    num_clusters = fields.integer("num_centroids", min_value=1, max_value=layer.vocab_size)
+    if layer.vocab_size % num_clusters:
+        raise fields.error(f"num_centroids = {num_clusters} does not divide {layer.vocab_size} tokens; correct it")
+    return AssistantConfig(layer, spec, num_clusters, fields.integer("centroid_intermediate_top_k", 1, num_clusters))
 
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
     """Returns `spec` with `shares_with` set to the target layer whose rows the draft layer reads.
-    This is the last target layer that keeps rows and has a window; if `spec` has no window, the last one without.
+    Of the target layers that keep rows, it is the last with a window, or without a window if `spec` has none.
     Raises EspalierError if the target has no such layer."""
     candidates = [
         i
         for i, target_spec in enumerate(target_specs)
         if target_spec.shares_with is None and (target_spec.window is None) == (spec.window is None)
     ]
-    if not candidates or target_specs[candidates[-1]].cache_spec != spec.cache_spec:
-        keeps = target_specs[candidates[-1]].cache_spec if candidates else "no such layer"
+    rows = target_specs[candidates[-1]].cache_spec if candidates else "no such layer"
+    if rows != spec.cache_spec:
         raise EspalierError(
-            f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {keeps}; use the draft "
+            f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {rows}; use the draft "
             "trained for it"
         )
     # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before
@@ -110,8 +110,8 @@ class ClusteredHead:
         """x [B, Q, H] -> scores [B, Q, V].  Tokens without a computed score get a score below all computed scores."""
         tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
-        below = scores.amin(-1, keepdim=True) - 1
-        return below.repeat(1, 1, len(self.head)).scatter_(2, tokens, scores)
+        low_score = scores.amin(-1, keepdim=True) - 1
+        return low_score.repeat(1, 1, len(self.head)).scatter_(2, tokens, scores)
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class Assistant:
 
 def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, position_rows: int) -> Assistant:
     """Builds the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
-    layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
+    layer, hidden, target_hidden = config.layer, config.layer.hidden_size, config.spec.hidden_size
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.layer_ropes)}
     load = layer.family.load_layer
     assert load is not None
@@ -173,13 +173,13 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
         head = embed if layer.tie_word_embeddings else untied_head
     draft = Assistant(
         config,
-        embed=whole_embedding(target),
-        input_projection=weights.linear("", ("pre_projection",), (whole_part(hidden),), 2 * wide, bias=False),
+        embed=gathered_embedding(target),
+        input_projection=weights.linear("", ("pre_projection",), (whole_part(hidden),), 2 * target_hidden, bias=False),
         layers=[
             load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.layer_ropes)
         ],
         norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
-        output_projection=weights.linear("", ("post_projection",), (whole_part(wide),), hidden, bias=False),
+        output_projection=weights.linear("", ("post_projection",), (whole_part(target_hidden),), hidden, bias=False),
         head=_load_clustered_head(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
         shards=weights.shards,
     )

@@ -52,7 +52,7 @@ CONFIG_FIELDS = {
 }
 # Fields that a file may omit.  A missing field has GGUF's default, not the default of the family.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
-# Fields that other functions read, or that do not change the computation.
+# Fields that other functions of this file read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (
     *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),

@@ -31,8 +31,8 @@ INDEXER_DEFAULTS: dict[str, Any] = {
 class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
-    values of an index key, and of each head of an index query.  interleaved: see
-    espalier/kernels/ops/selection.py:IndexerInputs.
+    values of an index key, and of each head of an index query.
+    interleaved: whether the two values that RoPE rotates as a pair are adjacent.
     layer_types: for each layer, FULL_INDEXER (it has an indexer) or SHARED_INDEXER (an earlier layer's indexer
     chooses its rows)."""
 
@@ -112,8 +112,8 @@ def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, 
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
             raise EspalierError(f"{name} = {shown(value)}; an integer of at least 0 or null is needed; correct it")
-    every = max(freq, 1)
-    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % every else FULL_INDEXER for layer in range(layers))
+    step = max(freq, 1)
+    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % step else FULL_INDEXER for layer in range(layers))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LatentConfig:
     kv_rank: the size of the latent from which K and V are computed.
     nope_size: the number of values of a q or k head without RoPE; rope_size: the number of values with RoPE.
     v_size: the size of a v head.
-    interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
+    interleaved: whether the two values that RoPE rotates as a pair are adjacent.
     indexer: the sizes of the indexers; None if layers attend to all rows."""
 
     q_rank: int | None

@@ -44,10 +44,10 @@ def load_experts(
     routing = experts.routing
     # The router is read first, because its shape shows whether the number of experts is right.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
+    load_matrices = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
         experts.storage
     ]
-    gate_up, down, biases = read(weights, experts, prefix, hidden)
+    gate_up, down, biases = load_matrices(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
@@ -55,8 +55,9 @@ def load_experts(
     if experts.scale_name is not None:
         scale = weights.load_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
-        under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
-        sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
+        layer_prefix, own_prefix = prefix.removesuffix(experts.prefix), experts.shared_prefix
+        shared_prefix = prefix if own_prefix is None else layer_prefix + own_prefix
+        sizes, name = (hidden, experts.shared_size), f"{shared_prefix}{experts.shared_name}."
         # MixtureMLP adds the shared and routed experts before it sums over the ranks, so the shared MLP does not sum
         # over the ranks.
         shared = weights.mlp(name, *sizes, experts.shared_has_bias, shared_activation, False, experts.shared_names)
@@ -158,9 +159,9 @@ def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
     return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
 
-def _split_gate_and_up(interleaved: Tensor) -> Tensor:
+def _split_gate_and_up(columns: Tensor) -> Tensor:
     """Converts [N, 2·I], in which columns of gate and up alternate, to [N, 2, I], gate first."""
-    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
+    return columns.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -303,20 +304,20 @@ def _load_indexer(
     """Loads the indexer of a layer, the whole indexer on every rank.  Returns None for a layer without an indexer."""
     if index is None or rank is None:
         return None
-    under = f"{prefix}indexer."
+    indexer_prefix = f"{prefix}indexer."
     if not index.has_own_indexer(layer):
         # Checkpoints may have unused weights of this indexer: a model override can replace an indexer by a shared one.
-        weights.allow_unused_prefixes((under,))
+        weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(
-        q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
-        k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
+        q=weights.linear(indexer_prefix, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
+        k=weights.linear(indexer_prefix, ("wk",), (whole_part(index.size),), columns, bias=False),
         norm=IndexerNorm(
-            weights.load(f"{under}k_norm.weight", index.size),
-            weights.load(f"{under}k_norm.bias", index.size),
+            weights.load(f"{indexer_prefix}k_norm.weight", index.size),
+            weights.load(f"{indexer_prefix}k_norm.bias", index.size),
             INDEX_NORM_EPS,
         ),
-        score_weights=weights.load_dense_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
+        score_weights=weights.load_dense_matrix(f"{indexer_prefix}weights_proj", whole_part(index.heads), columns),
         interleaved=index.interleaved,
     )
 

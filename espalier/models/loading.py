@@ -84,8 +84,8 @@ def text_config(config_json: Json, families: Iterable[Family], path: Path) -> Js
         )
     shared = {field: config_json[field] for field in SHARED_FIELDS if config_json.get(field) is not None}
     # tie_word_embeddings is a field of the multimodal config, because the lm_head is not part of the text model.
-    tied = {field: config_json[field] for field in ("tie_word_embeddings",) if field in config_json}
-    return {**shared, **text, **tied, "architectures": [by_type[kind].architecture], "model_type": kind}
+    tie_field = {field: config_json[field] for field in ("tie_word_embeddings",) if field in config_json}
+    return {**shared, **text, **tie_field, "architectures": [by_type[kind].architecture], "model_type": kind}
 
 
 # The names of the FP8 scales of K and V in a layer's attention.  The first pair is from compressed-tensors, the second
@@ -183,7 +183,7 @@ def load_target(
     """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
     position_rows: the number of rows of the rotary tables, which hold positions 0 .. position_rows-1.
     max_context: the number of tokens of the longest text; by default position_rows.
-    captured_layers: the layers whose inputs every pass returns; the index num_layers stands for the final norm."""
+    captured_layers: the layers whose inputs every pass returns; the index num_layers means the final norm's input."""
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in captured_layers if not 0 <= layer <= config.num_layers]
     if missing:
@@ -223,18 +223,19 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.layer_ropes)]
-    own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_with is None]
+    layers_without_state = layers_with_rows(layer_specs, range(len(layer_specs)))
+    kv_layers = [i for i in layers_without_state if layer_specs[i].shares_with is None]
     kv_scales = tuple(
-        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.cache_spec) if i in own_rows else None
+        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.cache_spec) if i in kv_layers else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _load_head(weights, config, embed)
     weights.allow_unused_prefixes(unread_prefixes(config))
     weights.require_all_used()
-    own_specs = specs_of_rank(layer_specs, weights.shards)
+    rank_specs = specs_of_rank(layer_specs, weights.shards)
     return Decoder(
-        config, own_specs, tuple(captured_layers), tables[config.layer_ropes[0]], embed, layers, norm, head, kv_scales
+        config, rank_specs, tuple(captured_layers), tables[config.layer_ropes[0]], embed, layers, norm, head, kv_scales
     )
 
 

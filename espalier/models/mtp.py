@@ -103,7 +103,7 @@ def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
 
 
 def _with_storage_fields(target: Json, config_json: Json) -> Json:
-    """Returns the target's config with the quantisation fields of MTP layers that are in another directory."""
+    """Returns the target's config, with the quantisation fields of `config_json` in place of the target's."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(config_json)
 
 
@@ -118,7 +118,7 @@ def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
 
 
 def _family_of(base: DraftFields) -> Family:
-    """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported one."""
+    """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported family."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
@@ -132,17 +132,17 @@ def _family_of(base: DraftFields) -> Family:
 def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
     """Returns the config of a model whose last layers are the MTP layers.
     layer_type: the type of each MTP layer; by default, the type of the target's last layer."""
-    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in FIELDS_BY_LAYER if base.get(name)}
+    new_fields: Json = {name: [*base[name], *base[name][-1:] * modules] for name in FIELDS_BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
-        longer["layer_types"][-modules:] = [layer_type] * modules
+        new_fields["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
         # Every MTP layer has its own indexer, even if layers of the target share indexers.
-        longer |= {
+        new_fields |= {
             TYPES_FIELD: [*indexer_types({**base}), *[FULL_INDEXER] * modules],
             PATTERN_FIELD: None,
             FREQ_FIELD: None,
         }
-    return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
+    return {**base, **new_fields, "num_hidden_layers": base["num_hidden_layers"] + modules}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from espalier.models.weight_formats.e2m1 import MXFP4_BLOCK_SIZE, NVFP4_GROUP_SI
 from espalier.models.weights import PLAIN_DTYPES
 
 # An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
-# FP8_BLOCK: rows and columns.
+# FP8_BLOCK: the number of rows, and of columns, that share a scale in FP8 blocks.
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK = 128
@@ -79,7 +79,7 @@ class Quantiser:
     quantise: returns the stored tensors of a matrix [out, in] or, if `quantises_only_experts`, of experts [count, out,
     in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
-    group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
+    group_sizes: the numbers of columns that may share a scale.  A matrix gets the first that divides its column count.
     quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
     dense."""
 
@@ -99,12 +99,12 @@ class Quantiser:
         config = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
         for group in self.group_sizes[1:]:
             if names := [name for name, group_size in groups.items() if group_size == group]:
-                first = config["config_groups"]["group_0"]
+                first_group = config["config_groups"]["group_0"]
                 own_fields = {
                     "targets": _patterns_of_layers(names, groups),
-                    "weights": first["weights"] | {"group_size": group},
+                    "weights": first_group["weights"] | {"group_size": group},
                 }
-                config["config_groups"] = {**config["config_groups"], f"group_{group}": first | own_fields}
+                config["config_groups"] = {**config["config_groups"], f"group_{group}": first_group | own_fields}
         return config
 
     def stays_dense(self, name: str) -> bool:
@@ -148,7 +148,7 @@ def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) 
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
     others = {_any_number_pattern(name) for name in groups.keys() - set(names)}
-    return [each for pattern, alike in patterns.items() for each in (alike if pattern in others else [pattern])]
+    return [name for pattern, full in patterns.items() for name in (full if pattern in others else [pattern])]
 
 
 def _any_number_pattern(name: str) -> str:
@@ -157,7 +157,7 @@ def _any_number_pattern(name: str) -> str:
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  Blocks but the last have a multiple of `row_multiple` rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -173,7 +173,7 @@ def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  The last may be smaller."""
+    """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  Last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
     for block in _row_blocks(matrix, device, FP8_BLOCK):
@@ -186,8 +186,8 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
     return {".weight": _join_codes(codes), ".weight_scale_inv": torch.cat(scales)}
 
 
-def _fp8_scale(largest: Tensor) -> Tensor:
-    return torch.where(largest == 0, 1.0, largest / FP8_MAX)
+def _fp8_scale(max_magnitude: Tensor) -> Tensor:
+    return torch.where(max_magnitude == 0, 1.0, max_magnitude / FP8_MAX)
 
 
 def _join_codes(codes: Sequence[Tensor]) -> Tensor:
@@ -218,14 +218,14 @@ def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales [rows, n, 1] with the least squared error among SCALE_FACTORS.  groups: [rows, n, group]."""
-    largest = groups.abs().amax(2, keepdim=True)
-    widest = torch.where(largest == 0, 1.0, largest / 7.5)
-    best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
+    max_magnitude = groups.abs().amax(2, keepdim=True)
+    base_scale = torch.where(max_magnitude == 0, 1.0, max_magnitude / 7.5)
+    best, least_error = base_scale.to(dtype), torch.full_like(max_magnitude, torch.inf)
     for shrink in SCALE_FACTORS:
-        scale = (widest * shrink).to(dtype)
-        exact = scale.float()
-        error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        scale = (base_scale * shrink).to(dtype)
+        scale_values = scale.float()
+        error = ((groups / scale_values).round().clamp(-8, 7) * scale_values - groups).square().sum(2, keepdim=True)
+        best, least_error = torch.where(error < least_error, scale, best), torch.minimum(error, least_error)
     return best
 
 
@@ -236,9 +236,9 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
     codes, scales = [], []
     for matrix in experts:
         values = matrix.to(device, torch.float32).unflatten(1, (-1, MXFP4_BLOCK_SIZE))
-        largest = values.abs().amax(2)
-        exponent = torch.frexp(largest)[1] - 1 - E2M1_MAX_EXPONENT
-        exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
+        max_magnitude = values.abs().amax(2)
+        exponent = torch.frexp(max_magnitude)[1] - 1 - E2M1_MAX_EXPONENT
+        exponent = torch.where(max_magnitude == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
         codes.append(pack_nibbles(_encode_e2m1(scaled)).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
@@ -247,8 +247,8 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and a divisor for the matrix."""
-    largest = matrix.abs().amax().to(device, torch.float32)
-    divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
+    max_magnitude = matrix.abs().amax().to(device, torch.float32)
+    divisor = torch.where(max_magnitude == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / max_magnitude)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NVFP4_GROUP_SIZE))
@@ -262,11 +262,11 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
     return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": factor}
 
 
-def _encode_e2m1(scaled: Tensor) -> Tensor:
-    """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled.device)
-    magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
-    return magnitudes | (scaled < 0).to(torch.uint8) << 3
+def _encode_e2m1(scaled_values: Tensor) -> Tensor:
+    """Returns the 4-bit codes of the E2M1 values nearest to `scaled_values`.  Magnitudes above 6 get the code of 6."""
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled_values.device)
+    magnitudes = torch.bucketize(scaled_values.abs().contiguous(), middles).to(torch.uint8)
+    return magnitudes | (scaled_values < 0).to(torch.uint8) << 3
 
 
 def _compressed_tensors(
@@ -316,7 +316,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
         "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], group_sizes=(NVFP4_GROUP_SIZE,)),
         "mxfp4": Quantiser(
             to_mxfp4,
-            lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
+            lambda pattern, dense_names: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense_names)},
             group_sizes=(MXFP4_BLOCK_SIZE,),
             quantises_only_experts=True,
         ),
@@ -386,8 +386,8 @@ def _write_copy(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": quantiser.quantization_config(columns)}
-    (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
+    full_config = {**config, "quantization_config": quantiser.quantization_config(columns)}
+    (out / "config.json").write_text(json.dumps(full_config, indent=1), encoding="utf-8")
     return report
 
 

@@ -59,15 +59,15 @@ class RopeConfig:
 
     dim: the number of rotated channels of a head; in latent attention, the size of the rope part.
     type: one of ROPE_TYPES, or "none" for a layer without RoPE, whose frequencies are 0.
-    A dynamic RoPE has unscaled frequencies up to the trained length.  `ModelConfig.max_position` limits contexts to
-    that length, because in longer contexts every new token would change the rotation of all cached keys.
+    A dynamic RoPE has unscaled frequencies up to the trained length.  Espalier limits contexts to that length, because
+    in longer contexts every new token would change the rotation of all cached keys.
     partial_rotary_factor: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies
     are not rotated.
     latent_mscale: the factor of q and of k that YaRN computes from mscale_all_dim.  Latent attention multiplies its
     softmax scale by the square of this factor; other attention ignores it.
     longrope_factors: LongRoPE's two sets of divisors, one divisor for each frequency: for contexts up to
-    original_max_position, and for longer contexts.  A loaded model always uses the same set (RopeTables), because
-    another set would change the rotation of all cached keys.
+    original_max_position, and for longer contexts.  A loaded model uses one of the sets for all contexts, because a
+    change of the set would change the rotation of all cached keys.
     query_scaling_beta: β of Llama 4's attention temperature.  After rotation, the query at position p is multiplied by
     1 + β · ln(1 + floor(p / original_max_position))."""
 

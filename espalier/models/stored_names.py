@@ -72,10 +72,10 @@ class Experts:
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
     router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
     scale_name: the name of a tensor [E] by which routing weights are multiplied; None if there is no such tensor.
-    storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
-    has_biases: whether gate, up and down have biases.
-    prefix: the prefix of the block's weights in a layer.
-    names: the names of an expert's matrices ("apart").  joined_names: the names of the two stacked tensors ("joined").
+    storage: "apart": each matrix of each expert is a tensor.  "joined": tensors [E, out, in], gate before up.
+    "stacked": tensors [E, in, out], in which columns of gate and up alternate.
+    has_biases: whether gate, up and down have biases.  prefix: the prefix of the block's weights in a layer.
+    names: the names of an expert's matrices, if stored apart.  joined_names: the names of the two joined tensors.
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
@@ -102,9 +102,9 @@ class Experts:
 
 
 def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
-    """For matrices that a layer stacks, returns the names of the stored matrices, and which rows of each are read.
-    rows: the rows of each matrix of the layer.  names: one name for each matrix, or one for all if the checkpoint also
-    stores them stacked.  If ranks divide such a stacked matrix, the rank's part of each matrix is read separately."""
+    """For matrices that a layer stacks, returns the names of the stored matrices, and the rows that are read from each.
+    rows: the rows of each matrix of the layer.  names: one name for each matrix, or a single name if the checkpoint
+    stores the matrices stacked.  If ranks divide stored stacked matrices, each matrix is read separately."""
     if len(names) == len(rows):
         return names, rows
     parts = [as_rank_part(size) for size in rows]
@@ -126,16 +126,16 @@ class StoredNames:
     prefixes: tuple[tuple[str, str], ...] = ()
     has_other_parts: bool = False
 
-    def own_name(self, stored: str) -> str | None:
+    def own_name(self, stored_name: str) -> str | None:
         """Returns the own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
-            if stored.startswith(prefix):
-                return own + stored.removeprefix(prefix)
-        return None if self.has_other_parts else stored
+            if stored_name.startswith(prefix):
+                return own + stored_name.removeprefix(prefix)
+        return None if self.has_other_parts else stored_name
 
-    def formats_by_own_name(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
-        """Converts `formats`, a function of stored names, to a function of own names.  stored: all stored names."""
-        prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
+    def formats_by_own_name(self, formats: FormatLookup, names: Iterable[str]) -> FormatLookup:
+        """Converts `formats`, a function of stored names, to a function of own names.  names: all stored names."""
+        prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in names)}
         if not prefixes:
             return formats
 

@@ -132,7 +132,7 @@ def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
-        # `touch` creates the file with the permissions of the umask; `save_file` gives only its owner access.
+        # `touch` creates the file with the umask's permissions; `save_file` alone would give only the owner access.
         file.touch()
         mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
@@ -150,25 +150,25 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 @dataclass(frozen=True)
 class WeightSize:
     """The size of a model's weights in memory.
-    num_cast_values: values that are cast to the model's dtype.  kept_bytes: bytes of tensors that are not cast."""
+    num_cast_values: values that are cast to the model's dtype.  uncast_bytes: bytes of tensors that are not cast."""
 
     num_cast_values: int = 0
-    kept_bytes: int = 0
+    uncast_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of the weights in a model of this dtype."""
-        return self.num_cast_values * dtype.itemsize + self.kept_bytes
+        return self.num_cast_values * dtype.itemsize + self.uncast_bytes
 
     def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightSize":
         """Returns the size of the weights on one of `num_ranks` ranks.  replicated_values: the number of values that
         every rank holds; all other values are divided among the ranks."""
         return WeightSize(
             replicated_values + -(-max(self.num_cast_values - replicated_values, 0) // num_ranks),
-            -(-self.kept_bytes // num_ranks),
+            -(-self.uncast_bytes // num_ranks),
         )
 
     def __add__(self, other: "WeightSize") -> "WeightSize":
-        return WeightSize(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
+        return WeightSize(self.num_cast_values + other.num_cast_values, self.uncast_bytes + other.uncast_bytes)
 
 
 def count_weights_in(

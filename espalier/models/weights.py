@@ -102,8 +102,8 @@ class Weights:
 
     def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  No data is read.
-        Of a tensor without a row dimension (such as an input scale) only the name is checked, because a single value
-        may have the shape [] or [1].  All other tensors depend on both sizes."""
+        For a tensor without a row dimension (such as an input scale), only the name is checked, because a single value
+        may have the shape [] or [1].  The shapes of all other tensors depend on both sizes."""
         try:
             declared = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
@@ -322,7 +322,7 @@ class Weights:
         self, names: Sequence[str], declared: Sequence[StoredTensor], cuts: Sequence[Slices] = ()
     ) -> Tensor:
         """Concatenates tensors along row_dim; if row_dim is None, the tensors are stacked.
-        declared: the declaration of each tensor.  cuts: the slices of each tensor to read; by default, all of it.
+        declared: the declaration of each tensor.  cuts: the slices of each tensor to read; by default, whole tensors.
         Each slice is copied directly to its place in the result; the rest of the file is not read."""
         cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in declared]
         shapes = [[part.stop - part.start for part in cut] for cut in cuts]
@@ -368,14 +368,14 @@ class Weights:
         self,
         prefix: str,
         hidden: int,
-        inner: int,
+        intermediate_size: int,
         bias: bool,
         activation: Activation = SILU,
         sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: see `linear`."""
-        part = self.shards.part(inner, "intermediate size")
+        """Returns the dense MLP under `prefix`.  sums_over_ranks: see `linear`."""
+        part = self.shards.part(intermediate_size, "intermediate size")
         gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (part,) * activation.num_matrices), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), part, bias, sums_over_ranks), activation)
 

@@ -98,13 +98,13 @@ class Collectives(Protocol):
 
 
 class IndivisibleError(EspalierError):
-    """The number of ranks does not divide a size.  declared_weights.py adds the possible numbers to the message."""
+    """The number of ranks does not divide a size.  declared_weights.py adds the possible numbers of ranks."""
 
 
 @dataclass(frozen=True)
 class Shards:
     """One rank's part of a model that `count` ranks divide.  rank: the rank's number, from 0.  collectives: None for
-    one rank, or before the ranks are joined.
+    one rank, and before the ranks are joined.
 
     All ranks have equal parts.  If `count` does not divide a size, the model is refused before its weights are read
     (models/declared_weights.py).

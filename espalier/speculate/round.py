@@ -248,7 +248,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.from_places(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
+    return ChosenRows.from_pass_rows(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:

@@ -13,7 +13,7 @@ def _sibling_state_kept(original):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
     def commit(table, access, source):
-        last = next(iter(table.states.values())).inputs.shape[0] - 1
+        last = next(iter(table.states.values())).staged_inputs.shape[0] - 1
         original(table, access, torch.where(source > source[:, :1], (source + 1).clamp(max=last), source))
 
     return commit
@@ -32,10 +32,10 @@ def _conv_tail_kept(original):
     def commit(table, access, source):
         tails = {layer: states.conv_tail[access.slots] for layer, states in table.states.items()}
         original(table, access, source)
-        full_length = torch.full_like(access.length, source.shape[1])
+        lengths = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.inputs[source], full_length))
+            path.store_states(states.conv_tail, conv_tail_after(tails[layer], states.staged_inputs[source], lengths))
 
     return commit
 

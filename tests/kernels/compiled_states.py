@@ -125,10 +125,10 @@ def in_machine_code(names: set[str], sizes: list[tuple[int, int]], kinds: tuple[
 def main() -> None:
     driver.set_active(Driver())
     if "machine" in sys.argv:
-        print(json.dumps(in_machine_code({"_scan_kernel"}, SIZES, (True,))))
+        print(json.dumps(in_machine_code({"_scan_chunks_kernel"}, SIZES, (True,))))
         return
     if "all" in sys.argv:
-        names = {"_scan_kernel", "_solve_kernel", "_tree_kernel"}
+        names = {"_scan_chunks_kernel", "_solve_chunks_kernel", "_tree_kernel"}
         print(json.dumps(in_machine_code(names, [*SIZES, *ALL_SIZES], (True, False))))
         return
     triton.knobs.runtime.add_stages_inspection_hook = translated_only

@@ -45,7 +45,7 @@ def test_mask_equals_a_walk_to_the_root(nodes):
     trees = [random_tree(nodes, seed) for seed in range(3)]
     parents = torch.tensor([parents for parents, _, _ in trees])
     void = torch.tensor([void for _, void, _ in trees])
-    mask = ancestor_mask(parents, void, levels=max(depth for _, _, depth in trees))
+    mask = ancestor_mask(parents, void, max_depth=max(depth for _, _, depth in trees))
     assert mask.tolist() == [walked(parents, void) for parents, void, _ in trees]
 
 

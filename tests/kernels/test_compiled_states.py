@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="needs Triton")
 def test_kernels_of_states_compile():
     said = json.loads(warm.compiler().run("tests.kernels.compiled_states"))
     assert said["refused"] == {}
-    of_chains = {"_solve_kernel", "_scan_kernel"}
+    of_chains = {"_solve_chunks_kernel", "_scan_chunks_kernel"}
     of_commits = {"_commit_states_kernel", "_commit_tails_kernel"}
-    assert set(said["names"]) == {*of_chains, *of_commits, "_tree_kernel", "_prepare_kernel", "_gated_norm_kernel"}
+    assert set(said["names"]) == {*of_chains, *of_commits, "_tree_kernel", "_prepare_rows_kernel", "_gated_norm_kernel"}
 
 
 def test_no_register_of_tiny_heads_is_lost():

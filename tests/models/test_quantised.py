@@ -108,7 +108,7 @@ def test_stored_bytes_are_what_memory_holds(tmp_path, kind):
     config = read_config(path)
     files = load_file(path / "model.safetensors")
     count = count_weights_in(path, config.formats)
-    assert count.kept_bytes == sum(t.nbytes for t in files.values() if t.dtype not in (DTYPE,))
+    assert count.uncast_bytes == sum(t.nbytes for t in files.values() if t.dtype not in (DTYPE,))
     matrix = loaded(path).matrix(*GATE_UP)
     assert isinstance(matrix, QuantisedMatrix) and matrix.codes.nbytes == 128 * 32 // (1 if "fp8" in kind else 2)
 

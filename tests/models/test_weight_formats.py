@@ -135,9 +135,9 @@ def test_memory_is_counted_as_it_is_stored(both):
     with_shape = [name for name in load_file(both[0][0] / "model.safetensors") if name.endswith("weight_shape")]
     matrices = 4 * (64 * 32 + 32 * 32 + 3 * 64 * 32)
     scales = 4 * (64 + 32 + 64 + 64 + 32)
-    assert int8.kept_bytes == matrices + 16 * len(with_shape)
+    assert int8.uncast_bytes == matrices + 16 * len(with_shape)
     assert int8.num_cast_values == dense.num_cast_values - matrices + scales
-    assert int8.nbytes(torch.bfloat16) == int8.kept_bytes + 2 * int8.num_cast_values
+    assert int8.nbytes(torch.bfloat16) == int8.uncast_bytes + 2 * int8.num_cast_values
 
 
 def test_memory_counts_the_files_that_are_loaded(tmp_path):

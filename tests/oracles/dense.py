@@ -49,7 +49,7 @@ class DensePass(Pass):
         self.k_up: dict[int, Tensor] = {}
         self.chosen: Tensor | None = None
         self.values: dict[int, Tensor | None] = {}
-        self._position_lookups = {}
+        self._values_at_positions = {}
 
     def write(self, layer: int, *values: Any, index: IndexerInputs | None = None) -> Tensor:
         spec = self.specs[layer]

@@ -35,8 +35,8 @@ class AttentionConstexprs(NamedTuple):
     """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
     SOFTCAP: the soft-cap of logits, 0 for none.
-    FIRST_TILE_SIZE, SECOND_TILE_SIZE: values of a row in its two tiles (RowTiles).
-    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: the tiles' widths.
+    FIRST_TILE_SIZE, SECOND_TILE_SIZE: how many values of a row the first and the second tile hold (RowTiles).
+    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two.
     """
 
     PAGE_SIZE: Any
@@ -54,8 +54,8 @@ class AttentionConstexprs(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Pointers and row strides of a row's two tiles: K and V; for a latent row, the latent (which is V) and the RoPE
-    part."""
+    """Pointers and row strides of the two tiles of a row.  For K and V heads, the tiles are K and V.  For a latent row,
+    the first tile is the latent, which is also V, and the second is the RoPE part."""
 
     first_tile_ptr: Any
     first_tile_stride: Any
@@ -97,8 +97,8 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
     A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
     The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
     """
-    grown = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
-    return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
+    exp_doubled = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
+    return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + exp_doubled))
 
 
 @kernel
@@ -120,9 +120,9 @@ def _attend_scores(
 
 @kernel
 def shift_exponent(exponent, dtype: tl.constexpr):
-    """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
+    """Subtract 15 from the exponent for float16.  So float16 weights are stored times 2^15.
 
-    A weight is at most 1, and float16's smallest number is 2^-24.  The sum of many weights below 2^-24 may matter.
+    A weight is at most 1.  Without the factor, weights below 2^-24 would become 0, and the sum of many may matter.
     """
     if dtype == tl.float16:
         exponent = exponent - 15.0
@@ -131,7 +131,7 @@ def shift_exponent(exponent, dtype: tl.constexpr):
 
 @kernel
 def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
-    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see shift_exponent."""
+    """Returns the log-sum-exp in base 2.  sum_weights: of weights in `dtype`, scaled by shift_exponent."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     lse = tl.fma(max_score, scale, shift_exponent(tl.log2(divisor), dtype))
     return tl.where(sum_weights == 0.0, float("-inf"), lse)
@@ -139,7 +139,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin` on, a scalar if they share one page.  BLOCK_N divides begin."""
+    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if they share a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -168,18 +168,18 @@ def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 @kernel
 def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows [N, BLOCK] at offsets [N].  Zeros: values past ROW_SIZE and, if MASKED, rows that do not exist."""
-    size = tl.arange(0, BLOCK)
-    at = pointer + offsets[:, None] + size[None, :]
+    """Load rows [N, BLOCK] at offsets [N].  Values past ROW_SIZE are 0.  If MASKED, rows that do not exist are 0."""
+    column = tl.arange(0, BLOCK)
+    ptrs = pointer + offsets[:, None] + column[None, :]
     if MASKED:
         mask = row_exists[:, None]
         if BLOCK != ROW_SIZE:
-            mask = mask & (size < ROW_SIZE)[None, :]
-        rows = tl.load(at, mask=mask, other=0.0)
+            mask = mask & (column < ROW_SIZE)[None, :]
+        rows = tl.load(ptrs, mask=mask, other=0.0)
     elif BLOCK != ROW_SIZE:
-        rows = tl.load(at, mask=(size < ROW_SIZE)[None, :], other=0.0)
+        rows = tl.load(ptrs, mask=(column < ROW_SIZE)[None, :], other=0.0)
     else:
-        rows = tl.load(at)
+        rows = tl.load(ptrs)
     return rows
 
 
@@ -203,9 +203,9 @@ def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_w
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = load_pages_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
-    for at in tl.range(begin, end, BLOCK_N, num_stages=CONSTANTS.STAGES):
-        row = pool_rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
-        page = load_pages_of_block(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+    for block_begin in tl.range(begin, end, BLOCK_N, num_stages=CONSTANTS.STAGES):
+        row = pool_rows_of_block(page, block_begin, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(table, block_begin + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -220,18 +220,18 @@ def attend_blocks(
 ):
     """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
-    MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
+    MASKED: some rows are at or after `end`, or before `first_position`.  They may be NaN, so they are not read.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    at = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
-    page = load_pages_of_block(table, at, end, PAGE_SIZE, BLOCK_N)
-    for t in tl.range(begin_block, end_block, num_stages=CONSTANTS.STAGES):
-        at = begin + nth_block_index(t, num_lower, num_unmasked) * BLOCK_N
-        at_next = begin + nth_block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
-        key_position = at + tl.arange(0, BLOCK_N)
-        row = pool_rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
-        page = load_pages_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
+    block_begin = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
+    page = load_pages_of_block(table, block_begin, end, PAGE_SIZE, BLOCK_N)
+    for step in tl.range(begin_block, end_block, num_stages=CONSTANTS.STAGES):
+        block_begin = begin + nth_block_index(step, num_lower, num_unmasked) * BLOCK_N
+        next_begin = begin + nth_block_index(step + 1, num_lower, num_unmasked) * BLOCK_N
+        key_position = block_begin + tl.arange(0, BLOCK_N)
+        row = pool_rows_of_block(page, block_begin, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(table, next_begin, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first_position) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
@@ -250,12 +250,12 @@ def attend_staged(
 ):
     """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
-    In a chain (STAGED_KIND 1) a query sees its own row and all rows before it; in a tree (2), the rows of its ancestor
-    bits.
+    In a chain (STAGED_KIND 1) a query sees its own row and all rows before it.  In a tree (STAGED_KIND 2) a query sees
+    the rows whose bits are set in its ancestor bits.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
-    for at in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
-        node = at + tl.arange(0, CONSTANTS.BLOCK_R)
+    for first_row in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
+        node = first_row + tl.arange(0, CONSTANTS.BLOCK_R)
         exists = node < num_rows
         row = node.to(tl.int64)
         first_tile, second_tile = _load_tiles(tiles, row, exists, True, CONSTANTS)
@@ -264,7 +264,7 @@ def attend_staged(
             if WINDOW > 0:
                 seen = seen & (query[:, None] - node[None, :] < WINDOW)
         else:
-            word = tl.load(bits_ptr + query.to(tl.int64) * bits_stride_q + at // 64, mask=query_exists, other=0)
+            word = tl.load(bits_ptr + query.to(tl.int64) * bits_stride_q + first_row // 64, mask=query_exists, other=0)
             seen = exists[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
             if WINDOW > 0:
                 position_ptrs = row_position_ptr + row * row_position_stride_r
@@ -309,17 +309,17 @@ def sink_share(lse, sink_ptr, head):
 
     lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """
-    finite = tl.where(lse == float("-inf"), 0.0, lse)
+    finite_lse = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)
-    return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite)))
+    return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite_lse)))
 
 
 @kernel
 def _write_tile(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
-    size = tl.arange(0, BLOCK_V)
-    mask = query_exists[:, None] & (size < V_SIZE)[None, :]
-    tl.store(out_ptr + row[:, None] * V_SIZE + size[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+    column = tl.arange(0, BLOCK_V)
+    mask = query_exists[:, None] & (column < V_SIZE)[None, :]
+    tl.store(out_ptr + row[:, None] * V_SIZE + column[None, :], acc.to(out_ptr.dtype.element_ty), mask)
     tl.store(lse_ptr + row, lse, query_exists)
 
 
@@ -332,7 +332,7 @@ def write_work_item_result(
 ):
     """Write the final result if the request has one split, else a partial result.
 
-    scale: the factor of the scores; 1 for soft-capped scores, which include it.  dtype: the weights' dtype.
+    scale: the factor of the scores; 1 for soft-capped scores, which are already scaled.  dtype: the weights' dtype.
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
@@ -362,18 +362,18 @@ def check_attention_inputs(name: str, inputs: AttentionInputs, kv_heads: int) ->
     if k.shape[0] >= 2**31:
         raise EspalierError(f"{name} supports pools below 2^31 rows, but got {k.shape[0]}")
     require(f"{name}'s splits", inputs.splits.starts, (2 * batch + 1,), torch.int32, q)
-    need_contiguous_last = [k, v, prefix.page_table]
+    dense_tensors = [k, v, prefix.page_table]
     if inputs.staged is not None:
         staged_k, staged_v = inputs.staged
         rows = staged_k.shape[1] if nodes.ancestor_bits is not None else queries
         require_kv_rows(f"{name}'s staged k", staged_k, (batch, rows, kv_heads, k_size), scales, q)
         require_kv_rows(f"{name}'s staged v", staged_v, (batch, rows, kv_heads, v_size), scales, q)
         require(f"{name}'s row positions", nodes.row_positions, (batch, rows), torch.int64, q)
-        need_contiguous_last += inputs.staged
+        dense_tensors += inputs.staged
         if nodes.ancestor_bits is not None:
             require_ancestor_bits(f"{name}'s ancestor bits", nodes.ancestor_bits, rows, q)
-            need_contiguous_last.append(nodes.ancestor_bits)
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in need_contiguous_last):
+            dense_tensors.append(nodes.ancestor_bits)
+    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in dense_tensors):
         raise EspalierError(f"{name} needs k, v, page table and ancestor bits with a contiguous last dimension")
 
 

@@ -49,19 +49,19 @@ def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperCon
 def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides.
 
-    The kernel has no soft-cap.  It takes FP8 rows only with queries in registers, where they become float16.
+    The kernel has no soft-cap.  With FP8 rows the queries must fit in registers, where they become float16.
     """
     if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
     q, staged = inputs.q, inputs.staged
-    sizes = (q.shape[3], inputs.v_size)
-    read = [q, *inputs.pages, *(staged or ())]
-    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(is_aligned_for_copies, read))
-    return fits and (staged is None or staged[0].shape[1] > 0)
+    if q.dtype not in HOPPER_DTYPES or not q.shape[3] == inputs.v_size in HEAD_SIZES:
+        return False
+    is_aligned = all(map(is_aligned_for_copies, [q, *inputs.pages, *(staged or ())]))
+    return is_aligned and (staged is None or staged[0].shape[1] > 0)
 
 
 def block_rows_to_count(inputs: AttentionInputs) -> int | None:
-    """Returns the rows per block for counting contiguous blocks; None if tree_attention uses no such counts."""
+    """Returns the rows per block for count_contiguous_blocks; None if tree_attention needs no counts for `inputs`."""
     size = inputs.q.shape[3]
     if not needs_block_counts(inputs.page_size, inputs.window or 0, size):
         return None
@@ -74,8 +74,8 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentAttentionConfig:
     q, staged, fp8 = inputs.q, inputs.staged, inputs.kv_scales is not None
     queries, heads, size = q.shape[1:]
     if _hopper_supports_latent(inputs):
-        few = None if fp8 else choose_hopper_latent_few_queries_config(chip(q), queries, heads)
-        config = few or choose_hopper_latent_config(chip(q), fp8)
+        few_queries_config = None if fp8 else choose_hopper_latent_few_queries_config(chip(q), queries, heads)
+        config = few_queries_config or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
     row_bytes = sum(latent_tile_widths(size, inputs.v_size)) * q.dtype.itemsize
@@ -84,7 +84,7 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentAttentionConfig:
 
 
 def latent_config_supports(config: HopperLatentConfig | HopperLatentFewQueriesConfig, inputs: AttentionInputs) -> bool:
-    """Returns whether the Hopper kernel of this configuration takes these tensors."""
+    """Returns whether the Hopper kernel of this configuration takes these inputs."""
     fp8, (queries, heads) = inputs.kv_scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewQueriesConfig):
         return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
@@ -92,7 +92,7 @@ def latent_config_supports(config: HopperLatentConfig | HopperLatentFewQueriesCo
 
 
 def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
-    """Returns whether the Hopper kernel takes these tensors."""
+    """Returns whether the Hopper kernels for latent rows take these tensors."""
     rows = [inputs.pages[0], *(inputs.staged or ())[:1]]
     return hopper_latent_supports(inputs.q, rows, inputs.v_size)
 

@@ -27,7 +27,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Keys that are multiplied at once, and blocks of keys in flight.
+# Keys of a block, and the most blocks of keys in flight.
 BLOCK_N, STAGES = 64, 3
 # Programs per multiprocessor: one adds up products while another multiplies.
 PROGRAMS_PER_PROCESSOR = 2
@@ -66,13 +66,13 @@ def _score_block(
 
 
 @kernel
-def _store_block(
+def _store_scores(
     score, out_ptr, group_max_ptr, block, end, column, group, query, query_exists, out_stride_q, group_max_stride_q,
     GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
+    """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest score of each group of rows.
 
-    column: the column of row 0 at out_ptr; group: the column of its group at group_max_ptr.
+    column: the column of out_ptr for row 0.  group: the column of group_max_ptr for the group of row 0.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
@@ -96,23 +96,23 @@ def _index_scores_kernel(
     GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So the programs that read the same
-    keys run at the same time, and memory is read once."""
+    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  In this order the programs that read
+    the same keys run at the same time, so the keys are read from memory once."""
     pdl_trigger_and_wait(USE_PDL)
     program, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    of_head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_HEADS) // BLOCK_HEADS
+    q_index = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_HEADS) // BLOCK_HEADS
     head = tl.arange(0, QUERIES * BLOCK_HEADS) % BLOCK_HEADS
-    is_head = (of_head < queries) & (head < HEADS)
-    weight = tl.load(weight_ptr + request * weight_stride_b + of_head * weight_stride_q + head, mask=is_head, other=0.0)
+    exists = (q_index < queries) & (head < HEADS)
+    weight = tl.load(weight_ptr + request * weight_stride_b + q_index * weight_stride_q + head, mask=exists, other=0.0)
     q = tl.load(
-        q_ptr + request * q_stride_b + (of_head.to(tl.int64) * q_stride_q + head * HEAD_SIZE)[:, None] + value[None, :],
-        mask=is_head[:, None] & (value < HEAD_SIZE)[None, :], other=0.0,
+        q_ptr + request * q_stride_b + (q_index.to(tl.int64) * q_stride_q + head * HEAD_SIZE)[:, None] + value[None, :],
+        mask=exists[:, None] & (value < HEAD_SIZE)[None, :], other=0.0,
     )  # fmt: skip
     q = tl.trans(q)
     out = out_ptr + request * out_stride_b
-    highest = group_max_ptr + request * group_max_stride_b
+    top = group_max_ptr + request * group_max_stride_b
     query = query.to(tl.int64)[None, :]
     query_exists = query < queries
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
@@ -128,10 +128,10 @@ def _index_scores_kernel(
             mask=(at < length) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_HEADS, PRECISION)
-        _store_block(
-            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
+        _store_scores(
+            score, out, top, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
         )
-    # The last program takes the first staged block, because it may have had one committed block less.
+    # The last program takes the first staged block, because the last program may have one committed block less.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
@@ -146,8 +146,8 @@ def _index_scores_kernel(
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
         score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_HEADS, PRECISION)
         group = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
-        _store_block(
-            score, out, highest, block, rows, capacity, group, query, query_exists, out_stride_q, group_max_stride_q,
+        _store_scores(
+            score, out, top, block, rows, capacity, group, query, query_exists, out_stride_q, group_max_stride_q,
             GROUP_SIZE,
         )  # fmt: skip
 
@@ -155,13 +155,13 @@ def _index_scores_kernel(
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
     """Returns a program's shared memory plan.  No plan changes the bits: each query's heads are added up separately."""
     block_heads, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
-    columns = MAX_PRODUCT_COLUMNS if itemsize == 2 else MAX_FLOAT32_PRODUCT_COLUMNS
-    room = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
-    held = next_power_of_2(queries)
-    while held > 1 and held * block_heads > min(columns, room):
-        held //= 2
-    blocks = (gpu.shared_memory - SCORE_EXCHANGE_BYTES - held * block_heads * row_bytes) // (BLOCK_N * row_bytes)
-    return SharedMemoryPlan(held, block_heads, min(max(blocks, 1), STAGES))
+    max_columns = MAX_PRODUCT_COLUMNS if itemsize == 2 else MAX_FLOAT32_PRODUCT_COLUMNS
+    free_rows = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
+    num_queries = next_power_of_2(queries)
+    while num_queries > 1 and num_queries * block_heads > min(max_columns, free_rows):
+        num_queries //= 2
+    blocks = (gpu.shared_memory - SCORE_EXCHANGE_BYTES - num_queries * block_heads * row_bytes) // (BLOCK_N * row_bytes)
+    return SharedMemoryPlan(num_queries, block_heads, min(max(blocks, 1), STAGES))
 
 
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
@@ -187,8 +187,8 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
         return scores
     plan = _plan_shared_memory(chip(q), num_queries, heads, size, q.itemsize)
     blocks = -(-num_queries // plan.num_queries)
-    most = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
-    programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), most)
+    max_programs = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
+    programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), max_programs)
     # With fusion, the compiler could round the queries of a program differently.
     _index_scores_kernel[(blocks, programs, batch)](
         *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, *scores),

@@ -23,7 +23,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Queries, or requests, that a step of _kv_splits_kernel compares with all requests.
+# Queries, or other requests, that a step of _kv_splits_kernel reads for all requests at once.
 COMPARED_PER_STEP = 16
 
 
@@ -31,15 +31,15 @@ COMPARED_PER_STEP = 16
 def _split_rows_and_count(
     num_rows, request_exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
-    """Returns (rows of a split, number of splits) of requests with num_rows rows, see
-    KVSplitPolicy.rows_per_split."""
+    """Returns (rows per split, number of splits) of requests with num_rows rows, as KVSplitPolicy.rows_per_split does.
+    A request that does not exist has no splits."""
     num_rows = tl.maximum(num_rows, 0)
-    wanted = tl.maximum(
+    num_wanted = tl.maximum(
         tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS
     )
-    count = tl.minimum(tl.maximum(wanted, 1), max_splits)
-    width = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
-    return width, tl.where(request_exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
+    count = tl.minimum(tl.maximum(num_wanted, 1), max_splits)
+    split_rows = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
+    return split_rows, tl.where(request_exists, tl.maximum((num_rows + split_rows - 1) // split_rows, 1), 0)
 
 
 @kernel(do_not_specialize=["first_position", "num_splits", "max_splits"])
@@ -63,7 +63,7 @@ def _kv_splits_kernel(
             min_position = tl.minimum(min_position, tl.min(position, 1))
         begin = tl.where(request_exists, tl.maximum(begin, min_position - WINDOW + 1), 0)
     begin = begin // STEP * STEP
-    width, count = _split_rows_and_count(
+    size, count = _split_rows_and_count(
         length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
     )
     if WINDOW > 0:
@@ -74,26 +74,26 @@ def _kv_splits_kernel(
         for at in range(0, batch, BLOCK_Q):
             other = at + tl.arange(0, BLOCK_Q)
             exists = other < batch
-            rows = (
+            other_rows = (
                 tl.load(length_ptr + other * length_stride_b, mask=exists, other=0).to(tl.int32)
                 - first_position // STEP * STEP
             )
-            other_width, other_count = _split_rows_and_count(
-                rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
+            other_size, other_count = _split_rows_and_count(
+                other_rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
             )
-            is_before = other_width[None, :] > width[:, None]
-            is_before |= (other_width[None, :] == width[:, None]) & (other[None, :] < request[:, None])
+            is_before = other_size[None, :] > size[:, None]
+            is_before |= (other_size[None, :] == size[:, None]) & (other[None, :] < request[:, None])
             start += tl.sum(tl.where(is_before, other_count[None, :], 0), 1)
     tl.store(split_starts_ptr + request, start, mask=request_exists)
     tl.store(split_starts_ptr + batch, tl.sum(count, 0))
     tl.store(split_starts_ptr + batch + 1 + request, count, mask=request_exists)
     for i in range(max_splits):
         exists = i < count
-        low = begin + i * width
+        split_begin = begin + i * size
         split = splits_ptr + (start + i) * 4
         tl.store(split, request, mask=exists)
-        tl.store(split + 1, low, mask=exists)
-        tl.store(split + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=exists)
+        tl.store(split + 1, split_begin, mask=exists)
+        tl.store(split + 2, tl.minimum(split_begin + size, tl.maximum(length, split_begin)), mask=exists)
         tl.store(split + 3, count, mask=exists)
 
 
@@ -136,11 +136,11 @@ def _count_contiguous_blocks_kernel(
     num_checked = num_unmasked * 0
     count = num_unmasked * 0
     while num_checked < num_unmasked:
-        inside = num_checked + block < num_unmasked
+        block_exists = num_checked + block < num_unmasked
         position = begin + (num_lower + num_checked + block)[:, None] * BLOCK_N + offset[None, :]
-        page = tl.load(table + position // PAGE_SIZE, mask=inside[:, None], other=0).to(tl.int64)
-        start = page * PAGE_SIZE + position % PAGE_SIZE - offset[None, :]
-        contiguous = inside & (tl.max(start, 1) == tl.min(start, 1))
+        page = tl.load(table + position // PAGE_SIZE, mask=block_exists[:, None], other=0).to(tl.int64)
+        first_pool_row = page * PAGE_SIZE + position % PAGE_SIZE - offset[None, :]
+        contiguous = block_exists & (tl.max(first_pool_row, 1) == tl.min(first_pool_row, 1))
         num_leading = tl.min(tl.where(contiguous, BLOCKS_PER_STEP, block), 0)
         count += num_leading
         # Stop at the first block that is not contiguous.

@@ -89,9 +89,9 @@ def _latent_attention_kernel(
             split, request, begin, end, request_splits, is_last_split, tile, _head = load_work_item(
                 plan, work_item, 1, LONGEST_FIRST
             )
-            packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            query = packed // HEADS
-            head = packed % HEADS
+            packed_query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            query = packed_query // HEADS
+            head = packed_query % HEADS
             query_exists = query < queries
             q_offset = request * q_stride_b + query.to(tl.int64) * q_stride_q + head * q_stride_h
             q = load_rows(q_ptr, q_offset, query_exists, True, V_SIZE, BLOCK_V)
@@ -198,7 +198,7 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
             "attention='reference'"
         )
     check_attention_inputs("latent attention", inputs, 1)
-    both = (inputs.pages, inputs.staged or inputs.pages)
-    if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in both):
+    kv_pairs = (inputs.pages, inputs.staged or inputs.pages)
+    if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in kv_pairs):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())

@@ -28,13 +28,13 @@ def _merge_two_results_kernel(
     """One program merges BLOCK rows; a row is one head of one query."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = row < rows
-    a_lse = tl.load(first_lse_ptr + row, mask=real, other=float("-inf")).to(ACC_DTYPE)
-    b_lse = tl.load(second_lse_ptr + row, mask=real, other=float("-inf")).to(ACC_DTYPE)
+    row_exists = row < rows
+    a_lse = tl.load(first_lse_ptr + row, mask=row_exists, other=float("-inf")).to(ACC_DTYPE)
+    b_lse = tl.load(second_lse_ptr + row, mask=row_exists, other=float("-inf")).to(ACC_DTYPE)
     max_lse = tl.maximum(a_lse, b_lse)
     sink = max_lse
     if sink_ptr is not None:
-        sink = tl.load(sink_ptr + row % HEADS, mask=real, other=float("-inf")).to(ACC_DTYPE)
+        sink = tl.load(sink_ptr + row % HEADS, mask=row_exists, other=float("-inf")).to(ACC_DTYPE)
         max_lse = tl.maximum(max_lse, sink)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
     a_weight, b_weight = tl.exp(a_lse - shift), tl.exp(b_lse - shift)
@@ -42,12 +42,12 @@ def _merge_two_results_kernel(
     if sink_ptr is not None:
         total_weight += tl.exp(sink - shift)
     total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)
-    size = tl.arange(0, BLOCK_V)
-    at = row[:, None] * V_SIZE + size[None, :]
-    mask = real[:, None] & (size < V_SIZE)[None, :]
-    out = tl.load(first_out_ptr + at, mask=mask, other=0.0).to(ACC_DTYPE) * (a_weight / total_weight)[:, None]
-    out += tl.load(second_out_ptr + at, mask=mask, other=0.0).to(ACC_DTYPE) * (b_weight / total_weight)[:, None]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    column = tl.arange(0, BLOCK_V)
+    offsets = row[:, None] * V_SIZE + column[None, :]
+    mask = row_exists[:, None] & (column < V_SIZE)[None, :]
+    out = tl.load(first_out_ptr + offsets, mask=mask, other=0.0).to(ACC_DTYPE) * (a_weight / total_weight)[:, None]
+    out += tl.load(second_out_ptr + offsets, mask=mask, other=0.0).to(ACC_DTYPE) * (b_weight / total_weight)[:, None]
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
@@ -74,9 +74,9 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 VALUES_PER_LOAD = 4096
-# A request with few splits is merged in a smaller block, several pairs at once.  The small block has the
-# policy's num_splits, rounded up to a power of two, at least MIN_SMALL_BLOCK_SPLITS.  Above MAX_SMALL_BLOCK_SPLITS all
-# requests have the same block.
+# A request with few splits is merged in a small block, several pairs at once.  The small block holds the policy's
+# num_splits, rounded up to a power of two, and at least MIN_SMALL_BLOCK_SPLITS.  If that is above
+# MAX_SMALL_BLOCK_SPLITS, there is no small block.
 MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
 SPLITS_PER_PROGRAM = 16
@@ -96,19 +96,19 @@ def _merge_query_head_pairs(
 ):  # fmt: skip
     """Merge PAIRS pairs (query, head) of one request, and write out and lse.
 
-    The first pair is `pair`.  start, count: the request's first split and number of splits; count is at most
-    BLOCK_SPLITS, and 0 if there is nothing to merge.  Offsets have 32 bits, which the launcher checks.
+    pair: the first pair.  start: the request's first split.  count: the request's number of splits, at most
+    BLOCK_SPLITS; 0 if there is nothing to merge.  Offsets have 32 bits, which the launcher checks.
     """
     pairs = tl.arange(0, PAIRS)
     index = tl.arange(0, BLOCK_SPLITS)
-    size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     first_row = start * pairs_per_request + pair % pairs_per_request
     row = index[None, :] * pairs_per_request + pairs[:, None]
     exists = (index < count)[None, :]
     # Loaded before the log-sum-exps, so that both loads overlap.
     partial_out = tl.load(
-        partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + size[None, None, :],
-        mask=exists[:, :, None] & (size < V_SIZE)[None, None, :], other=0.0,
+        partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + column[None, None, :],
+        mask=exists[:, :, None] & (column < V_SIZE)[None, None, :], other=0.0,
     )  # fmt: skip
     partial_lse = tl.load(partial_lse_ptr + first_row + row, mask=exists, other=float("-inf"))
     max_lse = tl.max(partial_lse, 1)
@@ -120,10 +120,10 @@ def _merge_query_head_pairs(
     out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
     if HAS_SINK:
         out = out * sink_share(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
-    merged = count > 0
-    at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
-    tl.store(out_ptr + at, out, mask=merged & (size < V_SIZE)[None, :])
-    tl.store(lse_ptr + pair + pairs, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
+    has_splits = count > 0
+    offsets = pair * V_SIZE + (pairs * V_SIZE)[:, None] + column[None, :]
+    tl.store(out_ptr + offsets, out, mask=has_splits & (column < V_SIZE)[None, :])
+    tl.store(lse_ptr + pair + pairs, lse * 0.6931471805599453, mask=has_splits & (tl.program_id(1) == 0))
 
 
 @kernel(do_not_specialize=["batch"])
@@ -182,19 +182,19 @@ def merge_splits(
     if not out.numel():
         return
     block_splits = next_power_of_2(splits.policy.max_splits)
-    few = min(max(next_power_of_2(splits.policy.num_splits), MIN_SMALL_BLOCK_SPLITS), block_splits)
-    few = few if few <= MAX_SMALL_BLOCK_SPLITS else block_splits
+    small = min(max(next_power_of_2(splits.policy.num_splits), MIN_SMALL_BLOCK_SPLITS), block_splits)
+    small = small if small <= MAX_SMALL_BLOCK_SPLITS else block_splits
     block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, VALUES_PER_LOAD // block_splits))
-    num_parts = -(-v_size // block_v)
+    num_column_blocks = -(-v_size // block_v)
     # A power of two that divides the heads, so that pairs merged at once belong to one request.  The number must not
     # depend on the batch, because it changes the order of a thread's sums, and thereby the bits.
-    pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
-    most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
-    num_programs = min(batch * pairs_per_request // pairs, most_programs)
+    pairs = min(max(SPLITS_PER_PROGRAM // small, 1), heads & -heads) if queries > 1 else 1
+    max_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_column_blocks
+    num_programs = min(batch * pairs_per_request // pairs, max_programs)
     # With fused multiply-adds the compiler could round pairs differently, so a query's bits would depend on its row.
-    _merge_splits_kernel[(num_programs, num_parts)](
+    _merge_splits_kernel[(num_programs, num_column_blocks)](
         *(partial_results.out, partial_results.lse, splits.starts, out if sink is None else sink),
         *(out, lse, batch, pairs_per_request),
-        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, SMALL_BLOCK_SPLITS=few,
+        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, SMALL_BLOCK_SPLITS=small,
         BLOCK_SPLITS=block_splits, num_warps=1, enable_fp_fusion=False, **pdl_arguments(chip(out)),
     )  # fmt: skip

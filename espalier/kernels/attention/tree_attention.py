@@ -56,8 +56,8 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
-    Two FP8 values become float16 with one instruction, and bfloat16 with four (docs/design.md).  Queries too large
-    for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, like masked rows.
+    One instruction converts two FP8 values to float16; bfloat16 takes four instructions (docs/design.md).  Queries too
+    large for float16 become NaN, so that the request fails.  As infinities they could give scores of masked rows, -inf.
     """
     q = load_rows(q_ptr, offsets, query_exists, True, HEAD_SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
@@ -100,15 +100,15 @@ def _tree_attention_kernel(
         next_request, next_begin, next_end, next_count = load_split_range(splits_ptr, next_split, exists)
         if work_item < num_work_items:
             tile, head = tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
-            packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            query, q_head = packed // GROUP_SIZE, head * GROUP_SIZE + packed % GROUP_SIZE
+            packed_query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            query, q_head = packed_query // GROUP_SIZE, head * GROUP_SIZE + packed_query % GROUP_SIZE
             query_exists = query < queries
             q_offset = request * q_stride_b + query.to(tl.int64) * q_stride_q + q_head * q_stride_h
             q = _load_queries(q_ptr, q_offset, query_exists, k_scale_ptr is not None, K_SIZE, BLOCK_K)
             position = query
             if WINDOW > 0:
-                at_query = position_ptr + request * position_stride_b + query.to(tl.int64) * position_stride_q
-                position = tl.load(at_query, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
+                position_ptrs = position_ptr + request * position_stride_b + query.to(tl.int64) * position_stride_q
+                position = tl.load(position_ptrs, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
                 begin = tl.maximum(begin, (tl.min(position, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
             score_scale = times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -176,7 +176,7 @@ def _launch_kernel(
     inputs: AttentionInputs,
     partials: PartialResults,
     config: TritonConfig | HopperConfig,
-    contiguous: Tensor | None,
+    num_contiguous_blocks: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -190,7 +190,7 @@ def _launch_kernel(
     if isinstance(config, HopperConfig):
         attention_kernel = hopper_attention_kernel
         constants = hopper_attention_arguments(config, k_size, same_strides=k.stride(0) == v.stride(0))
-        constants |= tma_arguments(config, k, v, inputs.page_size, window, contiguous)
+        constants |= tma_arguments(config, k, v, inputs.page_size, window, num_contiguous_blocks)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constexpr_arguments(config, k_size, v_size, q.dtype)
         constants["SOFTCAP"] = inputs.softcap or 0.0

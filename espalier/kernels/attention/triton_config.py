@@ -17,8 +17,8 @@ COMPILER_SCRATCH_BYTES = 8 * 1024
 class TritonConfig:
     """Launch configuration of an attention kernel.
 
-    block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step; num_stages: pipeline steps;
-    programs_per_processor: programs of the persistent grid per multiprocessor.
+    block_m: packed queries of a tile.  block_n: committed rows per step.  block_r: staged rows per step.  num_stages:
+    pipeline stages.  programs_per_processor: programs of the persistent grid per multiprocessor.
     """
 
     block_m: int
@@ -62,44 +62,43 @@ def choose_triton_config(
     one_wave: bool = False,
     fp8: bool = False,
 ) -> TritonConfig:
-    """Return the configuration that was fastest on an H200 (docs/log.md).
+    """Returns the configuration that was fastest on an H200 (docs/log.md).
 
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
     measured; their tile has so few queries that few registers spill.
-
-    packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
-    (small batch), so the latency of a split matters more than the number of programs per multiprocessor.  fp8: whether
-    the rows of K and V are FP8.
+    packed_queries: queries times heads of one KV head.  rows: staged rows.  fp8: whether the rows of K and V are FP8.
+    one_wave: whether all splits run at the same time, as in a small batch.  Then each split should end soon.
     """
     k_bytes, v_bytes = (max(16, next_power_of_2(size)) * dtype.itemsize for size in (k_size, v_size))
-    q_bytes, large, wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256
+    q_bytes, is_large, is_wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256
     if dtype == torch.float32:
-        # IEEE float32 runs without tensor cores: larger tiles would spill registers.
-        n = 16 if k_bytes + v_bytes > 1024 else 32
-        if wide:
-            return TritonConfig(16, n, n, 8, 1, 1)
-        return TritonConfig(16, n, n, 4, 1, 2) if packed_queries <= 16 else TritonConfig(32, n, n, 8, 1, 2)
-    if packed_queries <= 16 and not large:
+        # IEEE float32 products use no tensor cores, so larger tiles would spill registers.
+        rows_per_step = 16 if k_bytes + v_bytes > 1024 else 32
+        if is_wide:
+            return TritonConfig(16, rows_per_step, rows_per_step, 8, 1, 1)
+        block_m, num_warps = (16, 4) if packed_queries <= 16 else (32, 8)
+        return TritonConfig(block_m, rows_per_step, rows_per_step, num_warps, 1, 2)
+    if packed_queries <= 16 and not is_large:
         config = TritonConfig(16, 64, 64, 4, 3 if fp8 else 2, 4) if one_wave else TritonConfig(16, 32, 32, 2, 4, 4)
         if fp8:
             k_bytes, v_bytes = k_bytes // dtype.itemsize, v_bytes // dtype.itemsize
-    elif wide:
-        takes_64 = packed_queries > 32 and gpu.capability[0] == 9 and not fp8
-        config = TritonConfig(16 if packed_queries <= 16 else 64 if takes_64 else 32, 32, 64, 8, 3, 1)
-    elif packed_queries <= 64 or large:
+    elif is_wide:
+        fits_64_queries = packed_queries > 32 and gpu.capability[0] == 9 and not fp8
+        config = TritonConfig(16 if packed_queries <= 16 else 64 if fits_64_queries else 32, 32, 64, 8, 3, 1)
+    elif packed_queries <= 64 or is_large:
         # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
         block_m = 64 if gpu.capability >= (9, 0) else min(64, max(16, next_power_of_2(packed_queries)))
-        config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
+        config = TritonConfig(block_m, 32 if is_large else 64, 64, 8 if is_large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
-    available = gpu.shared_memory - (COMPILER_SCRATCH_BYTES if wide else 0)
+    available = gpu.shared_memory - (COMPILER_SCRATCH_BYTES if is_wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
         while config.num_stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, num_stages=config.num_stages - 1)
         while config.block_n > min_rows and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, block_n=config.block_n // 2)
-    fitting = gpu.shared_memory // config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes)
-    programs = min(config.programs_per_processor, max(1, fitting))
+    fitting_programs = gpu.shared_memory // config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes)
+    programs = min(config.programs_per_processor, max(1, fitting_programs))
     block_r = min(config.block_n, max(16, next_power_of_2(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)
 
@@ -113,7 +112,7 @@ def choose_triton_latent_config(
     stages, then fewer queries.
     """
     if dtype == torch.float32:
-        # IEEE float32 runs without tensor cores: larger tiles would spill registers.
+        # IEEE float32 products use no tensor cores, so larger tiles would spill registers.
         return TritonConfig(16, 16, 16, 4, 1)
     block_m = 64 if packed_queries > 32 else 32 if packed_queries > 16 else 16
     config = TritonConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
@@ -124,7 +123,7 @@ def choose_triton_latent_config(
     while config.block_m > 16 and config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, block_m=config.block_m // 2)
     # Two tiles of 64 queries need more registers than a multiprocessor has.
-    most = 1 if config.block_m == 64 else 2
-    programs = max(1, min(most, gpu.shared_memory // config.shared_bytes(gpu, row_bytes, 0)))
+    max_programs = 1 if config.block_m == 64 else 2
+    programs = max(1, min(max_programs, gpu.shared_memory // config.shared_bytes(gpu, row_bytes, 0)))
     block_r = min(config.block_n, max(16, next_power_of_2(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)

@@ -14,18 +14,18 @@ import triton.language as tl
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
-# Values of a kernel's STAGED_KIND: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
+# Values of a kernel's STAGED_KIND: no staged rows; rows of a chain; rows of a tree, with ancestor bits.
 STAGED_NONE, STAGED_CHAIN, STAGED_TREE = 0, 1, 2
-# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: none; all unmasked ones, which are contiguous
-# in the pool; the contiguous first blocks, which kv_splits.py has counted.
+# Values of a kernel's TMA_BLOCKS: which blocks of a split TMA copies.  None; all unmasked blocks, if all are contiguous
+# in the pool; or only the contiguous blocks at the split's beginning, which kv_splits.py counts.
 TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 
 
 class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
-    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts; num_splits: splits of the batch; num_tiles: query
-    tiles of a request; queries, num_staged_rows: numbers per request; first_position: see Prefix.
+    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts.  num_splits: splits of the batch.
+    num_tiles, queries, num_staged_rows: query tiles, queries and staged rows per request.  first_position: see Prefix.
     """
 
     splits_ptr: Any
@@ -54,12 +54,12 @@ class WorkItem(NamedTuple):
 def wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
-    The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
-    starts at `trigger_merge`, because earlier its programs would take multiprocessors from attention.
+    The merge may read the splits before its wait (merge.py), because this kernel triggers only after its wait.  A large
+    merge starts at `trigger_merge`.  If it started here, its programs would take multiprocessors from attention.
     """
     pdl_wait(USE_PDL)
     num_splits = tl.load(split_starts_ptr + batch)
-    # If no request has several splits, there is nothing to merge.  The limit of 16 queries: docs/log.md.
+    # If no request has several splits, there is nothing to merge.  docs/log.md has the measured limit of 16 queries.
     if (num_splits <= batch) | (batch * queries <= 16):
         pdl_trigger(USE_PDL)
     return num_splits
@@ -76,7 +76,7 @@ def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
 def work_item_of_program(first_work_item, is_reversed):
     """Returns this program's work item in the iteration that starts at `first_work_item`.
 
-    Every second iteration runs backwards: a program with the longest work item then gets the shortest.
+    Every second iteration is reversed, so the program that had the longest work item then gets the shortest.
     """
     pid = tl.program_id(0)
     return first_work_item + tl.where(is_reversed == 1, tl.num_programs(0) - 1 - pid, pid)
@@ -84,7 +84,7 @@ def work_item_of_program(first_work_item, is_reversed):
 
 @kernel
 def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """Returns a work item's split.  Tiles vary fastest, then heads, splits; LONGEST_FIRST: heads, splits, tiles."""
+    """Returns a work item's split.  Order of work items: split, head, tile; LONGEST_FIRST: tile, split, head."""
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -96,8 +96,8 @@ def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr,
 def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
     """Returns the query tile and the KV head of a work item.
 
-    LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Without it, tiles that read
-    the same keys are neighbours.
+    LONGEST_FIRST: the last tile comes first, because it sees the most rows of a causal chunk.  If false, tiles that
+    read the same keys are neighbours.
     """
     tile = num_tiles - 1 - work_item // (num_splits * KV_HEADS) if LONGEST_FIRST else work_item % num_tiles
     head = work_item % KV_HEADS if LONGEST_FIRST else work_item // num_tiles % KV_HEADS
@@ -128,8 +128,8 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
 def count_committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Returns (num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
-    The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no mask;
-    with a window num_unmasked is 0.
+    The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no
+    mask.  With a window, num_unmasked is 0.
     """
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     num_lower = tl.minimum((tl.maximum(first_position - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)

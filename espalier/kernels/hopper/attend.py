@@ -27,12 +27,12 @@ REGISTER_HEAD_SIZE = gl.constexpr(MAX_REGISTER_HEAD_SIZE)
 
 
 class Queries(NamedTuple):
-    """The data of 64 packed queries of a work item from which masks are computed.
+    """The data from which the masks of 64 packed queries of a work item are computed.
 
-    query, exists, position: [64]; row_positions, row_position_stride_r: pointer to the positions of the request's
-    staged rows, and its stride per row; bits, bits_stride_q: pointer to the ancestor bits of its queries, and its
-    stride per query; prefix_begin: the first visible position; first_masked_staged: the first block of staged rows that
-    needs a mask.
+    query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows.
+    row_position_stride_r: its stride per row.  bits: pointer to the ancestor bits of the request's queries.
+    bits_stride_q: its stride per query.  prefix_begin: the first position that exists.  first_masked_staged: the first
+    block with staged rows that needs a mask.
     """
 
     query: Any
@@ -54,8 +54,8 @@ def packed_queries(plan, work_item, first_packed, positions, CONSTANTS: gl.const
     exists = query < plan.queries
     position = query
     if CONSTANTS.WINDOW > 0:
-        of_request = positions.pointer + work_item.request * positions.request_stride
-        at = of_request + query.to(gl.int64) * positions.row_stride
+        request_ptr = positions.pointer + work_item.request * positions.request_stride
+        at = request_ptr + query.to(gl.int64) * positions.row_stride
         position = gl.load(at, mask=exists, other=0x7FFFFFFF).to(gl.int32)
     return query, exists, position
 
@@ -164,7 +164,7 @@ def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
 def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
-    NEEDS_FENCE: threads may have written rows or queries without a fence.  TMA's rows need no fence.
+    NEEDS_FENCE: whether threads may have written rows or queries without a fence.  Rows that TMA wrote need no fence.
     """
     if NEEDS_FENCE:
         hopper.fence_async_shared()
@@ -236,8 +236,8 @@ def attend_work_item(
 ):
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
-    The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
-    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: of earlier items.
+    The num_unmasked blocks come first.  values: the tile of the stages whose rows are summed.  exchange: the slots
+    that send each block's weights to another warpgroup, or None.  blocks_done, blocks_sent: of earlier work items.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
@@ -260,7 +260,7 @@ def attend_work_item(
     # If TMA_BLOCKS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
     BY_THREADS: gl.constexpr = CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
-        # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
+        # Most blocks need no mask, and a loop that does not test for masks is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
             1, masked, blocks.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
             q, stages, values, exchange, scale, queries, blocks, False, BY_THREADS, CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
@@ -286,10 +286,10 @@ def _write_results(
     """
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
     row = (result_index * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
-    size = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
+    column = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     query_exists = at // GROUP_SIZE < queries
-    to = out_ptr + (gl.expand_dims(row, 1) * HEAD_SIZE + size)
-    gl.store(to, out.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(query_exists, 1))
+    out_ptrs = out_ptr + (gl.expand_dims(row, 1) * HEAD_SIZE + column)
+    gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(query_exists, 1))
     gl.store(lse_ptr + row, gl.convert_layout(lse, gl.SliceLayout(1, OUT_LAYOUT)), mask=query_exists)
 
 
@@ -339,10 +339,10 @@ def _copy_queries(
     if work_item_index < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
         work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
         first_packed = work_item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
-        at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
-        query = at // GROUP_SIZE
+        packed_query = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
+        query = packed_query // GROUP_SIZE
         row = work_item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
-        row += (work_item.kv_head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
+        row += (work_item.kv_head * GROUP_SIZE + packed_query % GROUP_SIZE) * q_rows.head_stride
         offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
         exists = gl.expand_dims(query < plan.queries, 1)
         hopper.async_copy.async_copy_global_to_shared(q_shared, q_rows.pointer + offsets, mask=exists)
@@ -354,7 +354,7 @@ def attend_work_items(
     WARPGROUP: gl.constexpr, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results,
     scale, scales, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Attend to all work items of a program, in its WARPGROUP-th warpgroup.
+    """Attend to all work items of a program, for the 64 queries of warpgroup number WARPGROUP in each tile.
 
     scales: pointers to the scales of K and V, read only if rows are FP8.
     """
@@ -363,12 +363,12 @@ def attend_work_items(
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     k_scale_ptr, v_scale_ptr = scales
     q_tile = q_shared.index(WARPGROUP)
-    # With FP8 rows, no registers are left for the addresses of the next queries.
-    AHEAD: gl.constexpr = CONSTANTS.RAW_STAGES == 0
+    # Whether the next work item's queries are copied early.  With FP8 rows, no registers are left for their addresses.
+    COPIES_EARLY: gl.constexpr = CONSTANTS.RAW_STAGES == 0
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     blocks_done = 0
-    if AHEAD:
+    if COPIES_EARLY:
         _copy_queries(q_tile, q_rows, plan, work_item_of_program(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item_index = work_item_of_program(base, backwards)
@@ -376,7 +376,7 @@ def attend_work_items(
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             first_packed = work_item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
-            if not AHEAD:
+            if not COPIES_EARLY:
                 _copy_queries(q_tile, q_rows, plan, work_item_index, WARPGROUP, HEAD_SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
             q = q_tile
@@ -401,7 +401,7 @@ def attend_work_items(
             )
             blocks_done += blocks.num_blocks
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
-            if AHEAD:
+            if COPIES_EARLY:
                 # The next work item's queries are copied while the results are written.
                 next_work_item = work_item_of_program(base + gl.num_programs(0), backwards)
                 _copy_queries(q_tile, q_rows, plan, next_work_item, WARPGROUP, HEAD_SIZE, CONSTANTS)

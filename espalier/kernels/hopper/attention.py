@@ -2,7 +2,7 @@
 
 The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, and gives the
 same bits.  It takes two-byte types and head sizes 64, 128 and 256, if the packed queries of a KV head fill more than a
-fourth of a 64-row tensor core tile.
+fourth of a tensor core tile, which has 64 rows.
 """
 
 from typing import Any
@@ -37,11 +37,11 @@ def hopper_attention_kernel(
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
+    """RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
-    attended: gl.constexpr = gl.float16 if FP8 else dtype
+    attended_dtype: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED_KIND, LONGEST_FIRST, SAME_STRIDES, TMA_BLOCKS,
         WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
@@ -50,7 +50,7 @@ def hopper_attention_kernel(
     )
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_SIZE], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, HEAD_SIZE], q_layout)
-    stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
+    stages = make_stages(attended_dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into separate stages.
     loaded = stages
     num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
@@ -69,7 +69,7 @@ def hopper_attention_kernel(
     ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # With one warpgroup, the list starts at the second function.  With two-byte rows, it ends before the last.
+    # With one attending warpgroup, the first function is left out.  With two-byte rows, the last function is left out.
     gl.warp_specialize(
         [
             (attend_work_items, (
@@ -95,12 +95,12 @@ def hopper_attention_kernel(
 def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
-    """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
+    """Returns the launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
     kind, size = TMA_NONE, k.shape[2]
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
-        not_all = TMA_NONE if contiguous is None else TMA_COUNTED
-        kind = not_all if needs_block_counts(page_size, window, size) else TMA_ALL
+        kind_with_counts = TMA_NONE if contiguous is None else TMA_COUNTED
+        kind = kind_with_counts if needs_block_counts(page_size, window, size) else TMA_ALL
     block = kv_block_rows(size), size
     descriptors = [None if kind == TMA_NONE else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {

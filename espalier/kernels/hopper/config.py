@@ -19,14 +19,12 @@ WARPGROUP_QUERIES = 64
 # An attending warpgroup holds one stage and waits for two more.
 MIN_STAGES = 3
 MAX_STAGES = 6
-# Stages of converted rows, which hide the conversion time, and of stored FP8 rows, which hide the memory latency.
+# Stages of converted rows, which hide the conversion time, and of FP8 rows, which hide the memory latency.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED_SHARED_MEMORY = 1024
-# Registers per multiprocessor.
-REGISTERS = 2**16
-# The most registers per thread.
-MAX_REGISTERS = 240
+# Registers per multiprocessor, and the most per thread.
+REGISTERS, MAX_REGISTERS = 2**16, 240
 # Registers per thread at launch that ptxas needs for a product with 256 columns.
 WIDE_PRODUCT_REGISTERS = 160
 V_SIZE, ROPE_SIZE = 512, 64
@@ -37,7 +35,7 @@ LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
 # Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
 WEIGHT_SLOTS = 2
-# Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of stored rows.
+# Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of FP8 rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
 LATENT_FEW_MAX_QUERIES = 16
@@ -55,8 +53,8 @@ def kv_block_rows(head_size: int) -> int:
 class HopperConfig:
     """Launch configuration.
 
-    warpgroups: attending warpgroups, each with 64 packed queries; num_stages: blocks of K and V in shared memory;
-    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows.
+    warpgroups: attending warpgroups, each with 64 packed queries.  num_stages: blocks of K and V in shared memory.
+    raw_stages: number of blocks of FP8 rows.  programs_per_processor: of the persistent grid, per multiprocessor.
     """
 
     warpgroups: int
@@ -92,14 +90,14 @@ class HopperConfig:
 
         At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
-        attend_warps, others = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
-        warps = attend_warps + sum(count for count, _ in others)
-        of_others = sum(count * registers for count, registers in others)
-        launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
+        attend_warps, other_warps = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
+        warps = attend_warps + sum(count for count, _ in other_warps)
+        other_registers = sum(count * registers for count, registers in other_warps)
+        launch_limit = (attend_warps * MAX_REGISTERS + other_registers) // warps
         if head_size > MAX_REGISTER_HEAD_SIZE:
             launch_limit = max(launch_limit, WIDE_PRODUCT_REGISTERS)
         at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
-        return at_launch, min((at_launch * warps - of_others) // attend_warps // 8 * 8, MAX_REGISTERS)
+        return at_launch, min((at_launch * warps - other_registers) // attend_warps // 8 * 8, MAX_REGISTERS)
 
 
 def choose_hopper_config(
@@ -107,10 +105,10 @@ def choose_hopper_config(
 ) -> HopperConfig | None:
     """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
-    packed_queries: queries times heads of one KV head; num_work_items: number of work items if a tile has 128 packed
-    queries; is_fp8: whether rows are FP8.
-    Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program has one warpgroup.  With
-    enough such programs, each multiprocessor runs two, so that one works while the other ends.
+    packed_queries: queries times heads of one KV head.  num_work_items: number of work items if a tile has 128 packed
+    queries.  is_fp8: whether rows are FP8.
+    Usually the two warpgroups of a program share the loaded blocks.  If then multiprocessors would be idle, a program
+    has one warpgroup.  With enough such programs, a multiprocessor runs two: one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
     if gpu.capability != HOPPER or head_size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
@@ -124,8 +122,8 @@ def choose_hopper_config(
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
         return config if config.shared_bytes(head_size) <= gpu.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
-    wants_two = warpgroups == 1 and num_programs > gpu.processors
-    for programs, stages in product((2, 1) if wants_two else (1,), range(MAX_STAGES, MIN_STAGES - 1, -1)):
+    runs_two_programs = warpgroups == 1 and num_programs > gpu.processors
+    for programs, stages in product((2, 1) if runs_two_programs else (1,), range(MAX_STAGES, MIN_STAGES - 1, -1)):
         config = HopperConfig(warpgroups, stages, programs)
         if config.shared_bytes(head_size) * programs <= gpu.shared_memory:
             return config
@@ -151,7 +149,7 @@ def uses_tma(config: HopperConfig) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  num_stages: blocks of rows in shared memory; raw_stages: number of blocks of FP8 rows."""
+    """Launch configuration.  num_stages: blocks of rows in shared memory.  raw_stages: number of blocks of FP8 rows."""
 
     num_stages: int
     raw_stages: int = 0
@@ -175,7 +173,7 @@ def choose_hopper_latent_config(gpu: Chip, is_fp8: bool = False) -> HopperLatent
 
 
 def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Returns whether the kernel takes these queries and rows [.., size]: dtypes, sizes, addresses and strides."""
+    """Returns whether the kernels take the dtypes, sizes, addresses and strides of queries q and rows [.., size]."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES

@@ -22,12 +22,12 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest fill of the waves.  Otherwise the library is faster, because its tiles are smaller.
+# The fewest rows, and the smallest share of busy multiprocessors.  Below these numbers, the library is faster.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
 STAGES = 4
-# Blocks of rows that share the weights in the L2 before the next weights are read.  More do not fit in the L2.
+# Blocks of rows that are multiplied with the same weights while the weights are in the L2.  More rows would not fit.
 GROUP_ROW_BLOCKS = 8
 # Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
@@ -42,7 +42,7 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
 
 
 def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
-    """Returns whether the last wave of tiles leaves little of the chip idle.  If not, the library is faster."""
+    """Returns whether the tiles keep at least MIN_FILL of the chip busy.  If not, the library is faster."""
     tiles = num_tiles(num_rows, num_out)
     return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
@@ -60,7 +60,7 @@ class ProductSizes(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """Constexpr arguments: the sizes of a block, and how many blocks of rows are neighbours."""
+    """Constexpr arguments: the sizes of a block, and how many blocks of rows share weights (GROUP_ROW_BLOCKS)."""
 
     ROWS: Any
     OUT: Any
@@ -71,8 +71,8 @@ class BlockSizes(NamedTuple):
 class Stages(NamedTuple):
     """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
 
-    full, empty: one barrier each per stage.  `full`: the multiplying warps may read the stage; `empty`: the loading
-    warps may write the stage.
+    full: for each stage, the barrier for which the multiplying warps wait before they read.  empty: for each stage, the
+    barrier for which the loading warps wait before they write.
     """
 
     x: Any
@@ -91,10 +91,10 @@ def _num_tiles(product_sizes, BLOCKS: gl.constexpr):
 def _tile_origin(tile_index, product_sizes, BLOCKS: gl.constexpr):
     """Returns (first row, first output) of a tile."""
     row_blocks, out_blocks = gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS), gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
-    first = tile_index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
-    together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)
-    inside = tile_index % (BLOCKS.ROW_BLOCKS * out_blocks)
-    return (first + inside % together) * BLOCKS.ROWS, inside // together * BLOCKS.OUT
+    first_row_block = tile_index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
+    group_rows = gl.minimum(row_blocks - first_row_block, BLOCKS.ROW_BLOCKS)
+    index_in_group = tile_index % (BLOCKS.ROW_BLOCKS * out_blocks)
+    return (first_row_block + index_in_group % group_rows) * BLOCKS.ROWS, index_in_group // group_rows * BLOCKS.OUT
 
 
 @gluon_kernel

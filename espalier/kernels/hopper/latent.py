@@ -37,7 +37,6 @@ from espalier.kernels.hopper.work import (
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
-# Loading warps.
 LOAD_WARPS = 4
 # Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
 # warpgroup gets the remaining registers: 232 per thread.
@@ -69,7 +68,7 @@ def copy_queries(
 
 @gluon_kernel
 def _write_half(results, plan, work_item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT_LAYOUT: gl.constexpr):
-    """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
+    """Write out * factor to columns first_column .. first_column + HALF of the results, or of the partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
@@ -124,7 +123,7 @@ def score_and_sum_left_half(
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             # One division per query is faster than one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
-            # The second warpgroup gets the factor last, in the slot of a decay.
+            # After the last block, the second warpgroup gets the factor through the slot of a decay.
             slot = stage_of(exchange, blocks_sent)
             wait_until_empty(exchange, blocks_sent)
             exchange.tiles[1].index(slot).store(factor)
@@ -163,7 +162,7 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
                 wait_until_full(exchange, blocks_sent, True)
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
-                # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
+                # Rows that threads wrote need a fence.  For the weights, the first warpgroup has made the fence.
                 if (CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= blocks.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
@@ -193,7 +192,7 @@ def hopper_latent_kernel(
     RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
-    """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
+    """RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
@@ -212,10 +211,10 @@ def hopper_latent_kernel(
         gl.allocate_shared_memory(dtype, [64, ROPE], rope_layout),
     )
     stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, 2, CONSTANTS)
-    sent, received = make_barriers(WEIGHT_SLOTS, 1, 1)
+    full_slots, empty_slots = make_barriers(WEIGHT_SLOTS, 1, 1)
     weights = gl.allocate_shared_memory(dtype, [WEIGHT_SLOTS, 64, BLOCK_N], weight_layout)
     decays = gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    exchange = Stages((weights, decays), sent, received)
+    exchange = Stages((weights, decays), full_slots, empty_slots)
     num_splits = wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL)
     num_tiles = (queries * HEADS + 63) // 64
     plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, num_tiles, queries, rows, first_position)
@@ -227,10 +226,10 @@ def hopper_latent_kernel(
         row_scale = gl.load(row_scale_ptr)
         scale = scale * row_scale
     committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
-    # There is no window, so nothing reads positions.
+    # A placeholder for positions, which only kernels with a window read.
     unused = RowPtrs(bits_ptr, 0, 0, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
-    # With two-byte rows the list ends before the last function.
+    # With two-byte rows, the last function is left out.
     gl.warp_specialize(
         [
             (score_and_sum_left_half, (

@@ -1,8 +1,8 @@
-"""Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
+"""Attention over latent rows of 512 + 64 values for requests of one node with at most 16 heads, for Hopper.
 
-hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times as much as needed.
-In this kernel the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one
-warpgroup is as fast as memory.  Work items, splits, loading warps and stages are the same as in hopper/latent.py.
+hopper/latent.py pads 16 packed queries to the 64 rows of a tensor core tile, so it wastes three fourths of its work.
+This kernel swaps the operands: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup
+is as fast as memory.  Work items, splits, loading warps and stages are the same as in hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -42,8 +42,8 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _is_visible(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Returns [BLOCK_N] bool: the rows of a block that the only node sees.  bits_ptr: the node's ancestor bits."""
+def _visible_rows(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Returns [BLOCK_N] bool: the rows of a block that the request's only node sees.  bits_ptr: its ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:
@@ -65,7 +65,7 @@ def _attend_work_item(
     q_shared, weight_shared, stages, blocks_done, plan, blocks, bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
-    """Attend to one work item.  Returns (halves of out, each [OUT_SIZE, 16], max_score, sum_weights)."""
+    """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights)."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
@@ -73,7 +73,7 @@ def _attend_work_item(
     left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
     right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
     max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORE_LAYOUT))
-    # Each thread adds its own weights.  The sum over rows comes at the end.
+    # Each thread adds only the weights that it holds.  After the last block the sums of all threads are added.
     sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
     for t in range(blocks.num_blocks):
         stage = stage_of(stages, blocks_done)
@@ -89,7 +89,7 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= blocks.num_unmasked:
-            seen = _is_visible(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            seen = _visible_rows(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -169,7 +169,7 @@ def hopper_latent_few_kernel(
     LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
-    """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
+    """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None, because there are no FP8 rows."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,

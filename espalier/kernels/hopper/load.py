@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """Load the pages of BLOCK_N positions from first_position (a multiple of BLOCK_N) on; a scalar for one page."""
+    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if they share a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
@@ -76,7 +76,7 @@ def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """Returns row_offset times the stride of a row.
 
-    FITS_32_BITS: the product fits in 32 bits.  Else 32 x 32 to 64 bits is one instruction; 64 x 64 would be three.
+    FITS_32_BITS: whether the product fits in 32 bits.  If not, 32-bit factors take one instruction, 64-bit ones three.
     """
     if FITS_32_BITS:
         product = row_offset * stride
@@ -92,7 +92,7 @@ def _copy_rows(
     MASKED: gl.constexpr, FITS_32_BITS: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD_LAYOUT: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Start the copies of rows row + row_offset.  sources: the rows of each tile; FITS_32_BITS: see _element_offset."""
+    """Start the copies of rows row + row_offset.  sources: RowPtrs per tile.  FITS_32_BITS: see _element_offset."""
     for i in gl.static_range(len(sources)):
         offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, FITS_32_BITS)
         pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
@@ -150,8 +150,8 @@ def _load_contiguous(
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
         # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: one
-        # with the expected bytes, the others by count.  So no warp may lag behind, which a barrier that the compiler
-        # puts in this loop ensures (tests/kernels/test_compiled.py).
+        # with the expected bytes, the others by count.  So all warps must be in the same iteration.  A barrier that
+        # the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
@@ -177,8 +177,8 @@ def load_work_items(
 ):
     """Load the blocks of all work items of a program.
 
-    committed, staged, descriptors: one entry for each of Stages.tiles (K and V, or the parts of a latent row): RowPtrs
-    of its rows, and the TMA descriptor of its committed rows.
+    committed, staged: RowPtrs for each tile of a stage.  descriptors: the TMA descriptor of the committed rows, for
+    each tile.  The tiles are K and V, or the three tiles of a latent row.
     """
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
@@ -196,8 +196,8 @@ def load_work_items(
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             blocks = work_item_blocks(plan, work_item, positions, ROW_LAYOUT, CONSTANTS)
-            table, end = table_ptr + work_item.request * table_stride_b, blocks.end_committed
-            staged_here = _rows_of_request(staged, work_item.request, work_item.kv_head)
+            table, end_position = table_ptr + work_item.request * table_stride_b, blocks.end_committed
+            staged_rows = _rows_of_request(staged, work_item.request, work_item.kv_head)
             num_contiguous = 0
             if CONSTANTS.TMA_BLOCKS != 0:
                 num_contiguous = blocks.num_unmasked
@@ -205,25 +205,25 @@ def load_work_items(
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + work_item.split), blocks.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, blocks.begin_committed + blocks.num_lower * BLOCK_N,
-                    end, descriptors, work_item.kv_head, table, CONSTANTS,
+                    end_position, descriptors, work_item.kv_head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
-            at = position_of_block(blocks, num_contiguous, BLOCK_N)
-            next_at = position_of_block(blocks, num_contiguous + 1, BLOCK_N)
-            page = _load_page_ids(table, at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-            next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-            for t in range(num_contiguous, blocks.num_blocks):
+            position = position_of_block(blocks, num_contiguous, BLOCK_N)
+            next_position = position_of_block(blocks, num_contiguous + 1, BLOCK_N)
+            page = _load_page_ids(table, position, end_position, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            next_page = _load_page_ids(table, next_position, end_position, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            for number in range(num_contiguous, blocks.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
-                committed_here = _rows_of_request(committed, 0, work_item.kv_head)
+                committed_rows = _rows_of_request(committed, 0, work_item.kv_head)
                 _load_block(
-                    stages, stage, t, at, page, committed_here, staged_here, blocks, plan.first_position,
+                    stages, stage, number, position, page, committed_rows, staged_rows, blocks, plan.first_position,
                     LOAD_LAYOUT, CONSTANTS,
                 )
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
-                page, at = next_page, next_at
-                next_at = position_of_block(blocks, t + 2, BLOCK_N)
-                next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+                page, position = next_page, next_position
+                next_position = position_of_block(blocks, number + 2, BLOCK_N)
+                next_page = _load_page_ids(table, next_position, end_position, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
                 blocks_done += 1
 # fmt: on
 
@@ -251,7 +251,7 @@ def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.conste
                 for i in gl.static_range(len(stages.tiles)):
                     values = raw_stages.tiles[i].index(raw_stage).load(LAYOUT)
                     if stages.tiles[i].dtype == gl.bfloat16:
-                        # To bfloat16 by way of float32, as in kernels/runtime/jit.py:from_fp8.
+                        # FP8 becomes float32 and then bfloat16, as in kernels/runtime/jit.py:from_fp8.
                         values = values.to(gl.float32)
                     stages.tiles[i].index(stage).store(values.to(stages.tiles[i].dtype))
                 # The fence makes the rows visible to the tensor cores.

@@ -1,8 +1,8 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
-The results equal those of nibble_dot (quantised_nibbles.py) to the bit, with other instructions.  In nibble_dot a whole
-warpgroup multiplies together: a program decodes a step, then multiplies, then waits for the product.  In this file each
-warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
+The results equal those of nibble_dot (quantised_nibbles.py) to the bit, but the instructions differ.  In nibble_dot the
+four warps of a warpgroup multiply together.  A program decodes a step, then multiplies, then waits for the product.
+Here each warp multiplies alone, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
 compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
@@ -17,7 +17,7 @@ from espalier.kernels.runtime.pdl import pdl_wait
 
 
 class NibblePointers(NamedTuple):
-    """Pointers to a matrix.  words: 8 nibbles each.  scales: for E2M1, words of 4.  zeros: see weight_pointers."""
+    """Pointers to a matrix, see weight_pointers.  A word holds 8 nibbles, or 4 scales of E2M1."""
 
     words: Any
     scales: Any
@@ -25,7 +25,7 @@ class NibblePointers(NamedTuple):
 
 
 class SharedBuffers(NamedTuple):
-    """Shared memory of a program, [STAGES, ...] each: words of nibbles, words of E2M1's scales, inputs."""
+    """A program's shared memory, a buffer [STAGES, ...] each.  words: of nibbles.  scales: words of 4.  x: inputs."""
 
     words: Any
     scales: Any
@@ -73,7 +73,7 @@ def _low_halves(words):
 def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; else both numbers have that half.
+    FACTOR_HALF: "both": a number is multiplied by the same half of `factor`; "low", "high": both numbers by that half.
     """
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
@@ -87,7 +87,7 @@ def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
 @gluon_kernel
 def _in_column_order(first, second, third, fourth, A_LAYOUT: gl.constexpr):
     """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_column_order.
-    No value moves between threads."""
+    No value moves to another thread."""
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
     return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A_LAYOUT, assert_trivial=True)
 
@@ -95,11 +95,11 @@ def _in_column_order(first, second, third, fourth, A_LAYOUT: gl.constexpr):
 @gluon_kernel
 def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of int4, see quantised_nibbles.py:_decode_int4."""
-    of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
-    first = _multiply_add_pair(w & 0x000F000F, of_low, offset, "both")
-    second = _multiply_add_pair(w & 0x00F000F0, of_high, offset, "both")
-    third = _multiply_add_pair(shifted & 0x000F000F, of_low, offset, "both")
-    fourth = _multiply_add_pair(shifted & 0x00F000F0, of_high, offset, "both")
+    low_factor, high_factor, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
+    first = _multiply_add_pair(w & 0x000F000F, low_factor, offset, "both")
+    second = _multiply_add_pair(w & 0x00F000F0, high_factor, offset, "both")
+    third = _multiply_add_pair(shifted & 0x000F000F, low_factor, offset, "both")
+    fourth = _multiply_add_pair(shifted & 0x00F000F0, high_factor, offset, "both")
     return _in_column_order(first, second, third, fourth, A_LAYOUT)
 
 
@@ -119,7 +119,7 @@ def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr
 
 @gluon_kernel
 def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
-    """Returns words made of bytes of the words; a byte is 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
+    """Returns words whose bytes the hexadecimal digits of BYTE_SELECTOR choose: 0 to 3 a byte of the word, 4 a zero."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, " + BYTE_SELECTOR + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
     )
@@ -129,8 +129,8 @@ def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
 def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
     """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
-    MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
-    high halves for the second.  NVFP4's 4 scales are for one piece: a half of a factor is for 16 columns.
+    MXFP4: the 4 exponents belong to two pieces of 64 columns.  The low halves of the factors belong to the first piece,
+    the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is for 16 columns.
     """
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -185,7 +185,7 @@ def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_i
 
 @gluon_kernel
 def _load_two_groups(pointers, first_column, num_groups):
-    """Load the values of the two int4 groups from first_column on.  Past the end, the last group's are loaded."""
+    """Load the values of the two int4 groups from first_column on.  A group past the end gets the last value."""
     first = gl.load(pointers + gl.minimum(first_column // 128, num_groups - 1))
     return first, gl.load(pointers + gl.minimum(first_column // 128 + 1, num_groups - 1))
 
@@ -199,7 +199,7 @@ def _zero_point_offset(zeros):
 
 @gluon_kernel
 def _load_word_pieces(buffers, stage):
-    """Load a step's words as 4 times [64, 8]: each thread decodes its own rows and columns of A_LAYOUT."""
+    """Load a step's words as 4 pieces [64, 8].  A thread gets the words of the columns that it multiplies."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
@@ -218,55 +218,55 @@ def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
     """Add the products of one step to acc."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
-    OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
+    TWO_WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
     )
-    OF_FOUR: gl.constexpr = gl.DistributedLinearLayout(
+    FOUR_WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4],
     )
     pieces = _load_word_pieces(buffers, stage)
     PIECE_LAYOUT: gl.constexpr = pieces[0].type.layout
     x = buffers.x.index(stage).permute((1, 0))
-    part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
+    step_sum = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
     if CODE == "mxfp4":
-        scales = _split_columns(buffers.scales.index(stage).load(OF_TWO))
+        scales = _split_columns(buffers.scales.index(stage).load(TWO_WORDS))
         for p in gl.static_range(4):
             factors = _factors_of_scale_words(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
             if p % 2 == 0:
-                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A_LAYOUT), x, p, part)
+                step_sum = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A_LAYOUT), x, p, step_sum)
             else:
-                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A_LAYOUT), x, p, part)
+                step_sum = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A_LAYOUT), x, p, step_sum)
     else:
-        left, right = _split_columns(buffers.scales.index(stage).load(OF_FOUR))
+        left, right = _split_columns(buffers.scales.index(stage).load(FOUR_WORDS))
         scales = _split_columns(left) + _split_columns(right)
         for p in gl.static_range(4):
             factors = _factors_of_scale_words(scales[p].reshape(64), CODE, PIECE_LAYOUT)
-            part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A_LAYOUT), x, p, part)
+            step_sum = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A_LAYOUT), x, p, step_sum)
     # The factors are too small by 2^64 (MXFP4) or 2^39 (NVFP4).
     UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
-    return acc + part * UNIT
+    return acc + step_sum * UNIT
 
 
 @gluon_kernel
 def _multiply_int4_step(acc, buffers, stage, scales, zeros, first_column, num_groups):
-    """Add the products of one step to acc.  scales: of its two groups; zeros: pointers to zero points, or None."""
+    """Add the products of one step to acc.  scales: those of the step's two groups.  zeros: pointers, or None."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     pieces = _load_word_pieces(buffers, stage)
     x = buffers.x.index(stage).permute((1, 0))
     ROW: gl.constexpr = gl.SliceLayout(1, pieces[0].type.layout)
     if zeros is not None:
-        points = _load_two_groups(zeros, first_column, num_groups)
+        zero_points = _load_two_groups(zeros, first_column, num_groups)
     for group in gl.static_range(2):
         # -8 · 2^-6 in both halves.
         offset = pieces[0] & 0 | 0xBE00BE00
         if zeros is not None:
-            offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_zero_point_offset(points[group]), ROW), 1)
-        part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
+            offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_zero_point_offset(zero_points[group]), ROW), 1)
+        group_sum = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
         for p in gl.static_range(2 * group, 2 * group + 2):
-            part = _multiply_piece(_decode_int4(pieces[p], offset, A_LAYOUT), x, p, part)
+            group_sum = _multiply_piece(_decode_int4(pieces[p], offset, A_LAYOUT), x, p, group_sum)
         # The decoded numbers are 2^-6 times the true ones.
-        acc += part * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
+        acc += group_sum * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
     return acc
 
 
@@ -297,43 +297,43 @@ def nibble_product(
     )
     row_words = num_in // 32 * 4
     row_scales = num_row_scales(num_in, CODE)
-    places = (
+    code_offsets = (
         _block_offsets(block_index, num_out, row_words, 32, IS_GATED, COPIED),
         _block_offsets(block_index, num_out, row_scales, SCALE_WORDS, IS_GATED, COPIED_SCALES),
     )
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
-            _copy_codes(shared, s, matrix, places, k_begin + s * 256, row_words, CODE, EVEN_IN)
+            _copy_codes(shared, s, matrix, code_offsets, k_begin + s * 256, row_words, CODE, EVEN_IN)
     pdl_wait(USE_PDL)
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
             _copy_inputs(shared, s, x_ptr, x_places, row_exists, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
     acc = gl.zeros([64, ROWS], gl.float32, layout=ACC_LAYOUT)
-    own_rows = weight_rows_of_block(block_index, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
-    own_groups = own_rows * row_scales
+    acc_rows = weight_rows_of_block(block_index, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
+    first_scales = acc_rows * row_scales
     if CODE == "int4":
-        zeros = None if matrix.zeros is None else matrix.zeros + own_groups
+        zeros = None if matrix.zeros is None else matrix.zeros + first_scales
         # Scales are loaded one step ahead, so that no step waits for its scales.
-        scales = _load_two_groups(matrix.scales + own_groups, k_begin, row_scales)
+        scales = _load_two_groups(matrix.scales + first_scales, k_begin, row_scales)
     if CODE == "nvfp4":
-        row_factors = gl.load(matrix.zeros + own_rows).to(gl.float32)
-    stage, empty = 0, STAGES - 1
+        row_factors = gl.load(matrix.zeros + acc_rows).to(gl.float32)
+    stage, free_stage = 0, STAGES - 1
     for k in range(k_begin, k_end, 256):
         hopper.async_copy.wait_group(STAGES - 2)
-        ahead = k + (STAGES - 1) * 256
-        if ahead < k_end:
-            _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
-            _copy_inputs(shared, empty, x_ptr, x_places, row_exists, ahead, num_in, EVEN_IN)
+        next_k = k + (STAGES - 1) * 256
+        if next_k < k_end:
+            _copy_codes(shared, free_stage, matrix, code_offsets, next_k, row_words, CODE, EVEN_IN)
+            _copy_inputs(shared, free_stage, x_ptr, x_places, row_exists, next_k, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
         if CODE == "int4":
-            next_scales = _load_two_groups(matrix.scales + own_groups, k + 256, row_scales)
+            next_scales = _load_two_groups(matrix.scales + first_scales, k + 256, row_scales)
             acc = _multiply_int4_step(acc, shared, stage, scales, zeros, k, row_scales)
             scales = next_scales
         else:
             acc = _multiply_e2m1_step(acc, shared, stage, CODE)
         stage = stage + 1 if stage + 1 < STAGES else 0
-        empty = empty + 1 if empty + 1 < STAGES else 0
+        free_stage = free_stage + 1 if free_stage + 1 < STAGES else 0
     if CODE == "nvfp4":
         acc *= gl.expand_dims(row_factors, 1)
     return acc

@@ -6,9 +6,9 @@ from torch import Tensor
 from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.runtime.launch import HOPPER, Chip
 
-# A program's tile of the weight, its warps, and the columns that share a scale of int4.
+# A program's tile of the weight is [BLOCK_OUT, BLOCK_IN].  int4 needs groups of INT4_GROUP_SIZE columns with one scale.
 BLOCK_OUT, BLOCK_IN, WARPS, INT4_GROUP_SIZE = 64, 256, 4, 128
-# Rows of inputs per tile: of the small and of the large tile.
+# Rows of inputs of the small and of the large tile.
 FEW_ROWS, MAX_ROWS = 8, 16
 # (block_out, block_in, warps) of the plans that the kernels take.
 TILE_SHAPE = (BLOCK_OUT, BLOCK_IN, WARPS)
@@ -29,9 +29,9 @@ def supports_hopper_product(
 ) -> bool:
     """Returns whether the kernels of hopper/quantised_products.py take a product.
 
-    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps).  The kernels choose their stages.
+    x: all inputs.  tile_rows: rows of x per tile.  tile_shape: (block_out, block_in, warps) of the plan.
     """
-    # Copies have 16 bytes, and offsets have 32 bits.
+    # The kernels copy 16 bytes at once, and their offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
     return supports_format(weight, x.dtype, tile_rows, gpu) and tile_shape == TILE_SHAPE and is_aligned
 
@@ -44,7 +44,7 @@ def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
 
 def max_stages(tile_rows: int, code: str, num_programs: int, gpu: Chip) -> int:
     """Returns the most stages that fit for this number of programs.  tile_rows: rows of inputs per tile."""
-    values = BLOCK_OUT * BLOCK_IN
-    stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile_rows * BLOCK_IN * 2
-    sharing = min(-(-num_programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)
-    return max(min(gpu.shared_memory_per_program(sharing) // stage, MAX_STAGES), 2)
+    num_weights = BLOCK_OUT * BLOCK_IN
+    stage_bytes = num_weights // 2 + num_weights // (16 if code == "nvfp4" else 32) + tile_rows * BLOCK_IN * 2
+    programs_per_processor = min(-(-num_programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)
+    return max(min(gpu.shared_memory_per_program(programs_per_processor) // stage_bytes, MAX_STAGES), 2)

@@ -17,8 +17,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (words of codes, scales, zero points or None).  E2M1: words of four scales.
-    NVFP4: factors of rows last."""
+    """Returns (words of codes, scales, zero points or None).  E2M1's scales are words of four scales.
+    NVFP4 has the rows' factors in the place of zero points."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
@@ -170,12 +170,12 @@ def hopper_down_kernel(
         order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
     )
     x_places = gl.expand_dims(place * num_in, 1) + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
-    own = gl.minimum(expert, num_experts - 1)
+    weight_expert = gl.minimum(expert, num_experts - 1)
     if bias_ptr is not None:
         bias_rows = weight_rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC_LAYOUT))
-        bias = gl.load(bias_ptr + own * num_out + bias_rows)
+        bias = gl.load(bias_ptr + weight_expert * num_out + bias_rows)
     # Rows without an expert take no steps, because hopper_gate_up_kernel writes nothing to their x.
-    first, row_words, row_scales = own * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
+    first, row_words, row_scales = weight_expert * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(

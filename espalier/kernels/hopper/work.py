@@ -20,10 +20,10 @@ from espalier.kernels.runtime.jit import gluon_kernel
 class HopperConstexprs(NamedTuple):
     """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
-    WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
-    row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
-    SAME_STRIDES: committed rows of all tiles have the same stride; TMA_BLOCKS: see kernels/attention/work_items.py.
-    RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
+    The rows of a block are divided among tiles.  WIDTHS: for each tile, how many values of a row it holds.
+    COLUMNS: for each tile, the first of these values.  ROW_SIZE: the sum.  OUT_SIZE: outputs of an attending warpgroup.
+    SAME_STRIDES: whether committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
+    RAW_STAGES: number of stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """
 
@@ -59,8 +59,8 @@ class RowPtrs(NamedTuple):
 class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
-    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full`: the
-    stage may be read; `empty`: the stage may be written.
+    tiles: for each tile of a block, a buffer with all stages.  full: for each stage, a barrier that completes when the
+    stage may be read.  empty: for each stage, the barrier that completes when the stage may be written.
     """
 
     tiles: Any
@@ -72,8 +72,8 @@ class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
     The first num_committed blocks hold the committed rows begin_committed .. end_committed, see count_committed_blocks
-    (work_items.py).  The others hold the staged rows begin_staged .. end_staged, which belong to the request's last
-    split.  num_blocks is at least one.
+    (work_items.py).  The other blocks hold the staged rows begin_staged .. end_staged; only the last split of
+    a request has them.  num_blocks is at least one.
     """
 
     begin_committed: Any
@@ -137,11 +137,11 @@ def wait_until_empty(stages, block_index):
 
 @gluon_kernel
 def work_item_blocks(plan, work_item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Returns the blocks of a work item.  positions: of queries, read only with a window; ROW_LAYOUT: their layout."""
+    """Returns the blocks of a work item.  positions: RowPtrs of the queries' positions, read only with a window."""
     begin = work_item.begin
     if CONSTANTS.WINDOW > 0:
-        position = _min_position(plan, work_item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
-        begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
+        min_position = _min_position(plan, work_item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
+        begin = gl.maximum(begin, (min_position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
     num_committed, num_lower, num_unmasked = count_committed_blocks(
         begin, work_item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )

@@ -17,7 +17,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
-# In a program that rounds a row: the values per warp, and the most warps.
+# For programs that round a whole row: values per warp, and the most warps.
 VALUES_PER_WARP, MAX_WARPS = 128, 16
 
 
@@ -73,9 +73,9 @@ def _activation_kernel(
     else:
         result = apply_activation(gate, up, ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT)
     if rounded_values_ptr is not None:
-        of_type = tl.where(mask, result.to(DTYPE).to(tl.float32), 0.0)
+        row_values = tl.where(mask, result.to(DTYPE).to(tl.float32), 0.0)
         store_rounded_row(
-            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            row_values, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
             FP8_MAX,
         )  # fmt: skip
     else:
@@ -85,8 +85,8 @@ def _activation_kernel(
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp, or 2 at a
-    tie.  GELU: 1 ulp plus 2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
+    Tolerance: PyTorch and transformers also round silu(gate), which changes a result by 1 ulp, or by 2 ulps at a tie.
+    For GELU, 1 ulp plus 2^-22 of gate · up, because the argument of the exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)

@@ -31,7 +31,7 @@ def _add_normed_kernel(
 ):  # fmt: skip
     """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
 
-    second_output_ptr, output_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
+    second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor.
     """
     DTYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(USE_PDL)
@@ -56,11 +56,11 @@ def _add_normed_kernel(
     added = load_sum(first, first_split_stride, mask, FIRST_SPLITS, DTYPE, ACC_DTYPE)
     if second_output_ptr is not None:
         second = second_output_ptr + row * second_row_stride + column
-        beside = load_sum(second, second_split_stride, mask, SECOND_SPLITS, DTYPE, ACC_DTYPE)
-        beside = norm_row(beside, second_weight, SECOND_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+        second_added = load_sum(second, second_split_stride, mask, SECOND_SPLITS, DTYPE, ACC_DTYPE)
+        second_added = norm_row(second_added, second_weight, SECOND_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
     added = norm_row(added, first_weight, FIRST_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
     if second_output_ptr is not None:
-        added = (added + beside).to(DTYPE).to(ACC_DTYPE)
+        added = (added + second_added).to(DTYPE).to(ACC_DTYPE)
     if output_weight_ptr is not None:
         added = norm_row(added, output_weight, OUTPUT_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
     if SCALE != 1.0:
@@ -95,10 +95,10 @@ def add_normed(
         return total, tuple(out)
     size = residual.shape[1]
     block = next_power_of_2(size)
-    outputs, own_norms = zip(*block_outputs, strict=True)
+    outputs, block_norms = zip(*block_outputs, strict=True)
     x, *dense_outputs = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *outputs))
     first, second = _pad_with_none(dense_outputs, MAX_OUTPUTS)
-    norms = (*_pad_with_none(own_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
+    norms = (*_pad_with_none(block_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
     # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
@@ -124,9 +124,9 @@ def _check_arguments(
             f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
             f"{len(block_outputs)} and {len(next_norms)}: use the reference"
         )
-    exact = torch.promote_types(residual.dtype, torch.float32)
+    wide = torch.promote_types(residual.dtype, torch.float32)
     for output, _ in block_outputs:
-        shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
+        shape, dtype = ((-1, *residual.shape), wide) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
     for norm in (*(own for _, own in block_outputs), output_norm, *next_norms):
         if norm is not None:

@@ -1,10 +1,9 @@
 """The convolutions of a DFlash 2 draft: a few taps over a row of a block and the rows before it.
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
-zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels, and
-is the product of row i of the sublayer's input with a matrix.  The matrix has a half for the convolution of the input
-and a half for the convolution of the output.
-
+zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels: the
+product of row i of the sublayer's input with a matrix.  Half of the matrix rows are for the convolution of the input,
+the other half for the convolution of the output.
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
@@ -79,24 +78,24 @@ def _block_conv_kernel(
         )  # fmt: skip
         product = tl.dot(x, weight, product, input_precision="ieee")
     delta = tl.reshape(product.to(x_ptr.dtype.element_ty).to(tl.float32), [ROWS, BLOCK_TAPS, GROUPS])
-    which = tl.arange(0, BLOCK_TAPS)[None, :, None]
+    tap_index = tl.arange(0, BLOCK_TAPS)[None, :, None]
     channel = group[:, None] * GROUP_CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    held = (group < num_groups)[:, None] & (tl.arange(0, CHANNELS) < GROUP_CHANNELS)[None, :]
+    channel_exists = (group < num_groups)[:, None] & (tl.arange(0, CHANNELS) < GROUP_CHANNELS)[None, :]
     total = tl.zeros([ROWS, GROUPS, CHANNELS], tl.float32)
-    at = tl.reshape(row, [ROWS, 1, 1]) * ROW_SIZE + tl.reshape(channel, [1, GROUPS, CHANNELS])
-    written = tl.reshape(exists, [ROWS, 1, 1]) & tl.reshape(held, [1, GROUPS, CHANNELS])
+    x_offsets = tl.reshape(row, [ROWS, 1, 1]) * ROW_SIZE + tl.reshape(channel, [1, GROUPS, CHANNELS])
+    out_mask = tl.reshape(exists, [ROWS, 1, 1]) & tl.reshape(channel_exists, [1, GROUPS, CHANNELS])
     for tap in tl.static_range(TAPS):
-        of_tap = tl.sum(tl.where(which == tap, delta, 0.0), 1)
-        base = tl.load(base_ptr + tap * ROW_SIZE + channel, mask=held, other=0.0).to(tl.float32)
-        in_block = written & tl.reshape(row % block_width >= tap, [ROWS, 1, 1])
-        x = tl.load(x_ptr + at - tap * ROW_SIZE, mask=in_block, other=0.0).to(tl.float32)
-        total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(of_tap, [ROWS, GROUPS, 1]))
-        of_output = tl.sum(tl.where(which == TAPS + tap, delta, 0.0), 1)
+        tap_delta = tl.sum(tl.where(tap_index == tap, delta, 0.0), 1)
+        base = tl.load(base_ptr + tap * ROW_SIZE + channel, mask=channel_exists, other=0.0).to(tl.float32)
+        in_block = out_mask & tl.reshape(row % block_width >= tap, [ROWS, 1, 1])
+        x = tl.load(x_ptr + x_offsets - tap * ROW_SIZE, mask=in_block, other=0.0).to(tl.float32)
+        total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(tap_delta, [ROWS, GROUPS, 1]))
+        output_delta = tl.sum(tl.where(tap_index == TAPS + tap, delta, 0.0), 1)
         tl.store(
             coefficients_ptr + (row[:, None] * TAPS + tap) * num_groups + group[None, :],
-            of_output.to(coefficients_ptr.dtype.element_ty), mask=exists[:, None] & (group < num_groups)[None, :],
+            output_delta.to(coefficients_ptr.dtype.element_ty), mask=exists[:, None] & (group < num_groups)[None, :],
         )  # fmt: skip
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=written)
+    tl.store(out_ptr + x_offsets, total.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 def block_conv_norm(
@@ -110,9 +109,9 @@ def block_conv_norm(
 ) -> tuple[Tensor, Tensor]:
     rows, size = residual.shape
     _, taps, groups = coefficients.shape
-    parts = delta if delta.ndim == 3 else delta[None]
+    partial_sums = delta if delta.ndim == 3 else delta[None]
     dtype = torch.promote_types(residual.dtype, torch.float32) if delta.ndim == 3 else residual.dtype
-    require("block_conv_norm: delta", parts, (-1, rows, size), dtype, residual)
+    require("block_conv_norm: delta", partial_sums, (-1, rows, size), dtype, residual)
     require("block_conv_norm: coefficients", coefficients, (rows, taps, groups), residual.dtype, residual)
     require("block_conv_norm: base", base_taps, (taps, size), residual.dtype, residual)
     require("block_conv_norm: weight", norm_weight, (size,), residual.dtype, residual)
@@ -125,9 +124,9 @@ def block_conv_norm(
     if rows:
         block = next_power_of_2(size)
         _block_conv_norm_kernel[(rows,)](
-            *(parts.contiguous(), coefficients.contiguous(), base_taps.contiguous(), residual.contiguous()),
+            *(partial_sums.contiguous(), coefficients.contiguous(), base_taps.contiguous(), residual.contiguous()),
             *(norm_weight.contiguous(), total, out, rows * size, block_width),
-            EPS=eps, ROW_SIZE=size, GROUPS=groups, TAPS=taps, SPLITS=parts.shape[0],
+            EPS=eps, ROW_SIZE=size, GROUPS=groups, TAPS=taps, SPLITS=partial_sums.shape[0],
             ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block, num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),
         )  # fmt: skip
@@ -149,11 +148,11 @@ def _block_conv_norm_kernel(
     x = tl.load(residual_ptr + row * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
     added = tl.zeros([BLOCK], ACC_DTYPE)
     for tap in tl.static_range(TAPS):
-        base = tl.load(base_ptr + tap * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
-        own = tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(ACC_DTYPE)
+        factor = tl.load(base_ptr + tap * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
+        factor += tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(ACC_DTYPE)
         in_block = mask & (row % block_width >= tap)
         delta = delta_ptr + (row - tap) * ROW_SIZE + column
-        added += load_sum(delta, split_stride, in_block, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * (base + own)
+        added += load_sum(delta, split_stride, in_block, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * factor
     # Each of the three results is rounded as a separate launch would round it.
     x += added.to(sum_ptr.dtype.element_ty).to(ACC_DTYPE)
     x = x.to(sum_ptr.dtype.element_ty)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# The decoded parts of blocks: integers [blocks, groups, group]; scales, minima or None [blocks, groups, 1], float32.
+# Decoded blocks: (integers [blocks, groups, group values], scales [blocks, groups, 1], minima, same shape, or None).
 DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
 # Bytes of the scales in a block of Q4_K or Q5_K.  The scales begin after two float16 numbers.
 K_QUANT_SCALE_BYTES = 12
@@ -21,8 +21,8 @@ K_QUANT_SCALE_BYTES = 12
 class BlockType:
     """One block format.
 
-    gguf_type: the number of GGUF's tensor type.  block_values: values of a block, which takes block_bytes bytes;
-    group_values: values that share a scale.  decode: decodes blocks uint8 [blocks, block_bytes].
+    gguf_type: the number of the tensor type in GGUF.  block_values: values per block.  block_bytes: bytes per block.
+    group_values: values that share a scale.  decode: decodes blocks, given as uint8 [blocks, block_bytes].
     """
 
     name: str
@@ -76,18 +76,18 @@ def _read_float16(block_bytes: Tensor, byte_offset: int) -> Tensor:
 def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
-    The lowest bits of `run_bytes` bytes hold the first `run_bytes` values; the next higher bits hold the next
-    `run_bytes` values.
+    In each run of `run_bytes` bytes, the lowest bits hold the first `run_bytes` values, the next higher bits the next
+    `run_bytes` values, and so on.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block_bytes.device)
-    spread = block_bytes.unflatten(1, (-1, 1, run_bytes)) >> shifts.view(1, 1, -1, 1)
-    return (spread & (1 << bits) - 1).flatten(1)
+    shifted = block_bytes.unflatten(1, (-1, 1, run_bytes)) >> shifts.view(1, 1, -1, 1)
+    return (shifted & (1 << bits) - 1).flatten(1)
 
 
 def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
-    """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum, fifth bits of all values, their lower four bits."""
+    """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum (if any), fifth bits (if any), lower four bits."""
     at = 4 if has_minimum else 2
-    middle = 16 if has_fifth_bit else 8
+    zero_point = 16 if has_fifth_bit else 8
     if has_fifth_bit:
         bits = block_bytes[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=block_bytes.device) & 1
         at += 4
@@ -97,7 +97,7 @@ def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: 
     scale = _read_float16(block_bytes, 0)[:, None]
     if has_minimum:
         return integers.float()[:, None], scale, -_read_float16(block_bytes, 2)[:, None]
-    return integers.float()[:, None] - middle, scale, None
+    return integers.float()[:, None] - zero_point, scale, None
 
 
 def _decode_q8_0(block_bytes: Tensor) -> DecodedBlocks:
@@ -107,27 +107,27 @@ def _decode_q8_0(block_bytes: Tensor) -> DecodedBlocks:
 def _unpack_k_scales(block_bytes: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
-    The first four scales are the lower 6 bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
-    four scales and minima have their lower four bits in bytes 8 to 11, and their upper two bits on top of bytes 0 to 7.
+    The first four scales are the lower 6 bits of bytes 0 to 3, the first four minima the lower 6 bits of bytes 4 to 7.
+    The others have their lower four bits in bytes 8 to 11, and their upper two bits as the upper two of bytes 0 to 7.
     """
-    low, high, more = block_bytes.split(4, 1)
-    scales = torch.cat([low & 63, more & 15 | low >> 2 & 48], 1)
-    return scales, torch.cat([high & 63, more >> 4 | high >> 2 & 48], 1)
+    low, high, last_bytes = block_bytes.split(4, 1)
+    scales = torch.cat([low & 63, last_bytes & 15 | low >> 2 & 48], 1)
+    return scales, torch.cat([high & 63, last_bytes >> 4 | high >> 2 & 48], 1)
 
 
 def _decode_blocks_of_256(block_bytes: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
-    """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
+    """Decode Q4_K, Q5_K.  A block: scale of the scales, scale of the minima, scales and minima, fifth bits, rest."""
     scales, minima = _unpack_k_scales(block_bytes[:, 4 : 4 + K_QUANT_SCALE_BYTES])
-    at = 4 + K_QUANT_SCALE_BYTES
-    integers = _unpack_integers(block_bytes[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
+    offset = 4 + K_QUANT_SCALE_BYTES
+    integers = _unpack_integers(block_bytes[:, offset + (32 if has_fifth_bit else 0) :], 4, 32)
     if has_fifth_bit:
-        integers = integers | _unpack_integers(block_bytes[:, at : at + 32], 1, 32) << 4
+        integers = integers | _unpack_integers(block_bytes[:, offset : offset + 32], 1, 32) << 4
     scale, minimum = _read_float16(block_bytes, 0) * scales.float(), _read_float16(block_bytes, 2) * minima.float()
     return integers.unflatten(1, (8, 32)).float(), scale[:, :, None], minimum[:, :, None]
 
 
 def _decode_q6_k(block_bytes: Tensor) -> DecodedBlocks:
-    """Decode Q6_K.  A block has: lower four bits, upper two bits, 16 scales int8, scale of scales."""
+    """Decode Q6_K.  A block: lower four bits, upper two bits, 16 scales int8, scale of the scales."""
     integers = _unpack_integers(block_bytes[:, :128], 4, 64) | _unpack_integers(block_bytes[:, 128:192], 2, 32) << 4
     scales = _read_float16(block_bytes, 208) * block_bytes[:, 192:208].contiguous().view(torch.int8).float()
     return (integers.float() - 32).unflatten(1, (16, 16)), scales[:, :, None], None

@@ -1,7 +1,7 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
 For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up its embedding, cos and sin.  For a draft, the second norms the hidden state.
+first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the hidden state.
 """
 
 import torch
@@ -50,9 +50,9 @@ def _check_arguments(tokens: Tensor, positions: Tensor, tables: EmbeddingTables,
     require("embed_rows: tokens", tokens, (-1, -1), torch.int64, tokens)
     require("embed_rows: positions", positions, (batch, queries), torch.int64, tokens)
     require("embed_rows: embed", tables.embed, (-1, size), None, tokens)
-    exact = torch.promote_types(tables.embed.dtype, torch.float32)
-    require("embed_rows: cos", tables.cos, (-1, -1), exact, tokens)
-    require("embed_rows: sin", tables.sin, tuple(tables.cos.shape), exact, tokens)
+    wide_dtype = torch.promote_types(tables.embed.dtype, torch.float32)
+    require("embed_rows: cos", tables.cos, (-1, -1), wide_dtype, tokens)
+    require("embed_rows: sin", tables.sin, tuple(tables.cos.shape), wide_dtype, tokens)
     dense = [tables.embed, tables.cos, tables.sin]
     if draft is not None:
         rows = queries if draft.parents is None else -1

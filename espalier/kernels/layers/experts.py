@@ -64,10 +64,10 @@ def dense_gate_and_up(
     NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns (gate, up) [BLOCK_OUT, ROWS]: the products with rows of x [ROWS, num_in].  Rows not `row_exists` are 0.
+    """Returns (gate, up), [BLOCK_OUT, ROWS] each: the products with rows of x [ROWS, num_in].
 
-    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], gate_ptrs [BLOCK_OUT, BLOCK_IN].
-    up_offset: from gate to up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
+    x_ptrs [BLOCK_IN, ROWS] and gate_ptrs [BLOCK_OUT, BLOCK_IN] point to the first BLOCK_IN columns.  up_offset: from a
+    gate pointer to its up pointer.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
     """
     if NUM_MATRICES == 1:
         up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
@@ -76,16 +76,16 @@ def dense_gate_and_up(
         ks, up_ptrs = tl.arange(0, BLOCK_IN), gate_ptrs + up_offset
         gate, up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE), tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
         for k in range(0, num_in, BLOCK_IN):
-            # Weights are loaded first: unlike those of inputs, their addresses do not depend on row numbers.
+            # Weights are loaded first, because the addresses of inputs must wait for row numbers.
             if EVEN_IN:
                 w_gate = tl.load(gate_ptrs)
                 w_up = tl.load(up_ptrs)
                 x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
             else:
-                left = num_in - k
-                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-                w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-                x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+                remaining = num_in - k
+                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < remaining, other=0.0)
+                w_up = tl.load(up_ptrs, mask=ks[None, :] < remaining, other=0.0)
+                x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < remaining), other=0.0)
             gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
             up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
             gate_ptrs += BLOCK_IN
@@ -99,7 +99,7 @@ def dense_product(
     x_ptrs, w_ptrs, row_exists, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_and_up.  k_end: num_in, or 0 for no product."""
+    """Returns one product [BLOCK_OUT, ROWS], see dense_gate_and_up.  k_end: num_in, or 0 for a product of zeros."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
@@ -107,9 +107,9 @@ def dense_product(
             w = tl.load(w_ptrs)
             x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
         else:
-            left = num_in - k
-            w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+            remaining = num_in - k
+            w = tl.load(w_ptrs, mask=ks[None, :] < remaining, other=0.0)
+            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < remaining), other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=ACC_DTYPE)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
@@ -143,7 +143,7 @@ def _gated_kernel(
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
-    # These loads come before the branch on `expert`, so that they do not wait for `expert`.
+    # rows_of_tile comes before the branch on `expert`, so that its loads do not wait for `expert`.
     place, inside, row, _ = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
     )
@@ -157,26 +157,26 @@ def _gated_kernel(
         prefetch(bias_ptr + w_row)
         prefetch(bias_ptr + w_row + (NUM_MATRICES - 1) * num_out)
     if CODE is None:
-        up_at = num_out.to(tl.int64) * num_in
+        up_offset = num_out.to(tl.int64) * num_in
         if NUM_PIECES > 0:
-            piece_at = (tile + NUM_PIECES).to(tl.int64) * num_out * num_in
-            w_ptr = tl.where(tile < 0, shared_ptr + piece_at, w_ptr)
-            up_at = tl.where(tile < 0, up_at * NUM_PIECES, up_at)
+            piece_offset = (tile + NUM_PIECES).to(tl.int64) * num_out * num_in
+            w_ptr = tl.where(tile < 0, shared_ptr + piece_offset, w_ptr)
+            up_offset = tl.where(tile < 0, up_offset * NUM_PIECES, up_offset)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
         gate, up = dense_gate_and_up(
-            x_ptrs, gate_ptrs, up_at, inside, num_in, NUM_MATRICES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
+            x_ptrs, gate_ptrs, up_offset, inside, num_in, NUM_MATRICES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
         )
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
         # Gate and up are one product, so that the pipeline fills only once.
-        both = expert * NUM_MATRICES * num_out + weight_rows(
+        gate_up_rows = expert * NUM_MATRICES * num_out + weight_rows(
             num_out, NUM_MATRICES * BLOCK_OUT, False, NUM_MATRICES == 2
         )
         acc = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
+            w_ptr, scales_ptr, zeros_ptr, gate_up_rows, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, NUM_MATRICES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         gate, up = split_gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if NUM_MATRICES == 2 else (acc, acc)
@@ -203,7 +203,7 @@ def _down_kernel(
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without expert.
 
-    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
+    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
     PREFETCHED_LINES: as in _linear_quantised_kernel.
     """
@@ -224,7 +224,7 @@ def _down_kernel(
     if CODE is not None and USE_PDL:
         prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, PREFETCHED_LINES)
     pdl_wait(USE_PDL)
-    place, inside, row, part = rows_of_tile(
+    place, inside, row, out_part = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
     )
     if expert < 0:
@@ -246,10 +246,10 @@ def _down_kernel(
         )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(ACC_DTYPE)[:, None]
-    weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)
+    weight = tl.load(weights_ptr + row * top_k + out_part, mask=inside & (out_part < top_k), other=1.0)
     # tl.where instead of a product with 0: the weight of a row without an expert may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
-    out_row = part.to(tl.int64) * num_rows + row
+    out_row = out_part.to(tl.int64) * num_rows + row
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -300,16 +300,16 @@ def launch_gate_and_up(
     activation: Activation = SILU,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Return the activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.num_matrices
-    inner = wide // halves
+    """Returns the activations of all pairs and shared pieces, in order of place: [N·(K + S), I]."""
+    num_rows, (num_experts, num_w_rows, hidden), num_matrices = len(x), gate_up.shape, activation.num_matrices
+    inner = num_w_rows // num_matrices
     operands, constants = _product_operands(x, gate_up)
     pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.tile_experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.tile_experts)
     if (
         isinstance(gate_up, QuantisedMatrix)
-        and halves == 2
+        and num_matrices == 2
         and supports_hopper_product(operands[0], gate_up, tiles.tile_rows, plan.tile_shape(2), chip(out))
     ):
         hopper_gate_up_kernel[grid](
@@ -322,9 +322,9 @@ def launch_gate_and_up(
     _gated_kernel[grid](
         *(*operands, bias, None if shared_experts is None else shared_experts.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
-        **constants, **activation.constexpr_arguments, NUM_MATRICES=halves,
+        **constants, **activation.constexpr_arguments, NUM_MATRICES=num_matrices,
         PREFETCHED_COLUMNS=PREFETCHED_STEPS * max(plan.block_in, 64),
-        **_launch_options(x.dtype, gate_up, tiles, plan, halves, pieces, grid),
+        **_launch_options(x.dtype, gate_up, tiles, plan, num_matrices, pieces, grid),
     )  # fmt: skip
     return out
 
@@ -339,7 +339,7 @@ def launch_down(
     num_extra_parts: int = 0,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Returns parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  See launch_gate_and_up."""
+    """Returns parts [K + S + num_extra_parts, N, H].  The caller writes the last num_extra_parts parts."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = routing_weights.shape
     pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
@@ -394,16 +394,16 @@ def _launch_options(
         if num_pieces:
             sizes = num_matrices, tiles.tile_rows, weight.itemsize
             stages = plan.one_wave_stages(gpu, stages, *sizes, num_programs=grid[0] * grid[1])
-        own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
+        options: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
-        own = quantised_launch_options(plan, weight, num_matrices, tiles.tile_rows, gpu)
-    return own | {
+        options = quantised_launch_options(plan, weight, num_matrices, tiles.tile_rows, gpu)
+    return options | {
         "NUM_PIECES": num_pieces,
         "IS_SORTED": tiles.tile_rows > 1,
         "HAS_LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.tile_rows),
         "BLOCK_OUT": plan.block_out,
-        "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
+        "EVEN_IN": weight.shape[2] % options["BLOCK_IN"] == 0,
         "ACC_DTYPE": acc_dtype(dtype),
         "num_warps": plan.warps,
         **pdl_arguments(gpu),
@@ -421,7 +421,7 @@ def _check_arguments(
 ) -> None:
     inner = num_up_columns(gate_up.shape[1], activation)
     (num_rows, hidden), values = input_values(x).shape, input_values(x)
-    exact = torch.promote_types(x.dtype, torch.float32)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
         ("gate_up", gate_up, (-1, gate_up.shape[1], hidden)),
@@ -435,7 +435,7 @@ def _check_arguments(
             require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, values)
             contiguous += matrix.tensors
     require("grouped_experts: ids", expert_ids, (num_rows, -1), torch.int64, values)
-    require("grouped_experts: weights", routing_weights, tuple(expert_ids.shape), exact, values)
+    require("grouped_experts: weights", routing_weights, tuple(expert_ids.shape), wide_dtype, values)
     if biases is not None:
         require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, values)
         require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, values)

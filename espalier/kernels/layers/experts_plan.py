@@ -39,7 +39,7 @@ from espalier.kernels.layers.quantised_plans import (
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
 MAX_TILE_ROWS = 128
-# (upper bound of the mean pairs per expert, tile rows worth measuring).  With 1 tile row each pair is a tile.
+# (upper bound of the mean pairs per expert, numbers of tile rows to measure).  With 1 tile row, each pair is a tile.
 TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
     (1 / 8, (1,)),
     (1, (1, 16)),
@@ -92,8 +92,8 @@ def expected_active_experts(num_experts: int, top_k: int, num_rows: int) -> floa
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    gate_up: [num_experts, num_matrices · inner, hidden], with Activation.num_matrices.  down: [num_experts, hidden,
-    inner].
+    num_matrices: see Activation.  The matrices are gate_up [num_experts, num_matrices · inner_size, hidden_size] and
+    down [num_experts, hidden_size, inner_size].
     """
 
     num_experts: int
@@ -157,7 +157,7 @@ class ProductPlan:
     def one_wave_stages(
         self, gpu: Chip, max_stages: int, num_matrices: int, tile_rows: int, itemsize: int, num_programs: int
     ) -> int:
-        """Returns the most stages for all programs to run at once; `max_stages` if these are under MIN_STAGES."""
+        """Returns the most stages with which all programs run at once; `max_stages` if that is less than MIN_STAGES."""
         shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
         fitting = shared_memory // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
@@ -165,7 +165,7 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """tile_rows: the most pairs of a tile, all of one expert; 1: each pair is a tile, and nothing is sorted."""
+    """gated, down: the plans of the two products.  tile_rows: the most pairs of a tile; 1: each pair is a tile."""
 
     tile_rows: int
     gated: ProductPlan
@@ -181,7 +181,7 @@ def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[Produc
 
     num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
-    tiles, stages = next((tiles, stages) for most, tiles, stages in CANDIDATE_TILES if tile_rows <= most)
+    tiles, stages = next((tiles, stages) for max_rows, tiles, stages in CANDIDATE_TILES if tile_rows <= max_rows)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
     return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
 
@@ -210,10 +210,10 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
 
 
-# Registers per multiprocessor, and the most and the fewest per thread.  With fewer, values would spill to memory.
-# A thread's registers are a multiple of REGISTER_UNIT.
+# Registers per multiprocessor, and the most and the fewest per thread.  With fewer than MIN_REGISTERS, values would
+# spill to memory.  A thread's registers are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
-# Registers of a thread beside the sums of an FP8 tile.
+# Registers of a thread for everything but the sums of an FP8 tile.
 NON_SUM_REGISTERS = 96
 WARP_THREADS = 32
 # Steps of a loop that are not yet in the pipeline at the start.
@@ -237,13 +237,13 @@ def quantised_plan_by_rule(
     # Rows are rounded up, so that a batch has the same plan with and without padding.
     num_rows = next_power_of_2(num_rows)
     pairs = num_rows * shape.top_k
-    halves = gate_up.shape[1] // down.shape[2]
+    matrices = gate_up.shape[1] // down.shape[2]
     active_experts = round(shape.active_experts(num_rows))
     num_tiles = pairs if plan.tile_rows == 1 else max(active_experts, -(-pairs // plan.tile_rows))
     tile = block_rows(plan.tile_rows)
     return ExpertsPlan(
         plan.tile_rows,
-        plan.gated if isinstance(gate_up, Tensor) else _quantised_product_plan(gate_up, tile, num_tiles, halves, gpu),
+        plan.gated if isinstance(gate_up, Tensor) else _quantised_product_plan(gate_up, tile, num_tiles, matrices, gpu),
         plan.down if isinstance(down, Tensor) else _quantised_product_plan(down, tile, num_tiles, 1, gpu),
     )
 
@@ -271,19 +271,19 @@ def quantised_launch_options(
 ) -> dict[str, Any]:
     """Returns BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down.
 
-    BLOCK_IN does not span two groups of columns.  num_stages is at most what fits.  maxnreg lets as many programs share
-    a multiprocessor as its shared memory allows.  But with FP8, a thread has registers for two sums of its part of a
-    tile: the running step's sum and the total.
+    A block of BLOCK_IN columns is within one group of columns.  num_stages is at most what fits.  maxnreg lets as many
+    programs share a multiprocessor as its shared memory allows.  But with FP8, a thread keeps registers for two sums of
+    its part of a tile: the sum of the running step and the total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
     one_stage = TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1)
-    of_stage = stage_bytes(one_stage, block_rows(tile_rows), weight)
-    stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
-    sharing = max(gpu.programs_fitting_per_processor(stages * of_stage), 1)
-    sums = num_matrices * plan.block_out * block_rows(tile_rows) // (WARP_THREADS * plan.warps)
-    least = 2 * sums + NON_SUM_REGISTERS if weight.code == "fp8" else 0
-    units = REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT
-    registers = max(units * REGISTER_UNIT, least, MIN_REGISTERS)
+    bytes_per_stage = stage_bytes(one_stage, block_rows(tile_rows), weight)
+    stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // bytes_per_stage), 1)
+    programs_per_processor = max(gpu.programs_fitting_per_processor(stages * bytes_per_stage), 1)
+    sums_per_thread = num_matrices * plan.block_out * block_rows(tile_rows) // (WARP_THREADS * plan.warps)
+    min_registers = 2 * sums_per_thread + NON_SUM_REGISTERS if weight.code == "fp8" else 0
+    fitting_units = REGISTERS // (WARP_THREADS * plan.warps * programs_per_processor) // REGISTER_UNIT
+    registers = max(fitting_units * REGISTER_UNIT, min_registers, MIN_REGISTERS)
     maxnreg = registers if registers < MAX_REGISTERS else None
     return {"BLOCK_IN": block_in, "num_stages": stages, "maxnreg": maxnreg}
 
@@ -301,15 +301,15 @@ def choose_experts_plan(
     plan = replace(plan, tile_rows=1) if num_rows == 1 else plan
     if matrices is None:
         return plan
-    most_pairs = MAX_PAIRS_OF_SMALL_TILES * shape.num_experts
-    is_few = plan.tile_rows == MIN_BLOCK_ROWS and next_power_of_2(num_rows) * shape.top_k <= most_pairs
+    max_few_pairs = MAX_PAIRS_OF_SMALL_TILES * shape.num_experts
+    is_few = plan.tile_rows == MIN_BLOCK_ROWS and next_power_of_2(num_rows) * shape.top_k <= max_few_pairs
     if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
-        few = quantised_plan_by_rule(shape, num_rows, replace(plan, tile_rows=FEW_ROWS), *matrices, gpu)
+        small_tile_plan = quantised_plan_by_rule(shape, num_rows, replace(plan, tile_rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
-        if has_gate and few.gated.tile_shape(2) == few.down.tile_shape(1) == TILE_SHAPE:
+        if has_gate and small_tile_plan.gated.tile_shape(2) == small_tile_plan.down.tile_shape(1) == TILE_SHAPE:
             # Tiles of FEW_ROWS rows need half of the multiplications, and an expert seldom has more pairs.
-            return few
+            return small_tile_plan
     return quantised_plan_by_rule(shape, num_rows, plan, *matrices, gpu)
 
 

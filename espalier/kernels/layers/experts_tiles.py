@@ -23,10 +23,10 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, pr
 # The most pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# The fewest pairs of a step, and threads.  With fewer pairs than threads, tl.histogram would count copies of pairs.
+# The fewest pairs per step, and threads.  With fewer pairs than threads, tl.histogram would count pairs twice.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
-# More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
+# More pairs are counted by a separate launch.  Otherwise every sorting program makes a histogram of all pairs.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
 EXPERTS_PER_WARP = 512
@@ -52,12 +52,12 @@ def _count_pairs_kernel(
 ):  # fmt: skip
     """Counts the pairs of each expert.  Grid: as for _sort_pairs_kernel."""
     pdl_trigger_and_wait(USE_PDL)
-    own, offset = tl.program_id(0), tl.arange(0, BLOCK)
+    own_expert, offset = tl.program_id(0), tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_pairs, BLOCK):
         expert = _experts_of_pairs(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
-        count += (expert == own).to(tl.int32)
-    tl.store(counts_ptr + own, tl.sum(count, 0))
+        count += (expert == own_expert).to(tl.int32)
+    tl.store(counts_ptr + own_expert, tl.sum(count, 0))
 
 
 @kernel(do_not_specialize=["num_tiles"])
@@ -68,10 +68,10 @@ def _sort_pairs_kernel(
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
-    Each program reads all pairs, so the sort is stable.  counts: of _count_pairs_kernel; None: count here.
+    A program reads all pairs in order, so the sort is stable.  counts_ptr: from _count_pairs_kernel; None: count here.
     """
     pdl_trigger_and_wait(USE_PDL)
-    own = tl.program_id(0)
+    own_expert = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, NUM_BINS)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + bins, mask=bins <= NUM_EXPERTS, other=0)
@@ -82,21 +82,21 @@ def _sort_pairs_kernel(
                 _experts_of_pairs(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE), NUM_BINS
             )
     tiles = tl.cdiv(counts, ROWS)
-    place = tl.sum(tl.where(bins < own, counts, 0), 0)
-    first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
-    tl.store(ends_ptr + own, place + tl.sum(tl.where(bins == own, counts, 0), 0))
+    place = tl.sum(tl.where(bins < own_expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(bins < own_expert, tiles, 0), 0)
+    own_tiles = tl.sum(tl.where(bins == own_expert, tiles, 0), 0)
+    tl.store(ends_ptr + own_expert, place + tl.sum(tl.where(bins == own_expert, counts, 0), 0))
     # The last program also writes -1 to the unused tiles.
-    listed = num_tiles - first_tile if own == NUM_EXPERTS else own_tiles
-    for begin in range(0, listed, BLOCK):
+    num_listed = num_tiles - first_tile if own_expert == NUM_EXPERTS else own_tiles
+    for begin in range(0, num_listed, BLOCK):
         tile = begin + offset
-        mask = tile < listed
-        tl.store(tile_experts_ptr + first_tile + tile, tl.where(tile < own_tiles, own, -1), mask=mask)
+        mask = tile < num_listed
+        tl.store(tile_experts_ptr + first_tile + tile, tl.where(tile < own_tiles, own_expert, -1), mask=mask)
         tl.store(tile_begins_ptr + first_tile + tile, place + tile * ROWS, mask=mask)
     for begin in range(0, num_pairs, BLOCK):
         pair = begin + offset
         expert = _experts_of_pairs(ids_ptr, live_ptr, pair, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
-        is_own = (expert == own).to(tl.int32)
+        is_own = (expert == own_expert).to(tl.int32)
         tl.store(order_ptr + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own != 0)
         place += tl.sum(is_own, 0)
 
@@ -105,7 +105,7 @@ def _sort_pairs_kernel(
 def pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns (place, inside, pair), each [ROWS]: each pair's index in `order`, whether it exists, and its number."""
+    """Returns (place, inside, pair), [ROWS] each: the index of a pair in `order`, whether it exists, and its number."""
     if IS_SORTED:
         place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
@@ -226,24 +226,24 @@ def rows_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile_index, expert, num_rows, top_k,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (place, inside, row, part), each [ROWS].
+    """Returns (place, inside, row, out_part), [ROWS] each.
 
     place: indices into the intermediate results, in the order of sorted pairs.  inside: whether the place exists.
-    row: the row of x.  part: the part of out.
-    Shared pieces come after the pairs: in `place` row by row, in `part` from top_k on.
+    row: the row of x.  out_part: the part of out.
+    Shared pieces come after the pairs.  Piece p has the places (top_k + p) · num_rows + row, and the part top_k + p.
     """
     if NUM_PIECES == 0:
         place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
-        row, part = pair // top_k, pair % top_k
+        row, out_part = pair // top_k, pair % top_k
     else:
         if tile_index < 0:
             row = tl.arange(0, ROWS)
-            part = tl.zeros((ROWS,), tl.int32) + top_k + tile_index + NUM_PIECES
-            place, inside = part * num_rows + row, row < num_rows
+            out_part = tl.zeros((ROWS,), tl.int32) + top_k + tile_index + NUM_PIECES
+            place, inside = out_part * num_rows + row, row < num_rows
         else:
             place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
-            row, part = pair // top_k, pair % top_k
-    return place, inside, row, part
+            row, out_part = pair // top_k, pair % top_k
+    return place, inside, row, out_part
 
 
 @kernel
@@ -254,7 +254,7 @@ def prefetch_shared_piece(
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
-        # One prefetch per L2 line of 128 bytes, which holds 64 two-byte numbers.
+        # One prefetch per L2 line, which holds 64 two-byte numbers.
         line = tl.minimum(tl.arange(0, PREFETCHED_COLUMNS // 64) * 64, num_in - 1)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + line[None, :]
         prefetch(gate_ptrs)
@@ -291,19 +291,19 @@ def _route_kernel(
         selection_scores += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
     # NaN counts as the largest score, as in a sort.  Else no expert would be chosen: comparisons to NaN are false.
     selection_scores = tl.where(selection_scores == selection_scores, selection_scores, float("inf"))
-    left = inside
+    is_candidate = inside
     if N_GROUP > 1:
-        left = inside & is_in_best_group(
+        is_candidate = inside & is_in_best_group(
             selection_scores, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
     # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
-    order = tl.where(left, float_to_key(selection_scores + 0.0), LEAST)
+    keys = tl.where(is_candidate, float_to_key(selection_scores + 0.0), LEAST)
     chosen = expert < 0
     for _ in tl.static_range(TOP_K):
-        best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
+        best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
         chosen = chosen | (expert == best)
-        order = tl.where(expert == best, LEAST, order)
+        keys = tl.where(expert == best, LEAST, keys)
     weights = tl.where(chosen, scores, 0.0)
     if SCORING == "topk_softmax":
         exps = tl.where(chosen, tl.exp(logits - tl.max(tl.where(chosen, logits, -float("inf")), 0)), 0.0)
@@ -326,8 +326,8 @@ def is_in_best_group(
     """Returns [BLOCK] bool: whether an expert's group (GROUP_EXPERTS experts) is one of the best TOPK_GROUP groups."""
     group = expert // GROUP_EXPERTS
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
-    for one in tl.static_range(N_GROUP):
-        members = is_expert & (group == one)
+    for group_index in tl.static_range(N_GROUP):
+        members = is_expert & (group == group_index)
         score = tl.max(tl.where(members, selection_scores, -float("inf")), 0)
         if TOP2_SUM:
             first = tl.min(tl.where(members & (selection_scores == score), expert, selection_scores.shape[0]), 0)
@@ -336,9 +336,9 @@ def is_in_best_group(
         group_scores = tl.where(members, tl.where(score == score, score, float("inf")), group_scores)
     is_best = expert < 0
     for _ in tl.static_range(TOPK_GROUP):
-        left = is_expert & ~is_best
-        best = tl.max(tl.where(left, group_scores, -float("inf")), 0)
-        first = tl.min(tl.where(left & (group_scores == best), group, N_GROUP), 0)
+        is_left = is_expert & ~is_best
+        best = tl.max(tl.where(is_left, group_scores, -float("inf")), 0)
+        first = tl.min(tl.where(is_left & (group_scores == best), group, N_GROUP), 0)
         is_best = is_best | (group == first)
     return is_best
 
@@ -348,9 +348,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)
-    for name, of_experts in (("bias", bias), ("scale", scale)):
-        if of_experts is not None:
-            require(f"route: {name}", of_experts, (routing.num_experts,), None, logits)
+    for name, expert_values in (("bias", bias), ("scale", scale)):
+        if expert_values is not None:
+            require(f"route: {name}", expert_values, (routing.num_experts,), None, logits)
     parts, block = parts if parts.stride(2) == 1 else parts.contiguous(), next_power_of_2(routing.num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)

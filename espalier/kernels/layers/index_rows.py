@@ -41,11 +41,11 @@ def _store_key(
     exists = column < HEAD_SIZE
     x = tl.load(key_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
     mean = tl.sum(x, 0) / HEAD_SIZE
-    distance = tl.where(exists, x - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / HEAD_SIZE + EPS)
-    stays = exists & (column >= ROTARY)
-    kept = _norm_key(key_ptr, weight_ptr, bias_ptr, column, stays, mean, scale, DTYPE, ACC_DTYPE)
-    tl.store(out_ptr + column, kept.to(out_ptr.dtype.element_ty), mask=stays)
+    centred = tl.where(exists, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / HEAD_SIZE + EPS)
+    is_unrotated = exists & (column >= ROTARY)
+    unrotated = _norm_key(key_ptr, weight_ptr, bias_ptr, column, is_unrotated, mean, scale, DTYPE, ACC_DTYPE)
+    tl.store(out_ptr + column, unrotated.to(out_ptr.dtype.element_ty), mask=is_unrotated)
     pair = tl.arange(0, BLOCK)
     in_half = pair < HALF
     if INTERLEAVED:
@@ -107,14 +107,14 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: an ulp of the dtype and a few of float32."""
     q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
-    rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
+    rotary, wide_dtype = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
     require("index rows: k", k, (count, size), q.dtype, q)
     require("index rows: plane", plane, (-1, 1, size), q.dtype, q)
     require("index rows: rows", cache_rows, (count,), torch.int64, q)
     require("index rows: weight", norm.weight, (size,), q.dtype, q)
     require("index rows: bias", norm.bias, (size,), q.dtype, q)
     for name in ("cos", "sin"):
-        require(f"index rows: {name}", getattr(rotation, name), (count, rotary), exact, q)
+        require(f"index rows: {name}", getattr(rotation, name), (count, rotary), wide_dtype, q)
     if any(x.stride(-1) != 1 for x in (q, k, plane, norm.weight, norm.bias, rotation.cos, rotation.sin)):
         raise EspalierError("index rows need tensors with a contiguous last dimension: pass them contiguous")
     if rotary % 2 or rotary > size:

@@ -27,7 +27,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
 
-# Numbers of a matrix that a program holds in registers.
+# Values of a matrix that a program holds in registers.
 TILE_VALUES = 8192
 NUM_WARPS = 4
 
@@ -53,9 +53,9 @@ def multiply_head(
         mask=(row[None, :] < num_rows) & (k[:, None] < num_in), other=0.0,
     )  # fmt: skip
     acc = tl.dot(w, x, out_dtype=tl.float32)
-    to = out_ptr + row.to(tl.int64)[:, None] * out_stride_n + head * out_stride_h + column[None, :]
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_stride_n + head * out_stride_h + column[None, :]
     mask = (row[:, None] < num_rows) & (column[None, :] < num_out)
-    tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -143,7 +143,7 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 
 class LatentConstants(NamedTuple):
-    """Constexpr arguments.  RANK, Q_ROPE_OFFSET: values of a latent, and of a query, before the rotated part."""
+    """Constexpr arguments.  RANK: values of a latent before its rotated values.  Q_ROPE_OFFSET: same for a query."""
 
     EPS: float
     HEADS: int
@@ -262,8 +262,8 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
 
     The bits and the errors are the same as from head_product and rotate_and_store_latent.
     """
-    nope, rank = k_up.shape[1:]
-    x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]
+    num_unrotated, rank = k_up.shape[1:]
+    x, q_rope = q_inputs[..., :num_unrotated], q_inputs[..., num_unrotated:]
     check_latent_sizes(q_rope, q, latent, destination)
     num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
     operands, constants, blocks = _rotation_arguments(q_rope, q, latent, destination)
@@ -280,19 +280,19 @@ def _rotation_arguments(
     """Returns (operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
     rotation, form, rows, plane, scales = destination
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
-    exact = torch.promote_types(q.dtype, torch.float32)
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), None, plane)
     require("latent rope: q_rope", q_rope, (count, heads, rotary), q.dtype, plane)
     require("latent rope: latent", latent, (count, 1, size), q.dtype, plane)
     require_kv_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
     require("latent rope: rows", rows, (count,), torch.int64, plane)
     for name in ("cos", "sin"):
-        require(f"latent rope: {name}", getattr(rotation, name), (count, rotary), exact, plane)
+        require(f"latent rope: {name}", getattr(rotation, name), (count, rotary), wide_dtype, plane)
     norm = form.norm
     if norm is not None:
         require("latent rope: norm", norm, (size - rotary,), None, plane)
-    read = (q_rope, q, latent, rotation.cos, rotation.sin, plane, *(() if norm is None else (norm,)))
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
+    read_tensors = (q_rope, q, latent, rotation.cos, rotation.sin, plane, *(() if norm is None else (norm,)))
+    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read_tensors):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
     block_h = min(HEADS_PER_PROGRAM, next_power_of_2(heads))
     operands = (

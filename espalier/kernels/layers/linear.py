@@ -5,8 +5,8 @@ covers all columns, or one of `splits` parts of the columns (split-K).  Split-K 
 [splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
 same bits.  `linear` adds them with a second kernel; `linear_partial_sums` returns them for the next kernel.
 
-Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
-one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
+Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls of the library are faster
+than one (`LibraryPlan`), because a grid of 1.5 waves of programs takes as long as a grid of 2 waves.
 
 `espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans worth
 measuring, and has a rule for unmeasured shapes.
@@ -43,7 +43,7 @@ def _linear_kernel(
     EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_OUT, BLOCK_ROWS] is a tile of out, transposed.  EVEN_OUT, EVEN_IN: whether tiles divide out and in.
+    """acc [BLOCK_OUT, BLOCK_ROWS] is a transposed tile of out.  EVEN_OUT, EVEN_IN: tiles divide num_out, or num_in.
 
     IS_GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
     """
@@ -83,7 +83,7 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GAT
     """Returns the rows of the weight that a program multiplies with: [BLOCK_OUT]."""
     row = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
-        # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.
+        # 8 rows of gate alternate with their 8 rows of up, so one thread of an MMA tile (16 rows) holds both values.
         w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
         return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
     # Rows past the end read the last row instead; their results are not stored.
@@ -117,13 +117,13 @@ def store_tile(
 
 @kernel
 def _add_partial_sums_kernel(
-    parts_ptr, out_ptr, num_values, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    partial_sums_ptr, out_ptr, num_values, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [num_values] = sum of partial sums [SPLITS, num_values] float32; a program sums BLOCK numbers."""
     pdl_trigger_and_wait(USE_PDL)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < num_values
-    total = load_sum(parts_ptr + offset, num_values, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
+    total = load_sum(partial_sums_ptr + offset, num_values, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -143,7 +143,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
 
 
 def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """For a TritonPlan, rows of x and weight may have any stride but must be contiguous; all tensors have x's dtype.
+    """For a TritonPlan, each row of x and weight must be contiguous, with any row stride; all tensors have x's dtype.
 
     Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
     """
@@ -157,8 +157,8 @@ def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Li
 def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
-    """Silu with a TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan,
-    silu of many rows on Hopper has a kernel of its own (hopper/gated.py).
+    """With silu and a TritonPlan, one launch without split-K also computes the activation, which saves two launches.
+    With silu and no plan, many rows on Hopper run in the kernel of hopper/gated.py.
     """
     num_up_columns(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
@@ -190,8 +190,8 @@ def _launch_kernel(
     if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
     if out is None:
-        in_parts = splits > 1 and rows * num_out > 0
-        out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
+        is_split = splits > 1 and rows * num_out > 0
+        out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if is_split else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
     _linear_kernel[-(-num_out // block_written), splits](

@@ -22,8 +22,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Weight rows per program, the most input rows per program, and warps.
 BLOCK_OUT, MAX_BLOCK_ROWS, WARPS = 64, 128, 4
-# The most rows for which columns are split among programs, programs per multiprocessor, the most splits, and columns of
-# the shortest split.
+# Split-K: the most rows for which columns are split among programs, the programs per multiprocessor, the most splits,
+# and the fewest columns of a split.
 SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
@@ -36,8 +36,8 @@ def num_splits_for(num_rows: int, weight: BlockMatrix, gpu: Chip) -> int:
     num_out, num_in = weight.shape
     if num_rows > SPLIT_ROWS:
         return 1
-    wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
-    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.block_type.block_values)), 1)
+    max_programs = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
+    return max(min(max_programs, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.block_type.block_values)), 1)
 
 
 @kernel
@@ -93,15 +93,16 @@ def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constex
         integers = _load_bits(block_ptrs[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
         if GGUF_TYPE == 13:
             integers |= _load_bits(block_ptrs[:, None] + 16 + i, group, 1) << 4
-        four: tl.constexpr = group % 4
-        small, low = _load_bits(block_ptrs + (4 + four), 0, 255), _load_bits(block_ptrs + (8 + four), 0, 255)
+        index: tl.constexpr = group % 4
+        scale_bits = _load_bits(block_ptrs + (4 + index), 0, 255)
+        minimum_bits = _load_bits(block_ptrs + (8 + index), 0, 255)
         if group < 4:
-            small, low = small & 63, low & 63
+            scale_bits, minimum_bits = scale_bits & 63, minimum_bits & 63
         else:
-            more = _load_bits(block_ptrs + (12 + four), 0, 255)
-            small, low = more & 15 | (small >> 6) << 4, more >> 4 | (low >> 6) << 4
-        scale = _load_float16(block_ptrs) * small.to(tl.float32)
-        minimum = _load_float16(block_ptrs + 2) * low.to(tl.float32)
+            upper = _load_bits(block_ptrs + (12 + index), 0, 255)
+            scale_bits, minimum_bits = upper & 15 | (scale_bits >> 6) << 4, upper >> 4 | (minimum_bits >> 6) << 4
+        scale = _load_float16(block_ptrs) * scale_bits.to(tl.float32)
+        minimum = _load_float16(block_ptrs + 2) * minimum_bits.to(tl.float32)
     return integers, scale, minimum
 
 
@@ -122,12 +123,12 @@ def _linear_blocks_kernel(
     begin, end = split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP_VALUES)[None, :]
-    inside = rows[:, None] < num_rows
+    row_exists = rows[:, None] < num_rows
     acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
-    for number in range(begin, end):
-        block = blocks_ptr + (w_rows * num_blocks + number) * BLOCK_BYTES
+    for block_index in range(begin, end):
+        block = blocks_ptr + (w_rows * num_blocks + block_index) * BLOCK_BYTES
         for group in tl.static_range(BLOCK_VALUES // GROUP_VALUES):
-            x = tl.load(x_ptrs + number * BLOCK_VALUES + group * GROUP_VALUES, mask=inside, other=0.0)
+            x = tl.load(x_ptrs + block_index * BLOCK_VALUES + group * GROUP_VALUES, mask=row_exists, other=0.0)
             if BLOCK_VALUES == 32:
                 integers, scale, minimum = _decode_blocks_of_32(block, GGUF_TYPE)
             else:
@@ -146,7 +147,7 @@ FORMATS_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
-    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.block_type
+    num_rows, (num_out, num_in), block_type = len(x), weight.shape, weight.block_type
     require("linear_blocks: x", x, (num_rows, num_in), None, weight.blocks)
     if bias is not None:
         require("linear_blocks: bias", bias, (num_out,), x.dtype, weight.blocks)
@@ -162,9 +163,9 @@ def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: 
         return add_partial_sums.triton(out, x.dtype)
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
-        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.block_values, x.stride(0)),
-        GGUF_TYPE=kind.gguf_type, BLOCK_VALUES=kind.block_values, BLOCK_BYTES=kind.block_bytes,
-        GROUP_VALUES=kind.group_values, HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile,
+        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // block_type.block_values, x.stride(0)),
+        GGUF_TYPE=block_type.gguf_type, BLOCK_VALUES=block_type.block_values, BLOCK_BYTES=block_type.block_bytes,
+        GROUP_VALUES=block_type.group_values, HAS_MINIMUM=block_type.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile,
         BLOCK_OUT=BLOCK_OUT, EVEN_OUT=num_out % BLOCK_OUT == 0, num_warps=WARPS, **pdl_arguments(chip(x)),
     )  # fmt: skip
     return add_partial_sums.triton(out, x.dtype)

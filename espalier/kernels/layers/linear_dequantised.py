@@ -1,12 +1,12 @@
 """A linear layer with a 4-bit weight, for many rows: a kernel writes the weight's values, and the library multiplies.
 
-Above MAX_FUSED_ROWS rows, the library's product is faster than that of linear_quantised.py by more than the values cost
-to write and read.  The values lie in scratch memory of at most MAX_SCRATCH_BYTES.  A larger weight is multiplied in
-blocks of its rows.  The blocks do not depend on the number of inputs, so a larger pass never needs less memory.  The
+Above MAX_FUSED_ROWS rows, the library's product is faster than the product of linear_quantised.py, and saves more time
+than it takes to write and read the values.  They are in scratch memory of at most MAX_SCRATCH_BYTES; a larger weight is
+multiplied in blocks of rows.  The blocks do not depend on the number of inputs, so a larger pass never needs less.  The
 launches that measure the memory for pages (startup/measure_memory.py) are the largest, so they count the scratch.
 
 Tolerance: the values of the weight are rounded once to the dtype of x, as in the reference code of these formats, and
-those of MXFP4 are exact.  The library may add a few parts of a sum that are rounded too.  Against float64 the error is
+MXFP4's values are exact.  The library may also round a few partial sums.  Against float64 the error is
 at most half an ulp of the result, plus an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
 """
 
@@ -25,15 +25,15 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising a weight moves 2.5 bytes: it takes
-# 0.9 ps at 2.8 TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two
-# are equal at about 500 rows, for any shape.  On an H100, with the library the layers of Llama-3.1-8B took 4% longer at
-# 512 rows and 22% less at 768.  A power of two, because startup compiles for ranges of rows that end at powers of two.
+# The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising a weight moves 2.5 bytes: 0.9 ps
+# at 2.8 TB/s.  For each row the library then saves 1.8 fs per weight (720 TFLOP/s instead of 440).  So both ways are
+# equally fast at about 500 rows.  On an H100 the layers of Llama-3.1-8B took 4% longer with the library at 512 rows,
+# and 22% less time at 768.  A power of two, because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.
 BLOCK_ROW_MULTIPLE = 256
-# A program's tile of the weight: the fastest of six on an H100, 2.7 to 3.0 TB/s.
+# A program's tile of the weight, and its warps: the fastest of six tiles on an H100, 2.7 to 3.0 TB/s.
 BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
 
 
@@ -48,20 +48,20 @@ def dequantised_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None)
     blocks = blocks_of(num_out, num_in * x.itemsize)
     scratch = x.new_empty(len(blocks[0]), num_in)
     for rows in blocks:
-        values, block = scratch[: len(rows)], slice(rows.start, rows.stop)
+        values, row_slice = scratch[: len(rows)], slice(rows.start, rows.stop)
         write_dequantised_rows(weight, rows, values)
-        write_product(x, values, None if bias is None else bias[block], out[:, block])
+        write_product(x, values, None if bias is None else bias[row_slice], out[:, row_slice])
     return out
 
 
 def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor:
     """Return the activation of dequantised_product [rows, inner], for a weight that stacks gate over up."""
-    if (out := _hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
+    if (out := _try_hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
         return out
     return gated_activation.triton(dequantised_product(x, weight, bias), activation)
 
 
-def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
+def _try_hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """Returns the activation, computed by the kernel of hopper/gated.py, if that is faster; else None."""
     if not activation.is_silu:
         return None
@@ -81,11 +81,11 @@ def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activ
 
 
 def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
-    """Returns the rows of a weight in blocks of about equal size, whose values fit the scratch memory."""
-    most = max(MAX_SCRATCH_BYTES // row_bytes // BLOCK_ROW_MULTIPLE, 1)
-    units = -(-num_rows // BLOCK_ROW_MULTIPLE)
-    size = -(-units // -(-units // most)) * BLOCK_ROW_MULTIPLE
-    return [range(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size)]
+    """Divides num_rows rows of a weight into blocks of about equal size, whose values fit the scratch memory."""
+    max_units = max(MAX_SCRATCH_BYTES // row_bytes // BLOCK_ROW_MULTIPLE, 1)
+    num_units = -(-num_rows // BLOCK_ROW_MULTIPLE)
+    block_rows = -(-num_units // -(-num_units // max_units)) * BLOCK_ROW_MULTIPLE
+    return [range(begin, min(begin + block_rows, num_rows)) for begin in range(0, num_rows, block_rows)]
 
 
 @kernel
@@ -122,7 +122,7 @@ def _write_dequantised_rows_kernel(
         if CODE == 2:
             scales = (scale_codes.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         else:
-            # As SCALE_UNIT says (quantised.py).  The factor is float64, and so is its product, as in the reference.
+            # SCALE_UNIT (quantised.py) explains the stored bits.  The product is in float64, as in the reference.
             scales = (scale_codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
             scales = (scales * tl.load(zeros_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)

@@ -31,7 +31,7 @@ TUNING_FILE_VARIABLE = "ESPALIER_CHOICES"
 SHIPPED_TUNING_FILE = Path(__file__).with_name("linear_tuning.json")
 # The weight format of unquantised weights.
 DENSE = "dense"
-# The key of a list of tables that every file has.
+# Every file has this key, the tables of dense and quantised linear layers.
 REQUIRED_JSON_KEY = "tables"
 
 # [out, in] of a linear layer, or (hidden, inner) of one expert.
@@ -43,8 +43,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 256
 # The smallest tile of rows for tensor cores.  1 to 16 rows are padded to it, so they are the same computation.
 MIN_BLOCK_ROWS = 16
-# (most rows, the (block_out, block_in, warps) to measure up to that number of rows): the tiles within 2.5% of the best
-# in a wider search on an H200 (docs/log.md), and one that fits small GPUs.
+# (most rows, the tiles (block_out, block_in, warps) to measure up to that number of rows).  A search of more tiles on
+# an H200 found these within 2.5% of the best (docs/log.md).  One more tile fits small GPUs.
 CANDIDATE_TILES = (
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
@@ -63,8 +63,8 @@ LIBRARY_TILE = 128
 MAX_RULE_ROWS = 64
 # (most rows, block_in) for one program per multiprocessor, which is faster from 17 rows on (H100).
 ONE_PER_SM_BLOCK_IN = ((32, 128), (64, 64))
-# The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor.  These values
-# were the fastest for most shapes, up to 16 rows on an H200.
+# The rule's tile, warps and most splits, and the stages for 1, 2 or 3 programs that share a multiprocessor.  These
+# values were the fastest for most shapes with up to 16 rows on an H200.
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
@@ -74,7 +74,7 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: by size, one plan per bucket.  measurement: the GPU's name and versions, only for people to read.
+    plans: for each size, one plan per bucket.  measurement: the GPU's name and library versions, for people to read.
     """
 
     chip: Chip
@@ -92,9 +92,9 @@ class TuningTable(Generic[P]):
 class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
-    layer_kind: the kind's name in errors.  tables_key: the JSON key of its list of tables.  plans_key: the JSON key of
-    the plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit:
-    what a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for
+    layer_kind: the kind's name in errors.  tables_key: the JSON key of the list of tables.  plans_key: the JSON key of
+    the plans in a table.  count_unit: what is counted to find a bucket, rows or pairs.  bucket_bounds: the upper bounds
+    of the buckets.  encode_plan: converts a plan to JSON.  decode_plan: converts JSON to a plan; raises ValueError for
     a plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files) when plans are first read.
     """
 
@@ -148,8 +148,8 @@ class TuningSchema(Generic[P]):
     def _table_from_json(self, table_json: dict[str, Any]) -> TuningTable[P]:
         gpu = Chip(**table_json["chip"] | {"capability": tuple(table_json["chip"]["capability"])})
         plans = {
-            _parse_size(name): self._plans_from_json(of_size, _parse_size(name))
-            for name, of_size in table_json[self.plans_key].items()
+            _parse_size(name): self._plans_from_json(size_plans, _parse_size(name))
+            for name, size_plans in table_json[self.plans_key].items()
         }
         # Entries without a format were measured with dense weights.
         return TuningTable(gpu, table_json["dtype"], plans, table_json["measured"], table_json.get("format", DENSE))
@@ -162,8 +162,8 @@ class TuningSchema(Generic[P]):
     def _table_to_json(self, table: TuningTable[P]) -> dict[str, Any]:
         bounds = list(map(str, self.bucket_bounds))
         plans = {
-            f"{first}x{second}": dict(zip(bounds, map(self.encode_plan, of_size), strict=True))
-            for (first, second), of_size in sorted(table.plans.items())
+            f"{first}x{second}": dict(zip(bounds, map(self.encode_plan, size_plans), strict=True))
+            for (first, second), size_plans in sorted(table.plans.items())
         }
         key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
         return key | {"measured": dict(table.measurement), self.plans_key: plans}
@@ -214,8 +214,8 @@ def _dump_json(content: dict[str, Any]) -> str:
 class TritonPlan:
     """Launch parameters of the Triton kernel.
 
-    block_out × block_in: a tile of the weight; splits: splits of `in` (split-K); warps: per program; stages: pipeline
-    stages, which each hold one tile of the weight and one of x in shared memory.
+    block_out × block_in: a tile of the weight.  splits: the number of splits of `in` (split-K).  warps: per
+    program.  stages: pipeline stages; each holds one tile of the weight and one tile of x in shared memory.
     """
 
     block_out: int
@@ -231,9 +231,9 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class LibraryPlan:
-    """Several smaller products by PyTorch's library, with either several pieces or several splits.
+    """Several smaller products by PyTorch's library.  Either `pieces` or `splits` is 1.
 
-    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), in one call, with partial sums.
+    pieces: groups of weight rows, with one call for each.  splits: splits of `in` (split-K), all in one call.
     """
 
     pieces: int
@@ -263,18 +263,18 @@ def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearP
         return None
     if num_rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
         return _plan_one_program_per_sm(num_rows, num_out, num_in, gpu)
-    (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
-    together = max(min(gpu.shared_memory // least.shared_memory(num_rows), len(RULE_STAGES)), 1)
+    (block_out, block_in), base = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
+    fitting = max(min(gpu.shared_memory // base.shared_memory(num_rows), len(RULE_STAGES)), 1)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
-    splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
-    sharing = min(-(-blocks * splits // gpu.processors), together)
-    plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
-    return plan if sharing * plan.shared_memory(num_rows) <= gpu.shared_memory else replace(least, splits=splits)
+    splits = max(min(RULE_SPLITS, fitting * gpu.processors // blocks, steps // base.stages), 1)
+    programs_per_sm = min(-(-blocks * splits // gpu.processors), fitting)
+    plan = replace(base, splits=splits, stages=RULE_STAGES[programs_per_sm - 1])
+    return plan if programs_per_sm * plan.shared_memory(num_rows) <= gpu.shared_memory else replace(base, splits=splits)
 
 
 def _plan_one_program_per_sm(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
     """Returns the rule's plan with at most one program per multiprocessor, and as many stages as fit."""
-    block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in ONE_PER_SM_BLOCK_IN if num_rows <= most)
+    block_out, block_in = RULE_TILE[0], next(block_in for rows, block_in in ONE_PER_SM_BLOCK_IN if num_rows <= rows)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
     plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(CANDIDATE_STAGES)]
@@ -303,7 +303,7 @@ def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: i
     With split-K the grid must have 0.45 to 1 wave; without split-K, any number of waves.  A weight whose rows are too
     short to fill the pipeline gets the fewest stages and no split-K."""
     programs_per_sm = gpu.shared_memory // plan.shared_memory(num_rows)
-    # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
+    # Stages must fill at least a third of the shared memory, so that loads hide the memory latency.
     if programs_per_sm == 0 or plan.shared_memory(num_rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
     if -(-num_in // plan.block_in) < plan.stages * plan.splits:
@@ -312,11 +312,11 @@ def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: i
     return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
 
 
-# Upper bounds of the buckets of rows.  A bucket has one plan; above the largest bound, F.linear runs.  Within a bucket,
-# a TritonPlan gives a row the same bits for any number of rows.
+# Upper bounds of the buckets of numbers of rows.  A bucket has one plan.  Above the largest bound, F.linear runs.  In a
+# bucket, a TritonPlan gives a row the same bits for any number of rows.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
-# The kernel prefetches whole lines of 128 bytes, which are 64 numbers.
+# A kernel prefetches whole L2 lines, of 64 two-byte numbers.
 MIN_BLOCK_IN = 64
 
 log = logging.getLogger(__name__)

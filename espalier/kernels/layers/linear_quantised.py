@@ -9,9 +9,9 @@ written to memory, and the library multiplies (linear_dequantised.py).
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
 many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
 
-Tolerance: that of linear.py for exact values of weight and inputs, plus a rounding for the scales of each group of
-columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
-FP8 units cut each of 32 addends at 13 bits below the largest.
+Tolerance: the tolerance of linear.py, plus in · 2⁻²³ times the sum of the products' magnitudes, because scales multiply
+the sum of each group of columns.  For rounded inputs on a GPU the tolerance is 2⁻¹⁰ times that sum of magnitudes,
+because FP8 units add 32 products at once and drop bits that are 13 bits below the largest.
 """
 
 import torch
@@ -46,9 +46,9 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# L2 lines of each row of codes that a program prefetches before it waits for the previous kernel: the lines of
-# PREFETCHED_STEPS steps.  A program prefetches only one line for inputs that a norm has rounded, and for FP8 up to 16
-# rows, because more would take bandwidth from the previous kernel (docs/log.md).
+# Before a program waits for the previous kernel, it prefetches L2 lines of each row of codes: the lines of
+# PREFETCHED_STEPS steps.  It prefetches only MIN_PREFETCHED_LINES lines for inputs that a norm has rounded, and for FP8
+# with up to 16 rows, because more would take bandwidth from the previous kernel (docs/log.md).
 MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
@@ -82,7 +82,7 @@ def linear_quantised_gated(
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    # For many rows, scaled_product rounds its inputs itself.
+    # The result is rounded only for few rows, because for many rows scaled_product rounds its inputs.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
     partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)
@@ -140,8 +140,8 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
-    in_parts = plan.splits > 1 and rows * num_out > 0
-    shape, dtype = ((plan.splits, rows, num_out), torch.float32) if in_parts else ((rows, num_out), x.dtype)
+    has_partial_sums = plan.splits > 1 and rows * num_out > 0
+    shape, dtype = ((plan.splits, rows, num_out), torch.float32) if has_partial_sums else ((rows, num_out), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=weight.device)
     if out.numel() == 0:
         return out
@@ -193,8 +193,8 @@ def input_values(x: InputRows) -> Tensor:
 
 def _check_arguments(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
     num_in = input_values(x).shape[1]
-    packed = num_in if weight.code == "fp8" else num_in // 2
-    require("quantised linear: codes", weight.codes, (-1, packed), None, input_values(x))
+    code_columns = num_in if weight.code == "fp8" else num_in // 2
+    require("quantised linear: codes", weight.codes, (-1, code_columns), None, input_values(x))
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0

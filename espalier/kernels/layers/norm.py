@@ -21,7 +21,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# The values of a row per warp.  A thread loads few values, because nothing hides the latency of loads of one row.
+# Values of a row per warp.  A thread loads few values, because a program has no other work during the loads.
 VALUES_PER_NORM_WARP = 128
 
 
@@ -61,9 +61,9 @@ def _rms_norm_kernel(
         x = x.to(ACC_DTYPE)
     norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
     if rounded_values_ptr is not None:
-        of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
+        row_values = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
         store_rounded_row(
-            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            row_values, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
             FP8_MAX,
         )  # fmt: skip
     if out_ptr is not None:
@@ -113,8 +113,8 @@ def rounded_norm(
 
 def _require_delta(delta: Tensor, residual: Tensor) -> None:
     if delta.ndim == 3:
-        exact = torch.promote_types(residual.dtype, torch.float32)
-        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), exact, residual)
+        wide_dtype = torch.promote_types(residual.dtype, torch.float32)
+        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), wide_dtype, residual)
     else:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
 
@@ -188,9 +188,9 @@ def _norm_router_kernel(
         tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask)
         tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)
         if rounded_values_ptr is not None:
-            of_type = normed.to(tl.float32)
+            values = normed.to(tl.float32)
             store_rounded_row(
-                of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+                values, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
                 FP8_MAX,
             )  # fmt: skip
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
@@ -209,16 +209,16 @@ def norm_router(
 ) -> tuple[Tensor, Tensor, InputRows, Tensor]:
     rows, size = residual.shape
     num_experts = router.shape[0]
-    parts = delta if delta.ndim == 3 else delta[None]
-    of_delta = torch.float32 if delta.ndim == 3 else residual.dtype
-    require("norm_router: delta", parts, (-1, rows, size), of_delta, residual)
+    partial_sums = delta if delta.ndim == 3 else delta[None]
+    delta_dtype = torch.float32 if delta.ndim == 3 else residual.dtype
+    require("norm_router: delta", partial_sums, (-1, rows, size), delta_dtype, residual)
     require("norm_router: weight", weight, (size,), None, residual)
     require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
-    read = (parts, residual, weight)
+    read_tensors = (partial_sums, residual, weight)
     if (
         not 0 < rows <= MAX_ROUTER_ROWS
         or residual.dtype not in DTYPES
-        or any(tensor.stride(-1) != 1 for tensor in read)
+        or any(tensor.stride(-1) != 1 for tensor in read_tensors)
     ):
         raise EspalierError(
             f"norm_router: the Triton kernel takes 1 to {MAX_ROUTER_ROWS} contiguous rows of bfloat16 or float16, but "
@@ -234,9 +234,9 @@ def norm_router(
     block = next_power_of_2(size)
     block_e = max(min(TILE_VALUES // block, next_power_of_2(num_experts)), 1)
     _norm_router_kernel[rows, -(-num_experts // block_e)](
-        residual, parts, weight, router, total, out, logits,
-        residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        EPS=eps, ROW_SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        residual, partial_sums, weight, router, total, out, logits,
+        residual.stride(0), partial_sums.stride(1), partial_sums.stride(0), num_experts,
+        EPS=eps, ROW_SIZE=size, SPLITS=partial_sums.shape[0], BLOCK=block, BLOCK_E=block_e,
         num_warps=warps_for(block, VALUES_PER_NORM_WARP),
         **store_rounded_row_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip

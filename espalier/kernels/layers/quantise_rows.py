@@ -13,16 +13,16 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Values that a warp loads: with many programs, and with at most one program per multiprocessor (a small grid).  In a
-# small grid the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same group and find
-# its largest value, and each program divides a part of the group.  The numbers were measured with static scales.  In
-# any grid, a short group has up to FEW_WARPS warps with VALUES_PER_WARP_SMALL_GRID values each.
+# Values that a warp loads, in a large grid and in a small grid.  A small grid has at most one program per
+# multiprocessor.  There the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same
+# group and find its largest value, and each program divides a part of the group.  The numbers were measured with static
+# scales.  In any grid, a short group has up to FEW_WARPS warps with VALUES_PER_WARP_SMALL_GRID values each.
 VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
 # Groups per program, if one program per group would take longer to start than to run.
 GROUPS_PER_PROGRAM = 16
-# The library multiplies rows in scaled blocks only if their number is a multiple of this.
+# With block scales, the library multiplies only a multiple of this number of rows.
 LIBRARY_ROW_MULTIPLE = 16
 
 
@@ -42,7 +42,7 @@ def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
 def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
     if static_scale_ptr is None:
-        # Tiny values are enlarged, so that remainders do not underflow.  Finite values beside infinity become 0.
+        # Tiny values are enlarged, so that remainders do not underflow.  An infinite scale turns finite values into 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # No clamp is needed, because the largest value rounds to FP8_MAX.
@@ -55,18 +55,18 @@ def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
 
 
 @kernel
-def _divide_negated(negated, divisor):
+def _divide_negated(negated_value, divisor):
     """Returns -negated / divisor, rounded once (IEEE).  Tiny numbers must be enlarged before, see divide_by_scale.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
-    correction.  For every value of bfloat16 and float16 and every scale that it can have, the bits equal those of a
-    division.
+    correction.  For every value of bfloat16 or float16 and every scale that the value can have, the result has the bits
+    of a division.
     """
     inverse = -1.0 / divisor
-    value = negated * inverse
+    value = negated_value * inverse
     # With these signs, -0 stays -0.
-    return tl.fma(tl.fma(value, divisor, negated), inverse, value)
+    return tl.fma(tl.fma(value, divisor, negated_value), inverse, value)
 
 
 @kernel
@@ -76,9 +76,9 @@ def store_rounded_row(
 ):  # fmt: skip
     """Round one row, x [BLOCK] float32 in registers with zeros from ROW_SIZE on, in groups of GROUP_COLUMNS columns."""
     group, column = tl.arange(0, BLOCK // GROUP_COLUMNS), tl.arange(0, BLOCK)
-    grouped = tl.reshape(x, (BLOCK // GROUP_COLUMNS, GROUP_COLUMNS))
-    scale = fp8_scale(tl.max(tl.abs(grouped), 1), static_scale_ptr, FP8_MAX)
-    value = tl.reshape(divide_by_scale(grouped, scale[:, None], static_scale_ptr, FP8_MAX), (BLOCK,))
+    groups = tl.reshape(x, (BLOCK // GROUP_COLUMNS, GROUP_COLUMNS))
+    scale = fp8_scale(tl.max(tl.abs(groups), 1), static_scale_ptr, FP8_MAX)
+    value = tl.reshape(divide_by_scale(groups, scale[:, None], static_scale_ptr, FP8_MAX), (BLOCK,))
     num_groups = tl.cdiv(ROW_SIZE, GROUP_COLUMNS)
     tl.store(values_ptr + row * ROW_SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < ROW_SIZE)
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
@@ -117,15 +117,15 @@ def _quantise_rows_kernel(
     column = group[:, None] * GROUP_COLUMNS + offset
     mask = (offset < GROUP_COLUMNS) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    own = x
+    part_values = x
     if PART_COLUMNS < BLOCK:
         # The program's part is loaded before the reduction, so that both loads overlap.
         offset = part * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
         column = group[:, None] * GROUP_COLUMNS + offset
         mask = (offset < GROUP_COLUMNS) & (column < num_in)
-        own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        part_values = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     scale = fp8_scale(tl.max(tl.abs(x), 1), static_scale_ptr, FP8_MAX)
-    value = divide_by_scale(own, scale[:, None], static_scale_ptr, FP8_MAX)
+    value = divide_by_scale(part_values, scale[:, None], static_scale_ptr, FP8_MAX)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
     exists = (part == 0) & (group < tl.cdiv(num_in, GROUP_COLUMNS))
     tl.store(scales_ptr + row * scale_row_stride + group * scale_group_stride, scale, mask=exists)
@@ -136,23 +136,25 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
-    group = input_scales.columns(num_in)
-    groups = -(-num_in // group)
-    all_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if library_layout else rows
-    values = torch.empty(all_rows, num_in, dtype=FP8, device=x.device)
-    scales = torch.empty((groups, all_rows) if library_layout else (rows, groups), dtype=torch.float32, device=x.device)
+    columns = input_scales.columns(num_in)
+    num_groups = -(-num_in // columns)
+    padded_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if library_layout else rows
+    values = torch.empty(padded_rows, num_in, dtype=FP8, device=x.device)
+    shape = (num_groups, padded_rows) if library_layout else (rows, num_groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     scales = scales.t() if library_layout else scales
     if values.numel():
-        block, gpu = next_power_of_2(group), chip(x)
-        together = min(next_power_of_2(groups), GROUPS_PER_PROGRAM) if is_oversubscribed(rows * groups, gpu) else 1
-        is_alone = rows * groups <= gpu.processors
-        warps = together * block // (VALUES_PER_WARP_SMALL_GRID if is_alone else VALUES_PER_WARP)
+        block, gpu = next_power_of_2(columns), chip(x)
+        is_large_grid = is_oversubscribed(rows * num_groups, gpu)
+        block_groups = min(next_power_of_2(num_groups), GROUPS_PER_PROGRAM) if is_large_grid else 1
+        is_small_grid = rows * num_groups <= gpu.processors
+        warps = block_groups * block // (VALUES_PER_WARP_SMALL_GRID if is_small_grid else VALUES_PER_WARP)
         warps = max(warps, min(block // VALUES_PER_WARP_SMALL_GRID, FEW_WARPS), 1)
-        parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
-        part = block // max(parts, 1)
-        _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
+        num_parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * num_groups * MAX_PARTS <= gpu.processors else 1
+        part = block // max(num_parts, 1)
+        _quantise_rows_kernel[rows, -(-num_groups // block_groups), -(-columns // part)](
             *(x, input_scales.static_scale, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP_COLUMNS=group, GROUPS=together, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
-            num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_alone else MAX_WARPS),
+            GROUP_COLUMNS=columns, GROUPS=block_groups, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX,
+            **pdl_arguments(gpu), num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_small_grid else MAX_WARPS),
         )  # fmt: skip
     return values, scales

@@ -20,17 +20,17 @@ FP8_MAX = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # An MXFP4 scale s means 2^(s - 127) (OCP Microscaling 1.0, 5.4.1).
 E8M0_BIAS = 127
-# Rows of E2M1 scales are padded to steps of this many columns, so that a kernel loads scales without a mask.
+# Each row of E2M1 scales is padded to a multiple of this many columns, so that kernels load scales without a mask.
 E2M1_SCALE_PADDING = 256
 # Number of columns whose nibbles are interleaved, and their bytes.
 INTERLEAVED_COLUMNS = 32
 INTERLEAVED_BYTES = INTERLEAVED_COLUMNS // 2
-# How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
+# How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (mask of bits, their shift to the left).
 E2M1_BIT_MOVES = (
     *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
     *((0x88008800, -6), (0x37003000, -12)),
 )
-# After the moves, each pair in turn changes bits by exclusive or: (bits, shift to the bits that are changed).
+# After the moves, each pair (mask of bits, shift to the left) in turn xors the shifted bits into the word.
 E2M1_BIT_FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
 # An NVFP4 scale is stored as bits 14 to 7 of float16(scale · SCALE_UNIT).  In this form no scale is subnormal.
 SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
@@ -40,7 +40,7 @@ DEQUANTISED_VALUES_PER_STEP = 2**22
 Code = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 # The codes whose nibbles are E2M1 numbers.
 E2M1_CODES = ("mxfp4", "nvfp4")
-# (bits of a word, their shift to the left) pairs.
+# Pairs (mask of bits in a word, their shift to the left).
 BitMoves = Sequence[tuple[int, int]]
 
 
@@ -64,7 +64,7 @@ class InputScales:
 class RoundedRows:
     """Inputs of a product that are already rounded to FP8.
 
-    values: FP8 [rows, in]; scales: float32 [rows, groups]; dtype: of the inputs before rounding and of the product.
+    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: of the inputs before rounding, and of products.
     """
 
     values: Tensor
@@ -83,15 +83,15 @@ InputRows = Tensor | RoundedRows
 class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
-    codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
-    order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
-    scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  "mxfp4": uint8 exponents;
-    "nvfp4": uint8, see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Codes of scale 0 are 0.
-    row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  float64, because a file may hold
-    a divisor: multiplying by its float64 inverse gives the format's float32 quotients to the bit.
-    zeros: "int4": uint8 [..., out, in / group_size]; None: 8 everywhere.
-    column_order: [in] int64; column c of codes multiplies input column_order[c]; None: the columns are in order.
-    input_scales: how the inputs are rounded; None: they are not.
+    code: the format of codes.  codes: for "fp8", float8_e4m3fn [..., out, in].  For other codes, uint8 [..., out, in /
+    2] with two columns per byte, in the order of `interleave_nibbles`, which also moves the bits of E2M1.
+    scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  For "mxfp4", uint8 exponents.
+    For "nvfp4", uint8, see SCALE_UNIT.  Both are padded, see E2M1_SCALE_PADDING.  If a scale is 0, its codes are 0.
+    row_scales: for "nvfp4", float64 [..., out], one more factor for each row.  A file may hold a divisor instead.  The
+    product with the divisor's float64 inverse has the bits of the format's float32 quotients.
+    zeros: for "int4", the zero points, uint8 [..., out, in / group_size]; None: all are 8.
+    column_order: [in] int64, column c of codes multiplies input column_order[c]; None: column c multiplies input c.
+    input_scales: how the inputs are rounded; None: inputs are not rounded.
     """
 
     code: Code
@@ -144,8 +144,8 @@ class QuantisedMatrix:
 
     def rows_from(self, first_row: int) -> "QuantisedMatrix":
         """Returns rows first_row .. out-1 of a matrix [out, in] as views.  rows_per_scale must divide `first_row`."""
-        cut = self._map_rows(lambda tensor: tensor[first_row:])
-        return replace(cut, scales=self.scales[first_row // self.rows_per_scale :])
+        rows = self._map_rows(lambda tensor: tensor[first_row:])
+        return replace(rows, scales=self.scales[first_row // self.rows_per_scale :])
 
     def permute_rows_in_place(self, new_order: Tensor) -> "QuantisedMatrix":
         """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1.
@@ -203,9 +203,9 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
     first_row must be a multiple of rows_per_scale.  Each value is rounded once.
     """
     rows = slice(first_row, matrix.shape[0] if end_row is None else end_row)
-    exact = torch.promote_types(dtype, torch.float32)
+    wide_dtype = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]
-    values = _fp8_values(codes, exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
+    values = _fp8_values(codes, wide_dtype) if matrix.code == "fp8" else _nibble_values(matrix, codes, wide_dtype)
     num_rows, num_in = values.shape
     # Columns past the end of the last group are computed and dropped.
     grouped = F.pad(values, (0, -num_in % matrix.group_size)).unflatten(1, (-1, matrix.group_size))
@@ -215,12 +215,12 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
     if matrix.code in E2M1_CODES:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
-        scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+        scales = torch.ldexp(torch.ones_like(scales, dtype=wide_dtype), scales.int() - E8M0_BIAS)
     if matrix.code == "nvfp4":
-        scales = _decode_nvfp4_scales(scales, exact)
+        scales = _decode_nvfp4_scales(scales, wide_dtype)
     if matrix.row_scales is not None:
         scales = scales.double() * matrix.row_scales[rows, None]
-    grouped *= scales.to(exact).repeat_interleave(matrix.rows_per_scale, 0)[:num_rows, :, None]
+    grouped *= scales.to(wide_dtype).repeat_interleave(matrix.rows_per_scale, 0)[:num_rows, :, None]
     values = grouped.flatten(1)[:, :num_in].to(dtype)
     if matrix.column_order is None:
         return values
@@ -265,14 +265,13 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
 def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
-    Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
-    shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
-    core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
-
-    is_e2m1: E2M1_BIT_MOVES and E2M1_BIT_FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the
-    bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4,
-    w rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
-    them and from each other, so the fourth pair needs the exclusive or.
+    Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (nibble 0 has the lowest bits).  So one
+    shift and one mask put the neighbours h = 0 and h = 1 into the halves of a word.  In a tensor core four threads
+    share a row, and all columns of thread t are in word t.  The last in % 32 columns stay in order.
+    is_e2m1: E2M1_BIT_MOVES and E2M1_BIT_FOLDS also move the bits of E2M1 within each word w.  After that one mask
+    leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is
+    applied to w, w << 4, w rotated by 10 to the left, and (w >> 2) ^ (w << 6), for p = 0 to 3.  Three shifts cannot
+    keep the bits of all four pairs apart, so the fourth pair needs the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
@@ -290,15 +289,15 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
 
 def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
     """Returns the inverse of interleave_nibbles."""
-    end, interleaved = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
+    num_bytes, interleaved = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
     if is_e2m1:
-        back = [(_shift_mask(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
+        inverse_moves = [(_shift_mask(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
         copy = interleaved.clone(memory_format=torch.contiguous_format)
-        interleaved = _move_bits(_fold_bits(copy, E2M1_BIT_FOLDS[::-1]), back)
+        interleaved = _move_bits(_fold_bits(copy, E2M1_BIT_FOLDS[::-1]), inverse_moves)
     halves = interleaved.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
-    return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
+    return torch.cat([pairs.flatten(-4), codes[..., num_bytes:]], -1)
 
 
 def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
@@ -321,7 +320,7 @@ def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
 def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
     """Returns the selected bits of int32 words, shifted by `places`."""
     mask = _shift_mask(bits, places)
-    # A right shift repeats the highest bit; the mask removes the copies.  It is given as an int32 with its 32 bits.
+    # A right shift repeats the highest bit; the mask removes the copies.  The mask becomes a signed 32-bit integer.
     return (words << places if places > 0 else words >> -places).bitwise_and_(mask - (mask >> 31 << 32))
 
 
@@ -336,16 +335,16 @@ def _num_interleaved_bytes(packed: Tensor) -> int:
 
 def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tensor]:
     """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group_size)], float32 at least)."""
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide_x = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
-    group = input_scales.columns(num_in)
-    padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
+    group_columns = input_scales.columns(num_in)
+    padded = F.pad(wide_x, (0, -num_in % group_columns)).unflatten(1, (-1, group_columns))
     if input_scales.static_scale is None:
         largest = padded.abs().amax(2)
-        # The scale of zeros is 1.  The divisor is a tensor: PyTorch on a GPU multiplies by the reciprocal of a number.
+        # The scale of zeros is 1.  The divisor is a tensor, because a GPU would multiply by a number's reciprocal.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
-        scales = input_scales.static_scale.to(exact.dtype).expand(rows, padded.shape[1])
+        scales = input_scales.static_scale.to(wide_x.dtype).expand(rows, padded.shape[1])
     values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return values.flatten(1)[:, :num_in].to(FP8), scales
 

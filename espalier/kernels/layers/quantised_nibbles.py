@@ -13,7 +13,7 @@ import triton.language as tl
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import prefetch
 
-# Whether Triton's interpreter, which has no inline assembly, runs the kernels.
+# Whether kernels run in Triton's interpreter, which has no inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -27,7 +27,7 @@ def nibble_dot(
 
     If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0.
     """
-    # Columns of one sum: they share a scale.
+    # The columns of one sum, which share a scale.
     STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
@@ -35,8 +35,8 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # Whether the tensor cores hold one sum over all steps.  Then large tiles decode a step while they multiply another.
-    IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
+    # Whether the tensor cores add all steps to one sum.  Then a large tile decodes a step while it multiplies another.
+    ONE_SUM: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # This form shows the compiler that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
@@ -50,9 +50,9 @@ def nibble_dot(
         scale = tl.load(scale_ptrs + _group_of_column(k_begin, num_groups, GROUP_SIZE))
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
-            first = k + step * STEP
+            first_column = k + step * STEP
             if CODE == 1:
-                next_scale = tl.load(scale_ptrs + _group_of_column(first + STEP, num_groups, GROUP_SIZE))
+                next_scale = tl.load(scale_ptrs + _group_of_column(first_column + STEP, num_groups, GROUP_SIZE))
             if EVEN_IN:
                 w = tl.load(w_ptrs)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
@@ -62,21 +62,21 @@ def nibble_dot(
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
                 # The offset is not loaded ahead: its registers would get another layout than the words.
-                group = w_rows * num_groups + _group_of_column(first, num_groups, GROUP_SIZE)
+                group = w_rows * num_groups + _group_of_column(first_column, num_groups, GROUP_SIZE)
                 offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
-                part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                step_sum = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # 32 columns have one MXFP4 exponent, or two NVFP4 scales.
-                scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
+                scales = tl.load(scale_ptrs[:, None] + (first_column // 32 + tl.arange(0, STEP // 32))[None, :])
                 factors = _factors_per_word(scales, CODE, DTYPE, BLOCK_OUT, WORDS)
                 w = _decode_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS)
-                part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
+                step_sum = tl.dot(w, tl.trans(x), acc if ONE_SUM else None)
             if CODE == 1 and GROUP_SIZE > 0:
-                acc += part * (scale.to(tl.float32) * UNIT)[:, None]
-            elif IN_ONE:
-                acc = part
+                acc += step_sum * (scale.to(tl.float32) * UNIT)[:, None]
+            elif ONE_SUM:
+                acc = step_sum
             else:
-                acc += part * UNIT
+                acc += step_sum * UNIT
             if CODE == 1:
                 scale = next_scale
             w_ptrs += WORDS
@@ -84,7 +84,7 @@ def nibble_dot(
             ks += STEP
     if CODE == 1 and GROUP_SIZE == 0:
         acc *= scale.to(tl.float32)[:, None]
-    elif IN_ONE:
+    elif ONE_SUM:
         acc *= UNIT
     return acc
 
@@ -138,23 +138,24 @@ def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.con
 def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Returns (nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
-    The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the
-    dtype's largest power of two, 2^127 (2^15), this is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as much.
-    In bfloat16 the nibble's highest bit becomes the lowest exponent bit.  The value is still right, because numbers
-    with that exponent have the same spacing as subnormal numbers.  Half of the nibbles need no shift.  All is exact.
+    The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  The product
+    with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as
+    much.  In bfloat16 the highest bit of that nibble is the lowest exponent bit.  The value is still right, because
+    numbers with that exponent have the spacing of subnormal numbers.  So half of the nibbles need no shift.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
     FACTOR: tl.constexpr = 0x7F007F00 if tl.bfloat16 == DTYPE else 0x78007800
     SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
-    of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
+    low_factor = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32)
+    high_factor = tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
     shifted = w >> 8
     first, second = (
-        _multiply_add_pair(w & LOW, of_low, offset, "both", DTYPE),
-        _multiply_add_pair(w & HIGH, of_high, offset, "both", DTYPE),
+        _multiply_add_pair(w & LOW, low_factor, offset, "both", DTYPE),
+        _multiply_add_pair(w & HIGH, high_factor, offset, "both", DTYPE),
     )
-    third = _multiply_add_pair(shifted & LOW, of_low, offset, "both", DTYPE)
-    fourth = _multiply_add_pair(shifted & HIGH, of_high, offset, "both", DTYPE)
+    third = _multiply_add_pair(shifted & LOW, low_factor, offset, "both", DTYPE)
+    fourth = _multiply_add_pair(shifted & HIGH, high_factor, offset, "both", DTYPE)
     return _in_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
@@ -189,8 +190,8 @@ def _factors_per_word(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT
 def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
     """Returns the factors of MXFP4's exponents for _decode_e2m1, in both halves of a uint32.
 
-    A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in
-    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller ones are below 2^-58.
+    A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) because of _decode_e2m1, times 2^-64 (2^-10) to stay in
+    range.  Values are exact for exponents from 66 (values near 2^-58) to MAX_EXPONENT (quantised_plans.py).
     """
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
@@ -251,19 +252,19 @@ def _in_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORD
 def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
-    HALF: "both": each number has the factor in its own half; "low" or "high": both numbers have that one.
+    HALF: "both": a number is multiplied by the same half of `factors`; "low", "high": both numbers by that half.
     The code is assembly, because Triton would split a product of pairs into two products.
     """
     if INTERPRETED:
-        of_low, of_high = factors >> (16 if HALF == "high" else 0), factors >> (0 if HALF == "low" else 16)
-        low = _low_halves(bits, DTYPE) * _low_halves(of_low, DTYPE) + _low_halves(offset, DTYPE)
-        high = _low_halves(bits >> 16, DTYPE) * _low_halves(of_high, DTYPE) + _low_halves(offset >> 16, DTYPE)
+        low_factor, high_factor = factors >> (16 if HALF == "high" else 0), factors >> (0 if HALF == "low" else 16)
+        low = _low_halves(bits, DTYPE) * _low_halves(low_factor, DTYPE) + _low_halves(offset, DTYPE)
+        high = _low_halves(bits >> 16, DTYPE) * _low_halves(high_factor, DTYPE) + _low_halves(offset >> 16, DTYPE)
     else:
         PAIR: tl.constexpr = "low, high" if HALF == "both" else HALF + ", " + HALF
-        OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
+        PTX_TYPE: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
         ASSEMBLY: tl.constexpr = (
             "{ .reg .b16 low, high; .reg .b32 f; mov.b32 {low, high}, $2; mov.b32 f, {" + PAIR + "};"
-            "fma.rn." + OF + " $0, $1, f, $3; }"
+            "fma.rn." + PTX_TYPE + " $0, $1, f, $3; }"
         )
         both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factors, offset], tl.uint32, is_pure=True, pack=1)
         low, high = _low_halves(both, DTYPE), _low_halves(both >> 16, DTYPE)

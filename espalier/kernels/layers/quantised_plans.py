@@ -1,8 +1,8 @@
 """Plans of quantised linear layers (linear_quantised.py), and the check of weights that their kernels take.
 
 A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` returns the plans worth measuring, the most
-promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a plan is rated by how many programs run
-at once, how many bytes they have in flight, and how full the last wave is.  Above, all plans count as equal.
+promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  Then plans are ordered by how many programs run
+at once, how many bytes they have in flight, and how full the last wave is.  For more rows, plans are not ordered.
 """
 
 from dataclasses import replace
@@ -29,22 +29,22 @@ from espalier.kernels.runtime.launch import Chip, chip
 MAX_FP8_SUM_COLUMNS = 128
 # The most rows of one tile; more rows are divided among several tiles.
 MAX_BLOCK_ROWS = 128
-# The largest exponent of MXFP4 that the numbers in the kernels can hold: a scale of 2^65.
+# The largest stored exponent of MXFP4 with which the factors of the kernels do not overflow: a scale of 2^65.
 MAX_EXPONENT = E8M0_BIAS + 65
 # The oldest compute capability whose compiler supports E4M3.
 FP8_CAPABILITY = (8, 9)
-# The most rows for which memory limits the time, and columns are split.  More rows give enough programs.
+# The most rows for which memory limits the time, and the most for which columns are split: more rows fill the chip.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
-# Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
+# What the rule wants per multiprocessor: programs with split-K if memory limits the time, warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
 # The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
 MIN_STEPS_PER_SPLIT = 4
-# Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
-# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows,
-# inputs take more bytes than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4
-# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  With fewer
-# than four MXFP4 exponents per thread and step, the compiler does not copy them ahead.
+# Tiles of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs whose registers fit
+# a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, inputs take more bytes
+# than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4 such blocks are slower up
+# to 32 rows (docs/log.md); nothing else is measured.  With fewer than four MXFP4 exponents per thread and step, the
+# compiler does not load them ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
@@ -52,7 +52,7 @@ NIBBLE_TILES = {
     **dict.fromkeys(E2M1_CODES, E2M1_TILES),
 }
 MAX_STAGES = 6
-# From this number of columns on, the last step may be partly empty.
+# With at least this many columns, the last step may be partly empty.
 MIN_RAGGED_COLUMNS = 1024
 
 
@@ -82,14 +82,14 @@ def tuning_format_name(weight: QuantisedMatrix) -> str:
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """Returns the most columns of a tile.  FP8: the columns that share a scale, or two sums of columns."""
+    """Returns the most columns of a tile.  FP8: the columns that share a scale, or 2 · MAX_FP8_SUM_COLUMNS."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group_size]
     if weight.input_scales is not None and weight.input_scales.group_size is not None:
         groups.append(weight.input_scales.group_size)
-    least = min([group for group in groups if group < weight.shape[-1]], default=MAX_FP8_SUM_COLUMNS)
-    return 2 * MAX_FP8_SUM_COLUMNS if least % MAX_FP8_SUM_COLUMNS == 0 else least
+    smallest = min([group for group in groups if group < weight.shape[-1]], default=MAX_FP8_SUM_COLUMNS)
+    return 2 * MAX_FP8_SUM_COLUMNS if smallest % MAX_FP8_SUM_COLUMNS == 0 else smallest
 
 
 @cache
@@ -105,7 +105,7 @@ def plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan where nothing is measured.
 
-    is_grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
+    is_grouped: whether each group of columns has a scale.  input_bytes: bytes of an input, for FP8 weights.
     """
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     num_tiles = -(-num_rows // tile)
@@ -129,31 +129,31 @@ def fp8_plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile_rows` rows."""
     memory_bound = tile_rows <= MEMORY_BOUND_ROWS
-    # For few rounded rows, steps of 256 columns are 3 to 5% faster than of 128 (docs/log.md), without group scales.
+    # For few rounded rows without group scales, steps of 256 columns are 3 to 5% faster than of 128 (docs/log.md).
     is_few = memory_bound and tile_rows == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
     block_in = min(max_block_in, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
-    # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
+    # With group scales, every step multiplies the sums of a tile.  A small tile keeps scales and sums in registers.
     block_out, warps = (64, 4) if memory_bound or is_grouped else (128, 8)
-    programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
+    programs, sharing, max_stages = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
-    together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
+    targets = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
-        together.append(PROGRAMS_PER_PROCESSOR + 1)
+        targets.append(PROGRAMS_PER_PROCESSOR + 1)
     most_splits = min(max_splits, num_in // block_in // MIN_STEPS_PER_SPLIT)
-    split_counts = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
+    split_counts = [max(min(count * gpu.processors // programs, most_splits), 1) for count in targets]
     splits = max(split_counts, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile_rows > MIN_BLOCK_ROWS else 4)
-        most = MAX_STAGES
+        max_stages = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)
     # If the tensor cores limit the time, one program with many stages is faster than two per multiprocessor.
-    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile_rows * input_bytes)), most), 1))
+    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile_rows * input_bytes)), max_stages), 1))
 
 
 def _wave_fill(num_programs: int, gpu: Chip) -> float:
-    """Returns the share of the multiprocessors' places that `num_programs` programs fill."""
+    """Returns which share of the multiprocessors is busy, on average over the waves of `num_programs` programs."""
     return num_programs / (-(-num_programs // gpu.processors) * gpu.processors)
 
 
@@ -163,14 +163,14 @@ def nibble_plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
-    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
-    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
-    block_in = min(next(fitting_in, 32), most)
+    (block_out, max_in, warps), most = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
+    fitting_sizes = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
+    block_in = min(next(fitting_sizes, 32), max_in)
     programs = num_tiles * -(-num_out // block_out)
-    aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
-    splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
+    num_wanted = min(PROGRAMS_PER_PROCESSOR, most) * gpu.processors
+    splits = max(min(num_wanted // programs, max_splits, num_in // block_in // 4), 1)
     # If a multiprocessor can hold them, all programs run at once, because a second wave would be mostly empty.
-    sharing = min(-(-programs * splits // gpu.processors), together)
+    sharing = min(-(-programs * splits // gpu.processors), most)
     shared = gpu.shared_memory_per_program(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # Codes have one stage less than inputs, because the running step holds its codes in registers.
@@ -214,14 +214,14 @@ def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> Non
 
 
 def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
-    """Returns whether a word has columns of two groups, or is not interleaved: kernels cannot multiply such matrices.
+    """Returns whether a word has columns of two groups, or is not interleaved.  Kernels cannot multiply such a matrix.
 
-    An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""
+    An NVFP4 word may have columns of two groups, because kernels read two scales per word."""
     columns = 2 * weight.group_size if weight.code == "nvfp4" else min(weight.group_size, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
-# Candidates where memory limits the time, and where products do: (block_out, warps), stages, splits (split-K).
+# Candidates if memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
@@ -258,13 +258,13 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
         if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP_THREADS * warps)
     ]
     for plans in by_tile:
-        plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
+        plans[:] = [plan for plan in plans if _fits_chip(plan, tile, weight, gpu)]
         if num_rows <= MEMORY_BOUND_ROWS:
             plans.sort(key=lambda plan: _streaming_us(plan, tile, weight, gpu))
     return [plan for of_each in zip_longest(*by_tile) for plan in of_each if plan is not None]
 
 
-def _fits(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
+def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile_rows, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1
@@ -273,18 +273,18 @@ def _fits(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) 
 
 
 def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Returns microseconds by a model that counts memory alone.  Only the order of these times is used."""
+    """Returns the microseconds of a plan by a model that counts only memory.  Only the order of the plans is used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile_rows, weight) * plan.stages
     sharing = min(gpu.programs_fitting_per_processor(shared_memory), MAX_WARPS // plan.warps)
-    step = code_bytes_per_step(plan, weight.code)
-    bytes_of_one = step * num_in / plan.block_in / plan.splits
-    waves, rest = divmod(programs, sharing * gpu.processors)
+    step_bytes = code_bytes_per_step(plan, weight.code)
+    program_bytes = step_bytes * num_in / plan.block_in / plan.splits
+    waves, last_programs = divmod(programs, sharing * gpu.processors)
 
-    def us(num_programs: int) -> float:
-        rate = min(gpu.processors * BYTES_PER_US, num_programs * step * (plan.stages - 1) / LATENCY_US)
-        return LATENCY_US + num_programs * bytes_of_one / max(rate, 1)
+    def wave_us(num_programs: int) -> float:
+        rate = min(gpu.processors * BYTES_PER_US, num_programs * step_bytes * (plan.stages - 1) / LATENCY_US)
+        return LATENCY_US + num_programs * program_bytes / max(rate, 1)
 
-    last = us(rest) if rest else 0.0
-    return waves * us(sharing * gpu.processors) + last + (SUM_SPLITS_US if plan.splits > 1 else 0.0)
+    last_us = wave_us(last_programs) if last_programs else 0.0
+    return waves * wave_us(sharing * gpu.processors) + last_us + (SUM_SPLITS_US if plan.splits > 1 else 0.0)

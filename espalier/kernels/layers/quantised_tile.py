@@ -27,7 +27,7 @@ FORMAT_CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
 def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and zeros as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
+    """Returns (codes, scales, zeros) as quantised_dot takes them.  codes: FP8, or int32 words of 8 nibbles."""
     if weight.code == "fp8":
         return weight.codes, weight.scales, None
     words = weight.codes.view(torch.int32)
@@ -37,7 +37,7 @@ def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
-    """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
+    """Returns the constexpr arguments of quantised_dot that depend on the weight's format."""
     num_in, inputs = weight.shape[-1], weight.input_scales
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
     group = 0 if weight.group_size >= num_in and weight.code not in E2M1_CODES else weight.group_size
@@ -53,12 +53,12 @@ def quantised_dot(
 ):  # fmt: skip
     """Returns [BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
 
-    codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROWS_PER_SCALE, groups], for NVFP4 pairs
-    of scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
-    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; row_exists: [ROWS].
+    codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles.  scales: [rows / ROWS_PER_SCALE, groups]; for NVFP4,
+    int16 pairs of scales.  zeros: [rows, groups] or None; for NVFP4, the rows' factors [rows].
+    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input.  row_exists: [ROWS].
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS);
-    0: all.  k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
+    GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale; 0: all columns.  For FP8, a multiple of min(BLOCK_IN,
+    MAX_FP8_SUM_COLUMNS).  k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: whether BLOCK_IN divides num_in.
     """
     if CODE > 0:
         acc = nibble_dot(
@@ -81,7 +81,7 @@ def _fp8_dot(
     GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """The product of quantised_dot for FP8 codes.  A step may have several sums: longer reads of rows are faster."""
+    """Returns the product of quantised_dot for FP8 codes.  A step may have several sums: long reads are faster."""
     # The value of MAX_FP8_SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
@@ -92,7 +92,7 @@ def _fp8_dot(
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
             # If the whole step is past the end, the scale of the last column is loaded.
-            first = tl.minimum(k + step * STEP, num_in - 1)
+            column = tl.minimum(k + step * STEP, num_in - 1)
             if EVEN_IN:
                 w = tl.load(w_ptrs)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
@@ -101,9 +101,9 @@ def _fp8_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
             if GROUP_SIZE > 0:
-                part *= tl.load(scale_ptrs + first // GROUP_SIZE).to(tl.float32)[:, None]
+                part *= tl.load(scale_ptrs + column // GROUP_SIZE).to(tl.float32)[:, None]
             if INPUT_GROUP_SIZE > 0:
-                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP_SIZE, mask=row_exists, other=0.0)[None, :]
+                part *= tl.load(x_scale_ptrs + column // INPUT_GROUP_SIZE, mask=row_exists, other=0.0)[None, :]
             acc += part
             w_ptrs += STEP
             ks += STEP
@@ -120,7 +120,7 @@ def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr
     # An element of codes_ptr is an FP8 byte or a word of 8 nibbles.  A line has LINE_BYTES bytes.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
-    row = num_in // VALUES
-    last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
-    lines = tl.minimum(k_begin // VALUES + tl.arange(0, NUM_LINES) * LINE, last)
-    prefetch(codes_ptr + w_rows[:, None] * row + lines[None, :])
+    row_elements = num_in // VALUES
+    last_element = tl.maximum(tl.minimum(k_end // VALUES, row_elements) - 1, 0)
+    line_begins = tl.minimum(k_begin // VALUES + tl.arange(0, NUM_LINES) * LINE, last_element)
+    prefetch(codes_ptr + w_rows[:, None] * row_elements + line_begins[None, :])

@@ -16,9 +16,9 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, is_oversubscribed, 
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 
-# Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
+# Heads per block.  One warp computes a block if a head has at most 128 values; otherwise two warps do.
 HEADS_PER_BLOCK = 2
-# Blocks per program if one block each would oversubscribe the chip.  Blocks keep their warps, and so their bits.
+# Blocks per program if one block per program would oversubscribe the chip.  The warps, and so the bits, do not change.
 BLOCKS_PER_PROGRAM = 4
 
 
@@ -32,7 +32,7 @@ def _norm_heads(
     values, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, column_exists,
     DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """values [H, C] times their heads' scale [H, 1] and the weight of Q's or K's norm, rounded to DTYPE."""
+    """Returns values [H, C] times the scale [H, 1] of each head and the weight of Q's or K's norm, rounded to DTYPE."""
     q_weight = _load_converted(q_norm_ptr + column, column_exists, ACC_DTYPE)
     k_weight = _load_converted(k_norm_ptr + column, column_exists, ACC_DTYPE)
     return (values * scale * tl.where(is_q_head, q_weight, k_weight)).to(DTYPE).to(ACC_DTYPE)
@@ -40,12 +40,12 @@ def _norm_heads(
 
 @kernel
 def _store_heads(
-    output_pointers, values, head, column, mask,
+    destinations, values, head, column, mask,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
-    output_pointers: pointers and strides."""
-    out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = output_pointers
+    destinations: pointers and strides."""
+    out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = destinations
     tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
     is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
@@ -69,7 +69,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
     V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
-    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest value of FP8 rows, which need scales.
+    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest FP8 value, for K and V rows in FP8.
     """
     pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -113,20 +113,20 @@ def _rotate_kernel(
     left = tl.where(is_v[:, None], v_left, rotated_left).to(DTYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(DTYPE)
     k_row_ptr, v_row_ptr, out_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row, out_ptr + n * out_stride_n
-    rows = (out_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
-    _store_heads(rows, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
-    _store_heads(rows, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+    destinations = (out_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
+    _store_heads(destinations, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+    _store_heads(destinations, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if ROTARY < HEAD_SIZE:
         rest = tl.where(is_v[:, None], v_rest, rest).to(DTYPE)
-        _store_heads(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        _store_heads(destinations, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if V_IS_K:
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
         mask = mask & is_k
-        _store_heads(rows, v_left.to(DTYPE), v_head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
-        _store_heads(rows, v_right.to(DTYPE), v_head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        _store_heads(destinations, v_left.to(DTYPE), v_head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        _store_heads(destinations, v_right.to(DTYPE), v_head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
         if ROTARY < HEAD_SIZE:
             mask, v_rest = rest_mask & is_k, v_rest.to(DTYPE)
-            _store_heads(rows, v_rest, v_head, rest_column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+            _store_heads(destinations, v_rest, v_head, rest_column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
 
 
 def rotate_and_store(
@@ -140,18 +140,16 @@ def rotate_and_store(
 ) -> Tensor:
     """See ops/rope.py.  Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse
     multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
-    parts = qkv[None] if qkv.ndim == 3 else qkv
+    sums = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
-    count, num_heads, size = parts.shape[-3:]
+    count, num_heads, size = sums.shape[-3:]
     kv_heads = k_buffer.shape[1]
     v_is_k, has_gates = (False, False) if norms is None else (norms.v_is_k, norms.has_gates)
     heads, rotary = num_q_heads(num_heads, kv_heads, norms), rotation.cos.shape[1]
     in_place = qkv.ndim == 3 and not has_gates
     out = qkv if in_place else torch.empty(count, max(heads, 0), size, dtype=dtype, device=qkv.device)
-    require(
-        "rope: qkv's partial sums", parts, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer
-    )
-    _check_arguments(parts, out, rotation, norms, cache_rows, k_buffer, v_buffer, scales)
+    require("rope: qkv's partial sums", sums, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer)
+    _check_arguments(sums, out, rotation, norms, cache_rows, k_buffer, v_buffer, scales)
     # Without norms the kernel gets placeholder pointers, which it does not read.
     q_norm, k_norm, eps, norms_v_heads, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     num_heads -= heads if has_gates else 0
@@ -159,11 +157,11 @@ def rotate_and_store(
     if count:
         # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
-            *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, cache_rows, k_buffer, v_buffer),
+            *(sums, out, rotation.cos, rotation.sin, q_norm, k_norm, cache_rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
-            *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
+            *(*sums.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
             *(cache_rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
-            EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_SIZE=size, ROTARY=rotary, SPLITS=len(parts),
+            EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_SIZE=size, ROTARY=rotary, SPLITS=len(sums),
             HAS_NORMS=norms is not None, HAS_V_NORM=norms_v_heads, V_IS_K=v_is_k, HAS_GATES=has_gates,
             ACC_DTYPE=acc_dtype(out.dtype), FP8_MAX=FP8_MAX, BLOCK_H=blocks * HEADS_PER_BLOCK,
             BLOCK=next_power_of_2(rotary // 2), BLOCK_REST=next_power_of_2(max(size - rotary, 1)),
@@ -173,7 +171,7 @@ def rotate_and_store(
 
 
 def _check_arguments(
-    parts: Tensor,
+    sums: Tensor,
     out: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
@@ -182,23 +180,23 @@ def _check_arguments(
     v_buffer: Tensor,
     scales: KVScales | None,
 ) -> None:
-    count, num_heads, size = parts.shape[1:]
+    count, num_heads, size = sums.shape[1:]
     kv_heads, rotary = k_buffer.shape[1], rotation.cos.shape[1]
-    exact = torch.promote_types(out.dtype, torch.float32)
+    wide_dtype = torch.promote_types(out.dtype, torch.float32)
     for name in ("cos", "sin"):
-        require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, out)
+        require(f"rope: {name}", getattr(rotation, name), (count, rotary), wide_dtype, out)
     require("rope: rows", cache_rows, (count,), torch.int64, out)
     require_kv_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
     require_kv_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)
-    of_heads = () if norms is None else norms[:2]
-    for name, norm in zip(("q_norm", "k_norm"), of_heads, strict=False):
+    head_norms = () if norms is None else norms[:2]
+    for name, norm in zip(("q_norm", "k_norm"), head_norms, strict=False):
         require(f"rope: {name}", norm, (size,), None, out)
     if rotary % 2 or rotary > size or num_heads < kv_heads * (1 if norms is not None and norms.v_is_k else 2):
         raise EspalierError(
-            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it "
+            f"rope: got qkv {list(sums.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it "
             "needs K and V of each KV head, and an even number of rotated values within the head"
         )
-    for tensor in (parts, out, *rotation, k_buffer, v_buffer, *of_heads):
+    for tensor in (sums, out, *rotation, k_buffer, v_buffer, *head_norms):
         if tensor.stride(-1) != 1:
             raise EspalierError(
                 f"rope: a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous in its last "

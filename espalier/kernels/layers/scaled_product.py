@@ -13,15 +13,15 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedM
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
-# Above this many rows the library multiplies, if it supports the product: with row scales, and with block scales.  With
-# row scales and a matrix that fills the chip, the library multiplies above TILE_ROWS (see library_supports_product).
+# The most rows that our kernel multiplies: with row scales, and with block scales.  Above, the library multiplies, if
+# it supports the product.  With row scales and a matrix that fills the chip, it multiplies above TILE_ROWS rows.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
-# Rows and outputs of the largest tile of our kernel (linear_quantised.py).  If one tile of rows already occupies all
-# multiprocessors, a second tile of rows doubles our kernel's time, but not the library's.
+# Rows and outputs of the largest tile of our kernel (linear_quantised.py).  If the tiles of TILE_ROWS rows fill the
+# chip, more rows double our kernel's time, but not the library's.
 TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs the matrix's rows and columns in multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Edge of the scaled blocks in the second product, and the number of blocks whose scales the library reads at once.
+# Edge of a block that has one scale, and the number of blocks whose scales the library reads at once.
 SCALE_BLOCK = 128
 SCALE_BLOCKS_PER_READ = 4
 
@@ -54,15 +54,15 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
     if _has_row_scales(weight):
         rounded = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, weight.input_scales)
         scales = scales.expand(num_out, 1).reshape(1, num_out).contiguous()
-        kinds = ScalingType.RowWise, ScalingType.RowWise
+        types = ScalingType.RowWise, ScalingType.RowWise
     else:
         assert isinstance(x, Tensor)
         rounded = quantise_rows.triton(x, weight.input_scales, library_layout=True)
         scales = scales.t()
-        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        types = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     inputs, input_scales = rounded
     product = scaled_mm(
-        inputs, weight.codes.t(), input_scales, kinds[0], scales, kinds[1], bias=bias, output_dtype=x.dtype
+        inputs, weight.codes.t(), input_scales, types[0], scales, types[1], bias=bias, output_dtype=x.dtype
     )
     return product[: len(x)]
 

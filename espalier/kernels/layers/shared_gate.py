@@ -38,16 +38,16 @@ def _scale_by_gate_kernel(
 
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     """Tolerance: the rounding of the gate's product to x's dtype, whose sum has another order than the reference's."""
-    parts = result if result.ndim == 3 else result[None]
+    sums = result if result.ndim == 3 else result[None]
     rows, size = out.shape
-    require("scale_by_gate: result", parts, (-1, rows, size), None, x)
+    require("scale_by_gate: result", sums, (-1, rows, size), None, x)
     require("scale_by_gate: gate", gate, (1, x.shape[1]), x.dtype, x)
     if not out.numel():
         return
-    x, parts = x if x.stride(1) == 1 else x.contiguous(), parts if parts.stride(2) == 1 else parts.contiguous()
+    x, sums = x if x.stride(1) == 1 else x.contiguous(), sums if sums.stride(2) == 1 else sums.contiguous()
     block = min(next_power_of_2(size), BLOCK)
     _scale_by_gate_kernel[rows, -(-size // block)](
-        *(parts, x, gate.contiguous(), out, parts.stride(1), parts.stride(0), x.stride(0), out.stride(0)),
-        NUM_IN=x.shape[1], ROW_SIZE=size, SPLITS=parts.shape[0], ACC_DTYPE=acc_dtype(x.dtype),
+        *(sums, x, gate.contiguous(), out, sums.stride(1), sums.stride(0), x.stride(0), out.stride(0)),
+        NUM_IN=x.shape[1], ROW_SIZE=size, SPLITS=sums.shape[0], ACC_DTYPE=acc_dtype(x.dtype),
         BLOCK_IN=next_power_of_2(x.shape[1]), BLOCK=block, num_warps=4, **pdl_arguments(chip(x)),
     )  # fmt: skip

@@ -15,9 +15,9 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: `gate` is clamped to at most limit, `up` to the range -limit .. limit (GPT-OSS, arXiv:2508.10925); None: not.
-    kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
-    there is no gate, and the activation is relu(up)².
+    limit: if not None, `gate` is at most limit, and `up` is clamped to -limit .. limit (GPT-OSS, arXiv:2508.10925).
+    kind: which function `act` is.  silu: gate · sigmoid(alpha · gate).  gelu_tanh: the approximation of GELU by tanh.
+    relu2: there is no gate, and the activation is relu(up)².
     """
 
     alpha: float = 1.0
@@ -62,17 +62,17 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     """Returns the result of `gated_activation`, rounded once, at the end, as in the kernels.
     PyTorch's silu in x's dtype would also round silu(gate)."""
-    exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    wide_gate_up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.num_matrices == 1:
-        return F.relu(exact).square().to(gate_up.dtype)
-    gate, up = exact.chunk(2, dim=-1)
+        return F.relu(wide_gate_up).square().to(gate_up.dtype)
+    gate, up = wide_gate_up.chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.kind == "gelu_tanh":
-        activated = F.gelu(gate, approximate="tanh")
+        act_of_gate = F.gelu(gate, approximate="tanh")
     else:
-        activated = gate * torch.sigmoid(activation.alpha * gate)
-    return (activated * (up + activation.up_offset)).to(gate_up.dtype)
+        act_of_gate = gate * torch.sigmoid(activation.alpha * gate)
+    return (act_of_gate * (up + activation.up_offset)).to(gate_up.dtype)
 
 
 def num_up_columns(num_columns: int, activation: Activation) -> int:

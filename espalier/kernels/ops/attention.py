@@ -39,15 +39,15 @@ def masked_attention(
     A query that sees no rows gets zeros and lse -inf.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
-    exact = torch.promote_types(q.dtype, torch.float32)
-    queries = q.to(exact) if kv_scales is None else times_k_scale(q.to(exact), kv_scales)
-    grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
-    scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
+    queries = q.to(wide_dtype) if kv_scales is None else times_k_scale(q.to(wide_dtype), kv_scales)
+    grouped_queries = queries.unflatten(2, (kv_heads, heads // kv_heads))
+    scores = torch.einsum("bqhgd,brhd->bqhgr", grouped_queries, k.to(wide_dtype)) * scale
     scores = apply_softcap(scores, softcap)
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(exact))
+    out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(wide_dtype))
     out = out.flatten(2, 3) if kv_scales is None else times_v_scale(out.flatten(2, 3), kv_scales)
     return out.to(q.dtype), lse.flatten(2, 3)
 
@@ -58,8 +58,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
     exp(lse) / (exp(lse) + exp(sink)).
     """
-    finite = lse.masked_fill(lse == -torch.inf, 0)
-    return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0)
+    return (out * torch.sigmoid(finite_lse - sink.to(lse.dtype))[..., None]).to(out.dtype)
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,8 +78,8 @@ class Prefix:
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
     is 1 for an EAGLE draft, because a row needs the feature of the previous token.
-    plan_cache: results that an attention backend computes once for all passes over this prefix.
-    Make a new Prefix whenever a length may have changed.
+    plan_cache: what an attention backend computes once for all passes over this prefix, such as splits, by a key.
+    A new Prefix must be made whenever a length may have changed.
     """
 
     page_table: Tensor
@@ -106,8 +106,8 @@ class Nodes:
 
     positions: [B, Q], of the queries.  row_positions: [B, R], of the staged rows.  Without staged rows (R = 0), queries
     attend to committed rows alone.
-    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: a chain
-    in which every row is a query; query i attends to rows 0 to i.
+    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: the rows
+    are a chain, every row is a query, and query i attends to rows 0 to i.
     parents: [B, R], each row's parent row; the root is its own parent.  Only layers that keep a state read it; for
     these layers, None means a chain.
     """
@@ -203,31 +203,31 @@ def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
 def has_staged_kernel(inputs: AttentionInputs) -> bool:
     """Returns whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
-    (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
-    fits = is_plain if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
-    return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and fits
+    (k, v), has_no_options = inputs.staged, inputs.window is None and inputs.softcap is None
+    is_supported = has_no_options if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
+    return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and is_supported
 
 
 @op("espalier.kernels.attention.kv_splits", tensor="page_table")
 def count_contiguous_blocks(
     splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
-    """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
+    """Returns [B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
-    Counting stops at a split's first block that is not contiguous.  work_items.count_committed_blocks defines unmasked
-    blocks.  Entries past the last split are undefined.
+    An unmasked block is full, and all of its rows exist (work_items.py:count_committed_blocks).  Counting stops at the
+    first block of a split that is not contiguous.  Entries past the last split are undefined.
     page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: must divide SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):
-        low = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
-        while low + block_rows <= begin + (end - begin) // block_rows * block_rows:
-            position = torch.arange(low, low + block_rows, device=page_table.device)
+        block_begin = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
+        while block_begin + block_rows <= begin + (end - begin) // block_rows * block_rows:
+            position = torch.arange(block_begin, block_begin + block_rows, device=page_table.device)
             [rows] = page_rows(page_table[request][None], position[None], page_size)
-            if not torch.equal(rows, rows[0] + position - low):
+            if not torch.equal(rows, rows[0] + position - block_begin):
                 break
             out[split] += 1
-            low += block_rows
+            block_begin += block_rows
     return out.to(page_table.device)
 
 
@@ -242,8 +242,8 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
     lse = torch.logaddexp(lse_a, lse_b)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.to(lse.dtype))
-    finite = lse.masked_fill(lse == -torch.inf, 0)
-    weighted = out_a * torch.exp(lse_a - finite)[..., None] + out_b * torch.exp(lse_b - finite)[..., None]
+    shift = lse.masked_fill(lse == -torch.inf, 0)
+    weighted = out_a * torch.exp(lse_a - shift)[..., None] + out_b * torch.exp(lse_b - shift)[..., None]
     return weighted.to(out_a.dtype)
 
 

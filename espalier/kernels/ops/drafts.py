@@ -20,7 +20,7 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
-# The kernel packs a depth (6 bits), a parent node (10), a candidate's index in its row (8) and a row (8) into 32 bits.
+# The limits of a kernel that packs a depth (6 bits), a node (10), a candidate's index (8) and a row (8) into 32 bits.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 # The most tokens that an n-gram match compares.
 MAX_NGRAM = 4
@@ -29,10 +29,10 @@ MAX_NGRAM = 4
 class Candidates(NamedTuple):
     """The candidate tokens of each depth, in rows.  The candidates of one row have the same parent path.
 
-    tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
-    candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds a candidate's children; -1: no
-    children.  Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows
-    without a parent candidate are undefined.
+    tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities (at most 0), best first.  A score of
+    -inf means no candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds the candidate's
+    children; -1 for no children.  Depth 1 has one row, row 0.  If scores do not depend on the parent token, R is 1.
+    Rows without a parent candidate are undefined.
     """
 
     tokens: Tensor
@@ -42,9 +42,9 @@ class Candidates(NamedTuple):
     @classmethod
     def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
         """Returns buffers to be written: `steps` depths with topk rows of topk candidates each."""
-        shape, on = (len(root), steps, topk, topk), root.device
-        types = (torch.int64, torch.float32, torch.int32)
-        return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
+        shape, device = (len(root), steps, topk, topk), root.device
+        dtypes = (torch.int64, torch.float32, torch.int32)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes))
 
     def at_depth(self, depth_index: int, num_rows: int) -> Candidates:
         """Returns views [B, num_rows, K] of the first rows at index `depth_index` (0 for depth 1)."""
@@ -54,26 +54,26 @@ class Candidates(NamedTuple):
 def _search_best_paths(
     tokens: list, scores: list, next_rows: list, num_nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Returns (token, parent, depth) and the score of each node of one request's tree.  The root's token is VOID."""
-    tree, selected = [(VOID, 0, 0)], [0.0]
-    # An entry is (key of a candidate, score of its parent).
+    """Returns two lists for one request's tree: (token, parent, depth) and score of each node.  The root is VOID."""
+    tree, path_scores = [(VOID, 0, 0)], [0.0]
+    # An entry: ((minus the path's score, depth, parent node, candidate's index, row), score of the parent's path).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < num_nodes and frontier:
-        (negated, depth, parent, place, row), above = heappop(frontier)
-        if negated == np.inf:
+        (negated_score, depth, parent, candidate, row), parent_score = heappop(frontier)
+        if negated_score == np.inf:
             break
-        at, node = depth - 1, len(tree)
-        tree.append((tokens[at][row][place], parent, depth))
-        selected.append(-negated)
-        if place + 1 < len(tokens[at][row]):
-            beside = _float32_sum(above, scores[at][row][place + 1])
-            heappush(frontier, ((-beside, depth, parent, place + 1, row), above))
-        below = next_rows[at][row][place]
-        if depth < len(tokens) and below >= 0:
-            child = _float32_sum(-negated, scores[depth][below][0])
-            heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
-    missing = num_nodes - len(tree)
-    return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
+        depth_index, node = depth - 1, len(tree)
+        tree.append((tokens[depth_index][row][candidate], parent, depth))
+        path_scores.append(-negated_score)
+        if candidate + 1 < len(tokens[depth_index][row]):
+            sibling_score = _float32_sum(parent_score, scores[depth_index][row][candidate + 1])
+            heappush(frontier, ((-sibling_score, depth, parent, candidate + 1, row), parent_score))
+        child_row = next_rows[depth_index][row][candidate]
+        if depth < len(tokens) and child_row >= 0:
+            child_score = _float32_sum(-negated_score, scores[depth][child_row][0])
+            heappush(frontier, ((-child_score, depth + 1, node, 0, child_row), -negated_score))
+    num_void = num_nodes - len(tree)
+    return tree + [(VOID, 0, 1)] * num_void, path_scores + [-np.inf] * num_void
 
 
 def _float32_sum(score: float, logp: float) -> float:
@@ -154,7 +154,7 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
     tokens = history[:, :width].index_select(0, history_rows)
     length = match_lengths(tokens, root_positions)
     next_tokens = torch.roll(tokens, -1, 1)
-    # The key orders matches by length, then by position.  Key 0: no match.
+    # Keys order matches by length, then by position.  A key of 0 means no match.
     key = torch.where(length > 0, length * width + torch.arange(width, device=root_positions.device), 0)
     best = []
     for _ in range(topk):
@@ -168,10 +168,10 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
 def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
     """Returns x [N, H], in blocks of `block_width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
     Each channel uses the taps of its group of channels."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    group = x.shape[1] // group_taps.shape[2]
-    coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
-    blocks = x.to(exact).unflatten(0, (-1, block_width))
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    group_channels = x.shape[1] // group_taps.shape[2]
+    coefficients = base_taps.to(wide_dtype) + group_taps.to(wide_dtype).repeat_interleave(group_channels, 2)
+    blocks = x.to(wide_dtype).unflatten(0, (-1, block_width))
     total = torch.zeros_like(blocks)
     for tap in range(base_taps.shape[0]):
         earlier_rows = F.pad(blocks, (0, 0, tap, 0))[:, :block_width]

@@ -17,7 +17,7 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# The most rows for which a piece of the shared MLP is one tile.  Linear layers change their plan at the same number.
+# The most rows for which a piece of the shared experts is one tile.  Plans of linear layers also change at this number.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
@@ -27,10 +27,10 @@ ExpertMatrix = Tensor | QuantisedMatrix
 class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
-    scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
+    scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, then softmax over the chosen logits.
     norm_topk_prob: divide the weights by their sum plus norm_eps.  (The sum of sigmoid scores may be 0.)
-    routed_scaling_factor: a factor of the weights, after this division.
-    n_group, topk_group: the experts are n_group groups of neighbours, and are chosen from the best topk_group groups
+    routed_scaling_factor: a factor of the weights, applied after the division by their sum.
+    n_group, topk_group: neighbouring experts form n_group groups.  Experts are chosen from the best topk_group groups
     (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
     logit_bias: a bias [E] is added to the logits, and so also changes the weights.  Only one of the biases can be set.
@@ -56,15 +56,15 @@ class Routing:
                     f"routing with {name} = {value!r} is not supported, only {', '.join(map(repr, supported))}; "
                     "use another model"
                 )
-        for name, most in (
+        for name, limit in (
             ("num_experts", self.num_experts),
             ("n_group", self.num_experts),
             ("topk_group", self.n_group),
             ("top_k", self.num_experts),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
+            if not isinstance(value, int) or not 1 <= value <= limit:
+                raise EspalierError(f"routing with {name} = {value!r}, but 1 to {limit} is needed; correct the config")
         if self.correction_bias and self.logit_bias:
             raise EspalierError("routing with biases of both scores and logits is not supported; use another model")
         if not isinstance(self.routed_scaling_factor, int | float):
@@ -72,13 +72,13 @@ class Routing:
                 f"routing with routed_scaling_factor = {self.routed_scaling_factor!r}, but a number is needed; correct "
                 "the config"
             )
-        size = self.group_size
-        if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
+        group_size = self.group_size
+        if group_size * self.n_group != self.num_experts or group_size * self.topk_group < self.top_k:
             raise EspalierError(
                 f"routing cannot choose {self.top_k} experts from {self.topk_group} of {self.n_group} equal groups of "
                 f"{self.num_experts} experts; correct the config"
             )
-        if self.group_score == "top2_sum" and self.n_group > 1 and size < 2:
+        if self.group_score == "top2_sum" and self.n_group > 1 and group_size < 2:
             raise EspalierError("routing with group_score = 'top2_sum' needs groups of 2 experts; correct the config")
 
     @property

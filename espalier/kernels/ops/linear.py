@@ -27,8 +27,8 @@ from espalier.kernels.runtime.op import op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
-    The bits of a row never depend on the other rows' values.  The bits depend on the plan and on the number of rows:
-    with a TritonPlan on block_rows(rows), with the library on `rows`.
+    The bits of a row never depend on the other rows' values.  The bits depend on the plan.  With a
+    TritonPlan they also depend on block_rows(rows), with the library on the number of rows.
     """
     return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
@@ -51,14 +51,14 @@ def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
         split_x, split_weight = x.unflatten(1, shape).transpose(0, 1), weight.unflatten(1, shape).permute(1, 2, 0)
         # On a CPU, where the tests check the views, PyTorch has no batched product with float32 output.
         exact = torch.float32
-        parts = (
+        partial_sums = (
             torch.bmm(split_x, split_weight, out_dtype=exact)
             if x.is_cuda
             else split_x.to(exact) @ split_weight.to(exact)
         )
         if bias is not None:
-            parts[0] += bias
-        return parts
+            partial_sums[0] += bias
+        return partial_sums
     out = x.new_empty(rows, num_out)
     ends = [num_out * piece // plan.pieces for piece in range(plan.pieces + 1)]
     for begin, end in pairwise(ends):
@@ -90,7 +90,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
     Raises EspalierError in the same cases as linear_partial_sums.
     """
-    # The reference writes the whole sum to the first part, and zeros to the others.
+    # The reference writes the result to the first partial sum, and zeros to the others.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
@@ -111,7 +111,7 @@ MAX_ROUNDED_COLUMNS = 8192
 
 
 def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round: rows must be short, with one scale, or a scale per 2^n columns."""
+    """Returns whether `activate_partial_sums` can round: a short row has one scale, or one per 2^n columns."""
     group, block = input_scales.columns(num_columns), next_power_of_2(num_columns)
     return block <= MAX_ROUNDED_COLUMNS and (group == num_columns or next_power_of_2(group) == group)
 
@@ -150,11 +150,11 @@ def linear_quantised(
     values to x's dtype.  Raises EspalierError on other shapes and dtypes.
     """
     # The result is rounded once, at the end.
-    exact = torch.promote_types(x.dtype, torch.float32)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
     if weight.input_scales is None:
         assert isinstance(x, Tensor)
-        inputs = x.to(exact)
+        inputs = x.to(wide_dtype)
     else:
         inputs = fake_quantise_inputs(x, weight.input_scales)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
@@ -162,8 +162,8 @@ def linear_quantised(
     step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.rows_per_scale, 1) * weight.rows_per_scale
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
-        block_bias = None if bias is None else bias[begin:end].to(exact)
-        out[:, begin:end] = F.linear(inputs, dequantise(weight, exact, begin, end), block_bias)
+        block_bias = None if bias is None else bias[begin:end].to(wide_dtype)
+        out[:, begin:end] = F.linear(inputs, dequantise(weight, wide_dtype, begin, end), block_bias)
     return out
 
 
@@ -198,12 +198,12 @@ def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor
 
     The bits of a row never depend on the other rows' values.  Raises EspalierError on other shapes and dtypes.
     """
-    exact = torch.promote_types(x.dtype, torch.float32)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
     step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1), 1)
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
-        block_bias = None if bias is None else bias[begin:end].to(exact)
-        out[:, begin:end] = F.linear(x.to(exact), dequantise_blocks(weight, begin, end).to(exact), block_bias)
+        block_bias = None if bias is None else bias[begin:end].to(wide_dtype)
+        out[:, begin:end] = F.linear(x.to(wide_dtype), dequantise_blocks(weight, begin, end).to(wide_dtype), block_bias)
     return out

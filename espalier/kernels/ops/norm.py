@@ -43,10 +43,10 @@ def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> 
 @op("espalier.kernels.layers.norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype == weight.dtype == exact:
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == weight.dtype == wide_dtype:
         return rms_norm_by_length(x, *rms_norm_by_length_constants(weight, eps))
-    return rms_norm_by_length(x.to(exact), *rms_norm_by_length_constants(weight.to(exact), eps)).to(x.dtype)
+    return rms_norm_by_length(x.to(wide_dtype), *rms_norm_by_length_constants(weight.to(wide_dtype), eps)).to(x.dtype)
 
 
 @op("espalier.kernels.layers.norm", tensor="residual")
@@ -85,7 +85,7 @@ def add_normed(
     """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
 
     sum = residual · residual_scale + output_norm(sum of the normed block outputs).
-    block_outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in the form of add_rms_norm's delta, with its norm.
+    block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm), each output like delta of add_rms_norm.
     output_norm: None: the sum of the outputs is not normed.  next_norms: the norms of `sum`, at most MAX_NORMS.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """

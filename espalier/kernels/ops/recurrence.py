@@ -45,19 +45,19 @@ def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortCo
 
     tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain.
     """
-    (batch, rows), before = inputs.shape[:2], tail.shape[1]
-    exact = torch.promote_types(inputs.dtype, torch.float32)
-    values, weight = torch.cat((tail, inputs), 1).to(exact), conv.weight.to(exact)
-    places = torch.arange(before + rows, device=inputs.device)
-    previous = (places - 1).clamp(min=0).expand(batch, -1)
+    (batch, rows), tail_rows = inputs.shape[:2], tail.shape[1]
+    wide_dtype = torch.promote_types(inputs.dtype, torch.float32)
+    values, weight = torch.cat((tail, inputs), 1).to(wide_dtype), conv.weight.to(wide_dtype)
+    indices = torch.arange(tail_rows + rows, device=inputs.device)
+    previous = (indices - 1).clamp(min=0).expand(batch, -1)
     if parents is not None:
-        previous = torch.cat((previous[:, : before + 1], parents[:, 1:] + before), 1)
-    at, out = places[before:].expand(batch, -1), torch.zeros_like(values[:, before:])
-    for tap in reversed(range(before + 1)):
-        out = torch.addcmul(out, values.gather(1, at[..., None].expand(-1, -1, values.shape[2])), weight[:, tap])
-        at = previous.gather(1, at)
+        previous = torch.cat((previous[:, : tail_rows + 1], parents[:, 1:] + tail_rows), 1)
+    row_index, out = indices[tail_rows:].expand(batch, -1), torch.zeros_like(values[:, tail_rows:])
+    for tap in reversed(range(tail_rows + 1)):
+        out = torch.addcmul(out, values.gather(1, row_index[..., None].expand(-1, -1, values.shape[2])), weight[:, tap])
+        row_index = previous.gather(1, row_index)
     if conv.bias is not None:
-        out = out + conv.bias.to(exact)
+        out = out + conv.bias.to(wide_dtype)
     return (F.silu(out) if conv.applies_silu else out).to(inputs.dtype)
 
 
@@ -74,10 +74,10 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class StateUpdates(NamedTuple):
-    """The updates of rows to a state: row i adds k ⊗ values.
+    """What rows add to a state: row i adds k ⊗ values.
 
-    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log
-    decays of all rows up to and including each row, along its path.
+    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], for each row, the
+    sum of the log decays of its ancestors and of the row.
     """
 
     values: Tensor
@@ -91,19 +91,19 @@ def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delt
     ancestor_mask: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
     is_delta_rule: whether the update is the delta rule's.
     """
-    exact = state.dtype
+    wide_dtype = state.dtype
     heads = state.shape[1]
-    k = _to_head_major(rows.k.to(exact), heads)
-    log_decay, beta = rows.gates.to(exact).permute(2, 0, 3, 1)
-    decay = (ancestor_mask[:, None].to(exact) @ log_decay[..., None])[..., 0]
-    new = _to_head_major(rows.v.to(exact), heads)
+    k = _to_head_major(rows.k.to(wide_dtype), heads)
+    log_decay, beta = rows.gates.to(wide_dtype).permute(2, 0, 3, 1)
+    decay = (ancestor_mask[:, None].to(wide_dtype) @ log_decay[..., None])[..., 0]
+    added = _to_head_major(rows.v.to(wide_dtype), heads)
     if is_delta_rule:
-        new = new - decay.exp()[..., None] * (k @ state)
-    new = beta[..., None] * new
+        added = added - decay.exp()[..., None] * (k @ state)
+    added = beta[..., None] * added
     if is_delta_rule and k.shape[2] > 1:
         system = beta[..., None] * (k @ k.transpose(2, 3)) * _pairwise_decay(decay, ancestor_mask)
-        new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
-    return StateUpdates(new, decay, k)
+        added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
+    return StateUpdates(added, decay, k)
 
 
 def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: Tensor) -> Tensor:
@@ -116,14 +116,14 @@ def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: 
 
 def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_counts: Tensor) -> Tensor:
     """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain."""
-    taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
+    is_taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
     # Rows past `row_counts` are dropped, not multiplied by zero, because their values may be NaN.
-    total_decay = log_decay.where(taken[:, None], 0).sum(-1)
-    share = (total_decay[..., None] - updates.log_decay).exp()[..., None]
-    new = (share * updates.values).where(taken[:, None, :, None], 0)
-    kept = updates.k.where(taken[:, None, :, None], 0)
-    return total_decay.exp()[..., None, None] * state + kept.transpose(2, 3) @ new
+    total_decay = log_decay.where(is_taken[:, None], 0).sum(-1)
+    decay_after = (total_decay[..., None] - updates.log_decay).exp()[..., None]
+    added = (decay_after * updates.values).where(is_taken[:, None, :, None], 0)
+    keys = updates.k.where(is_taken[:, None, :, None], 0)
+    return total_decay.exp()[..., None, None] * state + keys.transpose(2, 3) @ added
 
 
 class ScanResult(NamedTuple):
@@ -144,20 +144,20 @@ def scan(
 
     row_counts: [B], how many rows exist.  snapshot_counts: [B], how many rows precede a snapshot; None: no snapshots.
     """
-    outs, snapshot = [], state
+    chunk_outputs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])
-        part = StateRows(*(values[:, first:end] for values in rows))
-        seen = causal_mask(end - first, q.device)
-        solved = solve_updates(part, state, seen, is_delta_rule)
-        outs.append(row_outputs(q[:, first:end], solved, state, seen))
+        chunk = StateRows(*(values[:, first:end] for values in rows))
+        mask = causal_mask(end - first, q.device)
+        updates = solve_updates(chunk, state, mask, is_delta_rule)
+        chunk_outputs.append(row_outputs(q[:, first:end], updates, state, mask))
         if snapshot_counts is not None:
-            is_here = (snapshot_counts > first) & (snapshot_counts <= end)
-            snapshot = state_after(part, solved, state, snapshot_counts - first).where(
-                is_here[:, None, None, None], snapshot
+            ends_in_chunk = (snapshot_counts > first) & (snapshot_counts <= end)
+            snapshot = state_after(chunk, updates, state, snapshot_counts - first).where(
+                ends_in_chunk[:, None, None, None], snapshot
             )
-        state = state_after(part, solved, state, row_counts - first)
-    out = torch.cat(outs, 1) if outs else q.new_empty(*rows.v.shape, dtype=state.dtype)
+        state = state_after(chunk, updates, state, row_counts - first)
+    out = torch.cat(chunk_outputs, 1) if chunk_outputs else q.new_empty(*rows.v.shape, dtype=state.dtype)
     return ScanResult(out, state, snapshot)
 
 

@@ -53,15 +53,15 @@ def write_logprobs(
     """
     if not bool((num_logprobs >= 0).any()):
         return
-    wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
-    b, w = wanted.nonzero(as_tuple=True)
+    is_wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
+    b, w = is_wanted.nonzero(as_tuple=True)
     if not len(b):
         return
-    picked = logits[b, rows[b, w]].to(accumulation_dtype(logits))
+    row_logits = logits[b, rows[b, w]].to(accumulation_dtype(logits))
     tokens = tokens[b, w][:, None]
-    logp = torch.log_softmax(picked, -1)
-    count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    ids = _top_ids(picked, count)
-    ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
-    written = pack_logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
-    ring[int(entry), b, w, : row_words(count)] = written
+    logp = torch.log_softmax(row_logits, -1)
+    num_top = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
+    ids = _top_ids(row_logits, num_top)
+    ranks = 1 + (row_logits > row_logits.gather(-1, tokens)).sum(-1)
+    packed_rows = pack_logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
+    ring[int(entry), b, w, : row_words(num_top)] = packed_rows

@@ -29,16 +29,16 @@ MAX_TOPK = 8192
 SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_ALIGNMENT = 64
-# The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
-# SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles,
-# which have many.  Requests with a single tile of queries over wide latent rows also get short splits, because one
-# program reads wide rows slowly.
+# The fewest rows of a split: to merge a shorter split takes longer than the split saves.  MIN_SHORT_SPLIT_ROWS is for
+# up to SMALL_TILE_QUERIES packed queries, whose partial results are small.  MIN_LARGE_TILE_SPLIT_ROWS is for large
+# tiles, whose partial results are large.  Requests with one tile of queries over wide latent rows also get short
+# splits, because one program reads wide rows slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
 # The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
 MAX_SPLIT_ROWS = 2048
-# Number of programs that fill a GPU (H200, docs/log.md).  One program reads K and V at about half the bandwidth of a
-# multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
+# Number of programs that fill a GPU (H200, docs/log.md): two per multiprocessor, because one reads K and V at about
+# half of its bandwidth.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
 TARGET_PROGRAMS = 256
 LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
 # The most rows of a split if one request fills half of LARGE_TILE_PROGRAMS (a prefill chunk).  With shorter splits,
@@ -47,8 +47,8 @@ MAX_MANY_TILES_SPLIT_ROWS = 8192
 # Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a
 # multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
 LATENT_TILE_QUERIES, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
-# The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads:
-# with MAX_SPLITS, a part of the GPU would be idle.
+# The most splits of one request.  MAX_SPLITS_OF_FEW_HEADS is for wide latent rows, and for few requests with few KV
+# heads, because with MAX_SPLITS splits a part of the GPU would be idle.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 # The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
@@ -123,11 +123,11 @@ class IndexerScores(NamedTuple):
     ) -> IndexerScores:
         """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
         sizes = (capacity + num_staged_rows, -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE))
-        kept = (
+        buffers = (
             torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
             for size in sizes
         )
-        return cls(*kept)
+        return cls(*buffers)
 
 
 class SelectedRows(NamedTuple):
@@ -151,25 +151,25 @@ def mark_top_rows(scores: Tensor, topk: int) -> Tensor:
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
         return exists
-    least = scores.topk(topk, -1).values[..., -1:]
-    above = scores > least
-    equal = (scores == least) & exists
-    wanted = topk - above.sum(-1, keepdim=True)
-    return above | equal & (equal.flip(-1).cumsum(-1).flip(-1) <= wanted)
+    threshold = scores.topk(topk, -1).values[..., -1:]
+    is_above = scores > threshold
+    is_tie = (scores == threshold) & exists
+    num_ties = topk - is_above.sum(-1, keepdim=True)
+    return is_above | is_tie & (is_tie.flip(-1).cumsum(-1).flip(-1) <= num_ties)
 
 
 def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
     """Returns [B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
     q, weights = queries
-    exact = torch.promote_types(q.dtype, torch.float32)
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     batch, rows, heads = q.shape[:3]
-    scores = torch.empty(batch, rows, keys.shape[1], dtype=exact, device=q.device)
-    keys = keys.to(exact).transpose(1, 2)
+    scores = torch.empty(batch, rows, keys.shape[1], dtype=wide_dtype, device=q.device)
+    keys = keys.to(wide_dtype).transpose(1, 2)
     step = max(MAX_REFERENCE_PRODUCTS // max(batch * heads * keys.shape[2], 1), 1)
     for begin in range(0, rows, step):
-        some = slice(begin, begin + step)
-        products = (q[:, some].to(exact).flatten(1, 2) @ keys).relu_().unflatten(1, (-1, heads))
-        scores[:, some] = (weights[:, some].to(exact)[:, :, None] @ products)[:, :, 0]
+        query_slice = slice(begin, begin + step)
+        products = (q[:, query_slice].to(wide_dtype).flatten(1, 2) @ keys).relu_().unflatten(1, (-1, heads))
+        scores[:, query_slice] = (weights[:, query_slice].to(wide_dtype)[:, :, None] @ products)[:, :, 0]
     return scores
 
 
@@ -179,12 +179,12 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
     size = indexer_inputs.k.shape[-1]
     k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
-    q, k = (_rotated(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
+    q, k = (_rotate_x(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
     plane.index_copy_(0, cache_rows, k)
     return q
 
 
-def _rotated(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
+def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
     if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         x = torch.cat((paired, x[..., rotary:]), -1)
@@ -228,16 +228,16 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
     capacity = page_table.shape[1] * page_size
     rows = scores.row_scores
     num_staged = rows.shape[2] - capacity
-    past = torch.arange(rows.shape[2], device=rows.device).expand(len(length), -1)
-    past = (past >= length[:, None]) & (past < capacity)
-    chosen = mark_top_rows(rows.masked_fill(past[:, None], -torch.inf), topk)
+    is_past = torch.arange(rows.shape[2], device=rows.device).expand(len(length), -1)
+    is_past = (is_past >= length[:, None]) & (is_past < capacity)
+    chosen = mark_top_rows(rows.masked_fill(is_past[:, None], -torch.inf), topk)
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
     # `order` lists the chosen positions in ascending order, then the others.
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
-    keep = torch.arange(width, device=rows.device) < count[..., None]
-    of_pages = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
+    is_chosen = torch.arange(width, device=rows.device) < count[..., None]
+    of_pages = page_rows(page_table, order.flatten(1), page_size, is_chosen.flatten(1)).view(order.shape)
     return SelectedRows(of_pages.int(), count, pack_bits(staged))
 
 
@@ -273,39 +273,39 @@ class KVSplitPolicy:
         hopper/latent.py).
         """
         batch_size, packed_queries = next_bucket(batch_size), num_queries * group_size
-        programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
+        target_programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
         if is_wide_latent:
-            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE_QUERIES)
+            target_programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE_QUERIES)
             min_split_rows = MIN_SHORT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
             max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
         elif packed_queries > LARGE_TILE_QUERIES // 2:
-            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
+            target_programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
             # Few programs get one warpgroup each (choose_hopper_config), because two would leave processors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
-            if 4 * batch_size * kv_heads * num_tiles * most_splits < 3 * programs:
+            if 4 * batch_size * kv_heads * num_tiles * most_splits < 3 * target_programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
-            if 2 * kv_heads * num_tiles >= programs:
+            if 2 * kv_heads * num_tiles >= target_programs:
                 max_split_rows = MAX_MANY_TILES_SPLIT_ROWS
         elif packed_queries <= SMALL_TILE_QUERIES:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
-        wanted = programs // (batch_size * kv_heads * num_tiles)
+        num_wanted = target_programs // (batch_size * kv_heads * num_tiles)
         if is_wide_latent:
             # With more splits, one request would have more work items than a GPU runs at once.
-            limit = min(MAX_SPLITS_OF_FEW_HEADS, programs // num_tiles)
+            limit = min(MAX_SPLITS_OF_FEW_HEADS, target_programs // num_tiles)
         else:
-            limit = max(MAX_SPLITS, min(wanted, MAX_SPLITS_OF_FEW_HEADS))
-        values = batch_size * packed_queries * kv_heads * v_size
-        limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // num_queries)
+            limit = max(MAX_SPLITS, min(num_wanted, MAX_SPLITS_OF_FEW_HEADS))
+        partial_values = batch_size * packed_queries * kv_heads * v_size
+        limit = min(limit, MAX_PARTIAL_VALUES // partial_values, MAX_PARTIAL_ROWS_PER_REQUEST // num_queries)
         max_splits = max(1, min(limit, -(-max_rows // min_split_rows)))
-        num_splits = min(max(1, wanted), max_splits)
-        is_enough = max_rows <= num_splits * max_split_rows
-        return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
+        num_splits = min(max(1, num_wanted), max_splits)
+        fits_max_rows = max_rows <= num_splits * max_split_rows
+        return cls(num_splits, num_splits if fits_max_rows else max_splits, max_split_rows, min_split_rows)
 
     def rows_per_split(self, num_rows: int) -> int:
         """Returns the rows per split: an equal share of `num_rows`, rounded up to a multiple of SPLIT_ALIGNMENT.
         The last split may have fewer rows."""
-        wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
-        count = min(max(wanted, 1), self.max_splits)
+        num_wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
+        count = min(max(num_wanted, 1), self.max_splits)
         return max(-(-num_rows // (count * SPLIT_ALIGNMENT)), 1) * SPLIT_ALIGNMENT
 
 
@@ -315,7 +315,7 @@ class KVSplits:
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
     request are neighbours, in the order of their positions.  Without a window, requests with longer splits come first.
-    starts: [2 · B + 1] int32: the index of the first split of each request, the sum of splits, then splits per request.
+    starts: [2 · B + 1] int32: each request's first split, the number of all splits, then splits per request.
     """
 
     table: Tensor
@@ -339,18 +339,18 @@ def kv_splits(
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32)
-    starts, counts, used, spans = [0] * batch, [0] * batch, 0, []
+    starts, counts, num_used, ranges = [0] * batch, [0] * batch, 0, []
     for request, rows in enumerate(length.tolist()):
         begin = first_position
         if window and positions is not None:
             begin = max(first_position, int(positions[request].min()) - window + 1)
         begin = begin // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
         num_rows = max(rows - begin, 0)
-        spans.append((request, begin, max(rows, begin), policy.rows_per_split(num_rows)))
-    for request, begin, end, width in spans if window else sorted(spans, key=lambda span: -span[3]):
-        starts[request], counts[request] = used, max(1, -(-(end - begin) // width))
-        for low in range(begin, max(end, begin + 1), width):
-            table[used] = torch.tensor([request, low, min(low + width, end), counts[request]])
-            used += 1
-    all_starts = torch.tensor([*starts, used, *counts], dtype=torch.int32)
+        ranges.append((request, begin, max(rows, begin), policy.rows_per_split(num_rows)))
+    for request, begin, end, split_rows in ranges if window else sorted(ranges, key=lambda span: -span[3]):
+        starts[request], counts[request] = num_used, max(1, -(-(end - begin) // split_rows))
+        for split_begin in range(begin, max(end, begin + 1), split_rows):
+            table[num_used] = torch.tensor([request, split_begin, min(split_begin + split_rows, end), counts[request]])
+            num_used += 1
+    all_starts = torch.tensor([*starts, num_used, *counts], dtype=torch.int32)
     return KVSplits(table.to(length.device), all_starts.to(length.device), policy)

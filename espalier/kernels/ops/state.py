@@ -44,7 +44,7 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, how many decided tokens the history did not have.  copies: None without a path."""
+    num_new_tokens: [B] int64, how many decided tokens the history did not have.  copies: None for a prefill."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
@@ -94,26 +94,26 @@ def advance(
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < num_tokens[:, None]
-    places = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
+    token_positions = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
     # History entries of undecided tokens keep their present token.
-    columns = places.clamp(max=table.layout.history_width - 1)
+    columns = token_positions.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
-    new = decided & (places >= table.known_len[slots.index][:, None])
-    tokens = torch.where(new, picked_tokens, table.history[slot, columns])
+    is_new = decided & (token_positions >= table.known_len[slots.index][:, None])
+    tokens = torch.where(is_new, picked_tokens, table.history[slot, columns])
     table.history[slot, columns] = tokens
     last = tokens.gather(1, (num_tokens.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
     table.root[slots.index] = torch.where(num_tokens > 0, last, table.root[slots.index])
     table.prefix_len[slots.index] = slots.prefix_len + num_tokens
     if count_tokens:
-        table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
-    num_picked = new.sum(1)
+        table.counts.index_put_((slot, tokens), is_new.to(table.counts.dtype), accumulate=True)
+    num_picked = is_new.sum(1)
     if path is None:
         return AdvanceResult(num_picked, None)
     positions = slots.prefix_len[:, None] + offsets
-    kept = decided & (positions >= slots.commit_from[:, None])
-    destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
-    first = torch.arange(slots.batch, device=picked_tokens.device) * path.nodes_per_request
-    return AdvanceResult(num_picked, RowCopies(path.nodes + first[:, None], destination))
+    is_copied = decided & (positions >= slots.commit_from[:, None])
+    destination = page_rows(slots.page_table, positions, table.layout.page_size, is_copied)
+    first_staged_row = torch.arange(slots.batch, device=picked_tokens.device) * path.nodes_per_request
+    return AdvanceResult(num_picked, RowCopies(path.nodes + first_staged_row[:, None], destination))
 
 
 @op("espalier.kernels.state.batch_state", tensor="slot_indices")
@@ -125,11 +125,11 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
     if page_updates is not None:
         table.write({"page_table": page_updates})
     prefix_len = table.prefix_len[slot_indices]
-    left = table.layout.max_accept_depth(table.end[slot_indices], prefix_len)
+    room = table.layout.max_accept_depth(table.end[slot_indices], prefix_len)
     return BatchState(
         table=table, index=slot_indices, prefix_len=prefix_len, root=table.root[slot_indices],
         commit_from=table.commit_from[slot_indices],
-        num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[slot_indices], left).clamp(min=0),
+        num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[slot_indices], room).clamp(min=0),
         num_logprobs=table.num_logprobs[slot_indices], is_real=slot_indices > 0,
         page_table=table.page_table[slot_indices],
     )  # fmt: skip
@@ -146,9 +146,9 @@ def read_chain(
     """
     offsets = torch.arange(row_width, device=num_tokens.device)
     positions = slots.prefix_len[:, None] + first_offset + offsets
-    known = offsets < num_tokens[:, None]
-    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
-    kept = known & (positions >= slots.commit_from[:, None])
+    is_known = offsets < num_tokens[:, None]
+    tokens = torch.where(is_known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
+    kept = is_known & (positions >= slots.commit_from[:, None])
     return TokenChain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
 

@@ -1,7 +1,7 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
 The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* is a copy of a state after
-a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
+some number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
 and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
@@ -41,9 +41,10 @@ class ConvColumns(NamedTuple):
     """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    q_column, k_column, v_column: the first column of the first head.  k_head_stride: columns from one head of q or k to
-    the next.  v_group_stride: columns from one group of v's heads to the next.  A group is the heads of v that share a
-    head of k.  normalizes_qk: whether q and k are L2-normalised, and q divided by the square root of k_size.
+    q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from a
+    head of q or k to the next.  v_group_stride: columns from a group of v's heads, which share a head of k, to the
+    next.
+    normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of k_size.
     """
 
     heads: int
@@ -76,9 +77,9 @@ class ConvColumns(NamedTuple):
                 return inputs[:, q : q + self.channels]
             v_end = v + self.channels - 2 * size
             return torch.cat([inputs[:, q : q + size], inputs[:, k : k + size], inputs[:, v:v_end]], 1)
-        parts = [(at, self.k_head_stride, self.k_size) for at in (q, k)]
-        parts.append((v, self.v_group_stride, self.v_group_channels))
-        return torch.cat([strided_columns(inputs[:, at:], self.k_heads, *sizes) for at, *sizes in parts], 1)
+        column_groups = [(at, self.k_head_stride, self.k_size) for at in (q, k)]
+        column_groups.append((v, self.v_group_stride, self.v_group_channels))
+        return torch.cat([strided_columns(inputs[:, at:], self.k_heads, *sizes) for at, *sizes in column_groups], 1)
 
     @property
     def constexpr_arguments(self) -> dict[str, int]:
@@ -93,16 +94,16 @@ def ordered_conv_columns(
     heads: int, k_heads: int, k_size: int, v_size: int, channels: int, normalizes_qk: bool
 ) -> ConvColumns:
     """Returns the ConvColumns of inputs whose channels are in order, from column 0 on."""
-    shared, of_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
-    return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
+    qk, v_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
+    return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, qk, 2 * qk, k_size, v_group, normalizes_qk)
 
 
 def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) -> Tensor:
     """values [N, columns] -> [N, groups · width]: the groups of `width` columns that begin every `stride` columns."""
     if stride == width:
         return values[:, : num_groups * width]
-    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(width, device=values.device)
-    return values[:, at.flatten()]
+    first_columns = torch.arange(num_groups, device=values.device) * stride
+    return values[:, (first_columns[:, None] + torch.arange(width, device=values.device)).flatten()]
 
 
 class GateInputs(NamedTuple):
@@ -110,8 +111,8 @@ class GateInputs(NamedTuple):
 
     decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
     `group_size` heads share a head of k; their columns are adjacent, and begin every `column_stride` columns.
-    beta: the same shape, before its sigmoid; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at
-    least.  dt_bounds: the least and the largest t; None: no bound.
+    beta: beta before its sigmoid, in the form of `decay`; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads],
+    float32 at least.  dt_bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor
@@ -125,22 +126,22 @@ class GateInputs(NamedTuple):
     def compute_gates(self, dtype: torch.dtype) -> Tensor:
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
-        exact = self.A_log.dtype
-        decay = strided_columns(add_partial_sums.reference(self.decay, dtype), *sizes).to(exact)
+        wide_dtype = self.A_log.dtype
+        decay = strided_columns(add_partial_sums.reference(self.decay, dtype), *sizes).to(wide_dtype)
         t = F.softplus(decay + self.dt_bias)
         if self.dt_bounds != (None, None):
             t = t.clamp(*self.dt_bounds)
         beta = t
         if self.beta is not None:
-            beta = strided_columns(add_partial_sums.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
+            beta = strided_columns(add_partial_sums.reference(self.beta, dtype), *sizes).to(wide_dtype).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
 class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
-    tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  continues_previous: [B] bool, whether a batch row continues the request of the row before; None: none does.
+    tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree; None
+    for a chain.  continues_previous: [B] bool, whether a batch row continues the request of the last; None: none does.
     """
 
     tail: Tensor
@@ -175,9 +176,9 @@ class SlotStates(NamedTuple):
 class PathRows(NamedTuple):
     """The rows that update the states, and the snapshots to save.
 
-    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: the request's own `width`
-    rows.  row_counts: [B], how many rows update the state.
-    snapshot_counts: [B], a snapshot is saved after this many rows; 0: no snapshot.  snapshot_rows: [B], the table row
+    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: each request has `width`
+    staged rows, and all are in order.  row_counts: [B], how many rows update the state.
+    snapshot_counts: [B], after how many rows a snapshot is saved; 0: no snapshot.  snapshot_rows: [B], the table row
     that gets the snapshot.  Without snapshots, snapshot_counts and snapshot_rows are None.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
     spare_row: the table row to which unneeded states are written.
@@ -246,7 +247,7 @@ def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
-    # If a batch row continues the one before, that one has `width` existing rows, and its last rows are the tail.
+    # If a batch row continues the batch row before, that has `width` existing rows, and its last rows are the tail.
     last = ordered_inputs.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
     return last.where(rows.continues_previous[:, None, None], tail)
 
@@ -270,8 +271,8 @@ def tree_outputs(
     to the output.  is_delta_rule: whether the update is the delta rule's.  NaN or infinity in a node makes its
     descendants' outputs NaN on a GPU, and all outputs of the tree on a CPU.
     """
-    before, seen = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
-    return _add_skip(row_outputs(q, solve_updates(rows, before, seen, is_delta_rule), before, seen), rows, skip_weight)
+    before, mask = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
+    return _add_skip(row_outputs(q, solve_updates(rows, before, mask, is_delta_rule), before, mask), rows, skip_weight)
 
 
 @op("espalier.kernels.recurrence.chain", condition=lambda rows: _supports_kernels(rows[1]))
@@ -293,11 +294,11 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
     state: [layers, table rows, heads, k_size, v_size].  rows: the staged rows, [layers, n, ...] each.
     """
     assert path.source_rows is not None
-    seen = causal_mask(path.width, state.device)
+    mask = causal_mask(path.width, state.device)
     for layer, table in enumerate(state):
-        taken, before = StateRows(*(values[layer][path.source_rows] for values in rows)), table[path.slots]
-        solved = solve_updates(taken, before, seen, is_delta_rule)
-        path.store_states(table, *(state_after(taken, solved, before, count) for count in path.update_counts))
+        path_rows, before = StateRows(*(values[layer][path.source_rows] for values in rows)), table[path.slots]
+        updates = solve_updates(path_rows, before, mask, is_delta_rule)
+        path.store_states(table, *(state_after(path_rows, updates, before, count) for count in path.update_counts))
 
 
 @op("espalier.kernels.recurrence.path", condition=lambda tail: _supports_kernels(tail))
@@ -310,16 +311,16 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
         ordered = columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
         before = conv_tail_before(ordered, rows)
-        own = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
-        path.store_states(table, *(conv_tail_after(before, own, count) for count in path.update_counts))
+        path_inputs = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
+        path.store_states(table, *(conv_tail_after(before, path_inputs, count) for count in path.update_counts))
 
 
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
-    values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every
-    `column_stride` columns.  is_before_norm: if true, the gate is applied before the norm, and the norm's weight covers
-    all groups; if false, after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  Every `column_stride` columns, the columns of
+    `adjacent_groups` groups begin.  is_before_norm: if true, the gate is applied before the norm, and each group has
+    its own norm weight; if false, the gate is applied after the norm, and all groups share the weight.
     """
 
     values: Tensor
@@ -329,7 +330,7 @@ class OutputGate(NamedTuple):
 
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a scale must cover a short row, or a group of 2^n columns."""
+    """Returns whether `gated_norm` can round: one scale must cover a short row, or a group of 2^n columns."""
     columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
     row_values *= next_power_of_2(group_size)
     is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
@@ -351,7 +352,7 @@ def gated_norm(
         assert isinstance(unrounded, Tensor)
         return RoundedRows(*quantise_inputs(unrounded, rounding), x.dtype)
     groups, size = x.shape[1:]
-    exact = torch.promote_types(x.dtype, torch.float32)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     values = strided_columns(
         add_partial_sums.reference(gate.values, x.dtype),
         groups // gate.adjacent_groups,
@@ -360,12 +361,12 @@ def gated_norm(
     ).view(x.shape)
     if weight is None:
         return (x * values.sigmoid()).flatten(1)
-    values = F.silu(values.to(exact))
+    values = F.silu(values.to(wide_dtype))
     if gate.is_before_norm:
-        gated = x.to(exact) * values
+        gated = x.to(wide_dtype) * values
         normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
         return normed.flatten(1).to(x.dtype) * weight
-    return (rms_norm.reference(x, weight, eps).to(exact) * values).to(x.dtype).flatten(1)
+    return (rms_norm.reference(x, weight, eps).to(wide_dtype) * values).to(x.dtype).flatten(1)
 
 
 def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tensor:
@@ -374,19 +375,19 @@ def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tenso
 
 
 def _make_piecewise_scan(continues_previous: Tensor):
-    """Returns a function like `scan` that runs batch rows in order.  A batch row may continue the previous state."""
+    """Returns a function like `scan` that runs one batch row after the other.  A row may start from the last state."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool
     ) -> ScanResult:
-        made, state = [], states[:1]
-        for piece in range(len(q)):
-            one = slice(piece, piece + 1)
-            state = state.where(continues_previous[one, None, None, None], states[one])
-            own = StateRows(*(values[one] for values in rows))
-            own_snapshots = None if snapshots is None else snapshots[one]
-            made.append(scan(q[one], own, state, counts[one], own_snapshots, is_delta))
-            state = made[-1].state
-        return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
+        results, state = [], states[:1]
+        for row in range(len(q)):
+            row_slice = slice(row, row + 1)
+            state = state.where(continues_previous[row_slice, None, None, None], states[row_slice])
+            row_inputs = StateRows(*(values[row_slice] for values in rows))
+            row_snapshots = None if snapshots is None else snapshots[row_slice]
+            results.append(scan(q[row_slice], row_inputs, state, counts[row_slice], row_snapshots, is_delta))
+            state = results[-1].state
+        return ScanResult(*(torch.cat(values) for values in zip(*results, strict=True)))
 
     return scan_rows

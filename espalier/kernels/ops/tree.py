@@ -21,9 +21,9 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
-# One value of each candidate of a draft (the pool), [B, n]: in one tensor, or in one tensor for each level.
+# One value for each candidate of a draft (the pool), [B, n]: in one tensor, or in one tensor for each level.
 Pool = Sequence[Tensor]
-# The most scores that ordered_topk sorts; for more it uses torch.topk.
+# The most scores that ordered_topk sorts.  For more scores it uses torch.topk.
 MAX_SORTED = 64
 
 
@@ -57,8 +57,8 @@ class Tree(NamedTuple):
 
     def first_nodes(self, num_nodes: int) -> Tree:
         """Returns the trees of the first `num_nodes` nodes."""
-        cut = Tree(*(part[:, :num_nodes].contiguous() for part in self))
-        return cut._replace(ancestors=cut.ancestors[..., : -(-num_nodes // ANCESTOR_BITS)].contiguous())
+        first = Tree(*(values[:, :num_nodes].contiguous() for values in self))
+        return first._replace(ancestors=first.ancestors[..., : -(-num_nodes // ANCESTOR_BITS)].contiguous())
 
     def best_nodes(self, num_kept: int) -> Tensor:
         """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
@@ -70,9 +70,9 @@ class Tree(NamedTuple):
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
 
     def keep_nodes(self, kept_nodes: Tensor) -> Tree:
-        """Returns the trees with all nodes void except the nodes at `kept_nodes` (see best_nodes).  No node moves."""
-        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, kept_nodes, False)
-        return self._void_nodes(left_out.view_as(self.tokens))
+        """Returns the trees with all nodes void but `kept_nodes` (see best_nodes).  Nodes keep their indices."""
+        is_dropped = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, kept_nodes, False)
+        return self._void_nodes(is_dropped.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
         """Returns the trees without the nodes deeper than `max_depth` [B], which become void.
@@ -103,16 +103,16 @@ def check_pool_sizes(
     root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int
 ) -> tuple[int, int, int]:
     """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
-    batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
-    for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
-        count = size if not in_levels else topk**2 if level else topk
-        require("select_tree: tokens", of_tokens, (batch, count), torch.int64, root)
-        require("select_tree: scores", of_scores, (batch, count), torch.float32, root)
+    batch, size, by_level = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
+    for level, (level_tokens, level_scores) in enumerate(zip(tokens, scores, strict=True)):
+        num_values = size if not by_level else topk**2 if level else topk
+        require("select_tree: tokens", level_tokens, (batch, num_values), torch.int64, root)
+        require("select_tree: scores", level_scores, (batch, num_values), torch.float32, root)
     num_beams = size // topk - 1
-    if sum(part.shape[1] for part in beams) != num_beams or (in_levels and len(beams) != len(tokens) - 1):
+    if sum(part.shape[1] for part in beams) != num_beams or (by_level and len(beams) != len(tokens) - 1):
         raise EspalierError(f"select_tree: beams of {size} candidates at topk={topk} must be {num_beams}, by level")
     for part in beams:
-        require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
+        require("select_tree: beams", part, (batch, topk if by_level else num_beams), torch.int64, root)
     steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
     if excess or not 1 <= num_nodes <= size + 1:
         raise EspalierError(
@@ -149,25 +149,25 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     width = scores.shape[-1]
     scores = comparable_scores(scores)
-    best = (
+    indices = (
         scores.sort(dim=-1, descending=True, stable=True).indices
         if width <= MAX_SORTED
         else _topk_by_integer_keys(scores, k)
     )
-    best = best[..., :k]
-    values = scores.gather(-1, best)
-    missing = max(k - width, 0)
-    if missing:
-        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        best = torch.nn.functional.pad(best, (0, missing))
-    return values, best
+    indices = indices[..., :k]
+    values = scores.gather(-1, indices)
+    num_missing = max(k - width, 0)
+    if num_missing:
+        values = torch.nn.functional.pad(values, (0, num_missing), value=-torch.inf)
+        indices = torch.nn.functional.pad(indices, (0, num_missing))
+    return values, indices
 
 
 def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
     A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats, computed in place: allocating more tensors would take longer than the rest.
+    # Integers in the order of the floats, computed in place, because allocating tensors would take most of the time.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     # The low half of a key breaks ties by index.
     keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
@@ -199,21 +199,21 @@ def deepest_node(is_kept: Tensor, depths: Tensor) -> Tensor:
 def path_nodes(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) -> Tensor:
     """Returns the nodes [B, S+1] from the root to node `last_node` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
-    path = ancestors.gather(1, last_node[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
+    path_bits = ancestors.gather(1, last_node[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes off the path are written to an extra column, which is dropped.
-    dropped = steps + 1
-    depth = torch.where(unpack_bits(path, nodes), depths, dropped)
-    by_depth = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last_node.device)
-    return by_depth.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :dropped]
+    extra_column = steps + 1
+    depth = torch.where(unpack_bits(path_bits, nodes), depths, extra_column)
+    by_depth = torch.zeros(batch, extra_column + 1, dtype=torch.int64, device=last_node.device)
+    return by_depth.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :extra_column]
 
 
 @op("espalier.kernels.tree.select_tree")
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
     """Returns the tree of the root and the best num_nodes - 1 candidates, by score, then by index in the pool.
 
-    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
-    for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each
-    beam (topk per level), its index among its level's candidates.  Each is one tensor, or one tensor per level.
+    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates.
+    Level 1 has topk candidates.  Each later level has topk² candidates: topk for each beam of the level before.  A
+    level has topk beams.  beams: [B, n / topk - 1] int64, for each beam its index among the candidates of its level.
 
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
@@ -221,26 +221,27 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     """
     _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
-    made_from = torch.cat([pool[:, :0], *beams], 1)
-    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1].sort(1).values
-    void = path_scores.gather(1, best) == -torch.inf
-    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, num_nodes, device=best.device).expand_as(best))
+    beam_indices = torch.cat([pool[:, :0], *beams], 1)
+    chosen = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1].sort(1).values
+    void = path_scores.gather(1, chosen) == -torch.inf
+    nodes = torch.arange(1, num_nodes, device=chosen.device).expand_as(chosen)
+    node_of = torch.zeros_like(pool).scatter_(1, chosen, nodes)
     # For each beam, the pool index of the first candidate of its level.
-    beam_level = torch.arange(made_from.shape[1], device=best.device) // topk
+    beam_level = torch.arange(beam_indices.shape[1], device=chosen.device) // topk
     first_candidates = torch.where(beam_level > 0, topk + (beam_level - 1) * topk**2, 0)
     # Candidates of level 1 continue the root, which is node 0.
-    parent_node = torch.nn.functional.pad(node_of.gather(1, made_from + first_candidates), (1, 0)).gather(
-        1, best // topk
+    parent_node = torch.nn.functional.pad(node_of.gather(1, beam_indices + first_candidates), (1, 0)).gather(
+        1, chosen // topk
     )
-    level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
+    level = torch.where(chosen < topk, 1, 2 + (chosen - topk) // topk**2)
     # Prepend the root: node 0, depth 0, score 0, never void.
     parents, depths, void = (
         torch.nn.functional.pad(value, (1, 0))
         for value in (parent_node.masked_fill(void, 0), level.masked_fill(void, 1), void)
     )
-    drafted = torch.cat((root[:, None], pool.gather(1, best)), 1).masked_fill(void, VOID)
+    drafted = torch.cat((root[:, None], pool.gather(1, chosen)), 1).masked_fill(void, VOID)
     ancestor_bits = pack_bits(ancestor_mask(parents, void, steps))
-    return Tree(drafted, parents, depths, torch.nn.functional.pad(path_scores.gather(1, best), (1, 0)), ancestor_bits)
+    return Tree(drafted, parents, depths, torch.nn.functional.pad(path_scores.gather(1, chosen), (1, 0)), ancestor_bits)
 
 
 @op("espalier.kernels.tree.select_tree")
@@ -275,14 +276,14 @@ def accept(
     matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError.  Exact.
     """
     tokens, parents, depths, _, ancestors = tree
-    match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
-    last = deepest_node(true_for_all_ancestors(ancestors, match), depths)
+    matches = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
+    last = deepest_node(true_for_all_ancestors(ancestors, matches), depths)
     rows = path_nodes(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
-    bonus = target_tokens.gather(1, last[:, None])
+    last_token = target_tokens.gather(1, last[:, None])
     level = torch.arange(steps + 1, device=rows.device)
-    drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
-    emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
+    draft_tokens = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
+    emitted = torch.where(level < depth, draft_tokens, torch.where(level == depth, last_token, 0))
     length = torch.where(is_real, depth[:, 0] + 1, 0)
     num_finite = (is_finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
     return AcceptedPath(rows, length, emitted, num_finite)

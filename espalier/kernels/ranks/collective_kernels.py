@@ -4,14 +4,14 @@ Ranks synchronise inside the kernels (`_barrier`).  The programs with the same i
 program writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
 
 - One-shot: each rank reads the rows of all ranks.
-- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  This takes two barriers, but each
-  rank reads fewer bytes.
+- Two-shot: each rank sums a part of the columns, and writes these sums to all ranks.  This takes two barriers,
+  but each rank reads fewer bytes.
 
 Ranks are summed in order, in float32 (float64 for float64), and each sum is rounded once.  So one-shot and two-shot
 give all ranks the bits of espalier/shards/gloo.py.
 
 A program alternates between two slots.  Between two writes of a slot, the program passes a barrier for the other slot.
-At that barrier the other ranks have finished reading the first slot.
+When it passes, the other ranks have finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ mov.u32 $0, 0;
 
 @kernel
 def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
-    """Wait until the programs with this index on all ranks have set their flag to `flag_value`.
+    """Wait until the programs with this index on all ranks have set their flags to at least `flag_value`.
 
-    After that, this program can read their earlier writes.  NUM_THREADS: threads of the program; one thread for each
-    rank sets a flag and waits for a flag.
+    After that, this program can read their earlier writes.  NUM_THREADS: threads of the program.  For each rank, one
+    thread sets a flag on that rank and waits for a flag from that rank.
     """
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
-    live = peer < WORLD_SIZE
-    theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD_SIZE + rank) * 4
-    own = tl.load(memory_ptr + rank) + (program * WORLD_SIZE + peer) * 4
-    is_live, flag_values = live.to(tl.int32), flag_value + tl.zeros_like(peer)
-    tl.inline_asm_elementwise(SIGNAL_ASM, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
-    stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
+    is_rank = peer < WORLD_SIZE
+    peer_flags = tl.load(memory_ptr + peer, mask=is_rank, other=0) + (program * WORLD_SIZE + rank) * 4
+    own_flags = tl.load(memory_ptr + rank) + (program * WORLD_SIZE + peer) * 4
+    live, flag_values = is_rank.to(tl.int32), flag_value + tl.zeros_like(peer)
+    tl.inline_asm_elementwise(SIGNAL_ASM, "=r,l,r,r", [peer_flags, flag_values, live], tl.int32, is_pure=False, pack=1)
+    stops = stop_ptr.to(tl.int64) + tl.zeros_like(own_flags)
     tl.inline_asm_elementwise(
-        WAIT_ASM, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1
+        WAIT_ASM, "=r,l,r,l,r", [own_flags, flag_values, stops, live], tl.int32, is_pure=False, pack=1
     )
     tl.debug_barrier()
 
@@ -118,46 +118,47 @@ def _all_reduce_kernel(
     num_launches = tl.load(num_launches_ptr + program)
     column = tl.arange(0, BLOCK)
     mask = column < ROW_SIZE
-    own = tl.load(memory_ptr + rank)
+    memory = tl.load(memory_ptr + rank)
     slot = FLAG_BYTES + ((num_launches & 1) * NUM_SLOTS + program).to(tl.int64) * SLOT_BYTES
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
-        parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
-        value = load_sum(parts, part_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
-        tl.store(_pointer_at(own + place, DTYPE) + column, value.to(DTYPE), mask=mask)
+        part_ptrs = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
+        value = load_sum(part_ptrs, part_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
+        tl.store(_pointer_at(memory + place, DTYPE) + column, value.to(DTYPE), mask=mask)
         place += ROW_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
     if OWN_COLUMNS:
-        of_own = tl.arange(0, BLOCK_OWN_COLUMNS)
+        offset = tl.arange(0, BLOCK_OWN_COLUMNS)
         place = slot
         for _ in range(program, rows, tl.num_programs(0)):
             total = _sum_of_ranks(
-                memory_ptr, place, rank * OWN_COLUMNS + of_own, of_own < OWN_COLUMNS, DTYPE, ACC_DTYPE, WORLD_SIZE
+                memory_ptr, place, rank * OWN_COLUMNS + offset, offset < OWN_COLUMNS, DTYPE, ACC_DTYPE, WORLD_SIZE
             )
             for peer in tl.static_range(WORLD_SIZE):
-                summed = _pointer_at(tl.load(memory_ptr + peer) + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
-                tl.store(summed + rank * OWN_COLUMNS + of_own, total, mask=of_own < OWN_COLUMNS)
+                peer_sums = _pointer_at(tl.load(memory_ptr + peer) + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
+                tl.store(peer_sums + rank * OWN_COLUMNS + offset, total, mask=offset < OWN_COLUMNS)
             place += ROW_BYTES
         _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 2, WORLD_SIZE, NUM_THREADS)
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
         if OWN_COLUMNS:
-            total = tl.load(_pointer_at(own + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE) + column, mask=mask, other=0.0)
+            sums = _pointer_at(memory + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
+            total = tl.load(sums + column, mask=mask, other=0.0)
         else:
             total = _sum_of_ranks(memory_ptr, place, column, mask, DTYPE, ACC_DTYPE, WORLD_SIZE)
         row = tl.cast(row, tl.int64)
-        at = row * ROW_SIZE + column
+        out_offset = row * ROW_SIZE + column
         if residual_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
             residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
-            # Rounded first, as in norm.py: the norm reads the values that the residual stream holds.
+            # The sum is rounded before the norm, as in norm.py, because the residual stream holds the rounded sum.
             x = (residual.to(ACC_DTYPE) + total.to(ACC_DTYPE)).to(DTYPE)
-            tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")
+            tl.store(sum_ptr + out_offset, x, mask=mask, eviction_policy="evict_last")
             x = x.to(ACC_DTYPE)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-            tl.store(out_ptr + at, (x * scale * weight).to(DTYPE), mask=mask)
+            tl.store(out_ptr + out_offset, (x * scale * weight).to(DTYPE), mask=mask)
         else:
-            tl.store(out_ptr + at, total, mask=mask)
+            tl.store(out_ptr + out_offset, total, mask=mask)
         place += ROW_BYTES
     tl.store(num_launches_ptr + program, num_launches + 1)
 
@@ -182,29 +183,29 @@ def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -
     """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
-    in_turn = -(-rows // MAX_PROGRAMS)
-    return rows > 0 and row_bytes % 16 == 0 and in_turn * row_bytes <= memory.slot_bytes and parts.stride(-1) == 1
+    num_bytes = -(-rows // MAX_PROGRAMS) * row_bytes
+    return rows > 0 and not row_bytes % 16 and num_bytes <= memory.slot_bytes and parts.stride(-1) == 1
 
 
 def _launch_all_reduce(
-    memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
+    memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, add_norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
-    """Launch _all_reduce_kernel.  norm: (residual, the norm's weight, output for residual + sum), or 3 times None."""
-    (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), VALUES_PER_NORM_WARP)
+    """Launch _all_reduce_kernel.  add_norm: (residual, norm weight, output for residual + sum), or three times None."""
+    (residual, weight, total), num_warps = add_norm, warps_for(next_power_of_2(out.shape[1]), VALUES_PER_NORM_WARP)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, next_power_of_2(size)
-    own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
+    own_columns = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
     _all_reduce_kernel[(min(rows, MAX_PROGRAMS),)](
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
         EPS=eps, ROW_SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype),
-        BLOCK=block, OWN_COLUMNS=own, BLOCK_OWN_COLUMNS=next_power_of_2(own), ROW_BYTES=row_bytes,
-        **_barrier_arguments(memory, warps),
+        BLOCK=block, OWN_COLUMNS=own_columns, BLOCK_OWN_COLUMNS=next_power_of_2(own_columns), ROW_BYTES=row_bytes,
+        **_barrier_arguments(memory, num_warps),
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["rank", "rows"])
-def _gather_kernel(
+def _gather_columns_kernel(
     x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_columns, size,
     COLUMNS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
@@ -216,24 +217,24 @@ def _gather_kernel(
     BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     num_launches = tl.load(num_launches_ptr + program)
-    own = tl.load(memory_ptr + rank)
+    own_memory = tl.load(memory_ptr + rank)
     slot = FLAG_BYTES + ((num_launches & 1) * NUM_SLOTS + program).to(tl.int64) * SLOT_BYTES
-    of_block = tl.arange(0, BLOCK)
-    place = slot
+    offset_in_block = tl.arange(0, BLOCK)
+    block_offset = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
-        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
+        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + offset_in_block
         value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_columns, other=0.0)
-        tl.store(_pointer_at(own + place, DTYPE) + of_block, value)
-        place += BLOCK_BYTES
+        tl.store(_pointer_at(own_memory + block_offset, DTYPE) + offset_in_block, value)
+        block_offset += BLOCK_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
-    place = slot
+    block_offset = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
-        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
+        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + offset_in_block
         for peer in tl.static_range(WORLD_SIZE):
-            value = tl.load(_pointer_at(tl.load(memory_ptr + peer) + place, DTYPE) + of_block)
+            value = tl.load(_pointer_at(tl.load(memory_ptr + peer) + block_offset, DTYPE) + offset_in_block)
             mask = (column < COLUMNS_PER_RANK) & (peer * COLUMNS_PER_RANK + column < size)
             tl.store(out_ptr + row * size + peer * COLUMNS_PER_RANK + column, value, mask=mask)
-        place += BLOCK_BYTES
+        block_offset += BLOCK_BYTES
     tl.store(num_launches_ptr + program, num_launches + 1)
 
 
@@ -241,7 +242,7 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
     """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
     rows, own_columns = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
+    _gather_columns_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
         x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_columns,
         size, COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),
@@ -251,8 +252,8 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
 
 def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
     """Returns whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // MAX_PROGRAMS)
-    return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
+    blocks_per_program = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // MAX_PROGRAMS)
+    return len(x) > 0 and blocks_per_program * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:

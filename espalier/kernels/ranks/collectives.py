@@ -21,17 +21,17 @@ from espalier.shards import Collectives
 # The most programs of a collective kernel, and the most ranks.
 MAX_PROGRAMS, MAX_RANKS = 128, 16
 FLAGS_BYTES = MAX_PROGRAMS * MAX_RANKS * torch.int32.itemsize
-# NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
-NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# This variable turns NVLink's multicast off, because a process that ends during a multicast may block the host's GPUs.
+NO_MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass(frozen=True)
 class PeerMemory:
     """Memory of each rank that all ranks can read and write.
 
-    addresses: [ranks] int64, the address of each rank's memory; num_launches: [MAX_PROGRAMS] int32, the number of
-    launches that each program of this rank has completed; stop_flag: [1] int32 in host memory, nonzero ends all
-    waiting; keep_alive: objects that keep the memory mapped.
+    addresses: [ranks] int64, the address of each rank's memory.  num_launches: [MAX_PROGRAMS] int32, the number of
+    launches that each program of this rank has completed.  stop_flag: [1] int32 in host memory; if it is not zero,
+    kernels stop waiting.  keep_alive: objects that keep the memory mapped.
     """
 
     rank: int
@@ -43,15 +43,15 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """End the waiting kernels; their results are wrong.  Calls no CUDA function: such a call might wait too."""
+        """End the waits of kernels, whose results are then wrong.  Calls no CUDA function, which might wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
 class RestartedStepStore(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch counts steps over all rendezvous of a process.  Without this class, a process after an earlier rendezvous
-    would have other step numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  Without this class, a process that had a rendezvous before
+    and a new process would use different keys.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,19 +59,19 @@ class RestartedStepStore(Store):
         self.store = store
         self.first_step: int | None = None
 
-    def _own_key(self, key: str) -> str:
+    def _restarted_key(self, key: str) -> str:
         name, step, rank = key.rsplit("/", 2)
         self.first_step = int(step) if self.first_step is None else self.first_step
         return f"{name}/{int(step) - self.first_step}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(self._own_key(key), value)
+        self.store.set(self._restarted_key(key), value)
 
     def get(self, key: str) -> bytes:
-        return self.store.get(self._own_key(key))
+        return self.store.get(self._restarted_key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        self.store.wait([self._own_key(key) for key in keys], *timeout)
+        self.store.wait([self._restarted_key(key) for key in keys], *timeout)
 
 
 def map_peer_memory(
@@ -85,17 +85,17 @@ def map_peer_memory(
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
     others = [other for other in range(num_ranks) if other != rank]
-    if hidden := [other for other in others if not torch.cuda.can_device_access_peer(device, other)]:
-        raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
-    os.environ[NO_MULTICAST] = "1"
+    if unreachable := [other for other in others if not torch.cuda.can_device_access_peer(device, other)]:
+        raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {unreachable[0]}")
+    os.environ[NO_MULTICAST_ENV] = "1"
     slot_bytes = -(-max_bytes // MAX_PROGRAMS)
-    size = FLAGS_BYTES + 4 * MAX_PROGRAMS * slot_bytes
+    num_bytes = FLAGS_BYTES + 4 * MAX_PROGRAMS * slot_bytes
     own_store = RestartedStepStore(store)
     group = register_process_group(name, own_store, rank, num_ranks)
-    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     memory.zero_()
     handle = _SymmetricMemory.rendezvous(memory, name)
-    buffers = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(num_ranks)]
+    buffers = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(num_ranks)]
     return PeerMemory(
         rank,
         num_ranks,
@@ -124,8 +124,8 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 MAX_PEER_BYTES = 2**24
-# The same for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, and 182 by NCCL.
-MAX_PEER_BYTES_OF_TWO = 2**25
+# The same bound for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, by NCCL 182.
+MAX_PEER_BYTES_OF_TWO_RANKS = 2**25
 # The bytes that a rank reads over NVLink in the time of one barrier (3 µs on those H100s).
 BARRIER_COST_BYTES = 2**20
 log = logging.getLogger("espalier")
@@ -165,7 +165,7 @@ class PeerCollectives:
         return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        # The waiters are released first: NCCL waits for its kernels, which may be queued behind a waiting kernel.
+        # The waiting kernels end first: NCCL waits for its own kernels, which may be queued after a waiting kernel.
         self.memory.release_waiters()
         self.nccl.abort()
 
@@ -173,34 +173,34 @@ class PeerCollectives:
 def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
     """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
-    One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
-    sums.  Two-shot reads fewer bytes, but needs one barrier more.
+    One-shot, a rank reads all values of every other rank.  Two-shot, a rank reads a share of these values, and then the
+    sums.  Two-shot reads fewer bytes, but needs one more barrier.
     """
     rows, size = parts.shape[-2:]
-    saved = (num_ranks - 1) * (1 - 2 / num_ranks)
-    return rows * size * dtype.itemsize * saved > BARRIER_COST_BYTES
+    saved_share = (num_ranks - 1) * (1 - 2 / num_ranks)
+    return rows * size * dtype.itemsize * saved_share > BARRIER_COST_BYTES
 
 
 def connect_gpus(
     rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
 ) -> Collectives:
-    """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in
-    peer memory; 0 for the measured bound.
+    """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives.
+    peer_bytes: the most bytes of a sum in peer memory; 0 means the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)
-    peer_bytes = peer_bytes or (MAX_PEER_BYTES_OF_TWO if num_ranks == 2 else MAX_PEER_BYTES)
+    peer_bytes = peer_bytes or (MAX_PEER_BYTES_OF_TWO_RANKS if num_ranks == 2 else MAX_PEER_BYTES)
     memory, reason = None, ""
     try:
         memory = map_peer_memory(str(rendezvous_file), nccl.store, rank, num_ranks, device, peer_bytes)
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
     # After this gather the flags of all ranks are zero, so kernels may set them.
-    joined = nccl.all_gather(torch.tensor(memory is not None, dtype=torch.int32, device=device))
-    if memory is None or not bool(joined.all()):
+    has_memory = nccl.all_gather(torch.tensor(memory is not None, dtype=torch.int32, device=device))
+    if memory is None or not bool(has_memory.all()):
         log.warning("ranks join by NCCL alone: no memory that all GPUs reach (%s)", reason or "another rank says why")
         return nccl
     log.info("ranks join in peer memory: sums to %d KiB; by NCCL above", peer_bytes >> 10)

@@ -1,9 +1,9 @@
 """Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
 
-There are two kernels, because only the second must run chunk after chunk.  The first computes, for each chunk, all that
-does not depend on a state: the inverse of the chunk's system, and the scores of its rows among themselves.  In the
+There are two kernels, because only the second must run chunk after chunk.  The first computes, for each chunk, what
+does not depend on a state: the inverse of the chunk's system, and the scores between the rows of the chunk.  In the
 second, a program holds a part of a head's state.  For each chunk, the program computes what the rows add to the state,
-the outputs and the state.
+the outputs, and the next state.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# How many columns of keys _solve_kernel multiplies at once.
+# How many columns of keys _solve_chunks_kernel multiplies at once.
 STEP_COLUMNS = 32
 
 
@@ -30,8 +30,8 @@ def _invert_triangular_system(
     """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
-    products make the inverses of blocks of 2n rows from those of blocks of n rows.  A value belongs to the C of the
-    blocks whose n is the highest bit in which its row and column differ.
+    products make the inverses of all blocks of 2n rows from the inverses of the blocks of n rows.  A value of `system`
+    is in a block's C if n is the highest bit in which the value's row and column differ.
     """
     differ = tl.arange(0, 2**BITS)[:, None] ^ tl.arange(0, 2**BITS)[None, :]
     inverse = tl.where(differ == 0, 1.0, 0.0).to(ACC_DTYPE) - tl.where(differ == 1, system, 0.0)
@@ -45,7 +45,7 @@ def _invert_triangular_system(
 
 
 @kernel
-def _solve_kernel(
+def _solve_chunks_kernel(
     q_ptr, k_ptr, gates_ptr, row_counts_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows_per_request,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -58,54 +58,54 @@ def _solve_kernel(
     PRODUCT_DTYPE: tl.constexpr = k_out_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     order = tl.arange(0, CHUNK_ROWS)
-    within = chunk * CHUNK_ROWS + order
+    row_in_request = chunk * CHUNK_ROWS + order
     first = request * rows_per_request + chunk * CHUNK_ROWS
-    is_row = within < rows_per_request
-    exists = is_row & (within < tl.load(row_counts_ptr + request))
+    is_row = row_in_request < rows_per_request
+    exists = is_row & (row_in_request < tl.load(row_counts_ptr + request))
     gate = gates_ptr + first * 2 * HEADS + head + order * 2 * HEADS
     decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(ACC_DTYPE), 0)
     tile = (request * tl.num_programs(1) + chunk) * HEADS + head
     tl.store(decay_ptr + tile * CHUNK_ROWS + order, decay)
     K_HEADS: tl.constexpr = HEADS // GROUP_SIZE
-    of_chunk = (first * K_HEADS + head // GROUP_SIZE) * K_SIZE
+    chunk_offset = (first * K_HEADS + head // GROUP_SIZE) * K_SIZE
     k_tile = ((request * tl.num_programs(1) + chunk) * K_HEADS + head // GROUP_SIZE) * CHUNK_ROWS * K_SIZE
     system, scores = tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE), tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE)
     for at in range(0, BLOCK_K, STEP_COLUMNS):
         key = at + tl.arange(0, STEP_COLUMNS)
         is_key = (key < K_SIZE)[None, :]
         place = order[:, None] * (K_HEADS * K_SIZE) + key[None, :]
-        q = tl.load(q_ptr + of_chunk + place, mask=is_row[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
-        k = tl.load(k_ptr + of_chunk + place, mask=exists[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
+        q = tl.load(q_ptr + chunk_offset + place, mask=is_row[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
+        k = tl.load(k_ptr + chunk_offset + place, mask=exists[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
         if head % GROUP_SIZE == 0:
-            of_tile = k_tile + order[:, None] * K_SIZE + key[None, :]
-            tl.store(q_out_ptr + of_tile, q, mask=is_key)
-            tl.store(k_out_ptr + of_tile, k, mask=is_key)
+            tile_offsets = k_tile + order[:, None] * K_SIZE + key[None, :]
+            tl.store(q_out_ptr + tile_offsets, q, mask=is_key)
+            tl.store(k_out_ptr + tile_offsets, k, mask=is_key)
         scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
         if DELTA_RULE:
             system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
-    seen = order[None, :] <= order[:, None]
-    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    square = tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :]
-    tl.store(scores_ptr + square, (scores * carry).to(PRODUCT_DTYPE))
+    is_earlier = order[None, :] <= order[:, None]
+    decay_between = tl.where(is_earlier, tl.exp(tl.where(is_earlier, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    square_offsets = tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :]
+    tl.store(scores_ptr + square_offsets, (scores * decay_between).to(PRODUCT_DTYPE))
     if DELTA_RULE:
         beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(ACC_DTYPE)
-        system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * carry, 0.0)
+        system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * decay_between, 0.0)
         inverse = _invert_triangular_system(system, PRECISION, PRODUCT_DTYPE, ACC_DTYPE, BITS)
-        tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT_DTYPE))
+        tl.store(inverse_ptr + square_offsets, (inverse * beta[None, :]).to(PRODUCT_DTYPE))
 
 
 @kernel
 def _prompt_pieces(batch_row, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
-    """Returns (whether a batch row begins a prompt, the number of its prompt's pieces, the number of their rows)."""
-    is_first, pieces, count = True, 1, tl.load(row_counts_ptr + batch_row)
+    """Returns (whether a batch row begins a prompt, number of pieces from this batch row on, number of their rows)."""
+    is_first, num_pieces, num_rows = True, 1, tl.load(row_counts_ptr + batch_row)
     if continues_ptr is not None:
-        others = batch_row + 1 + tl.arange(0, BLOCK_B)
-        goes_on = tl.load(continues_ptr + others, mask=others < batch, other=False).to(tl.int1)
-        pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
-        # All pieces before the last that has rows are full, so the existing rows come first.
-        count += tl.sum(tl.load(row_counts_ptr + others, mask=others < batch_row + pieces, other=0), 0)
+        later_rows = batch_row + 1 + tl.arange(0, BLOCK_B)
+        continues = tl.load(continues_ptr + later_rows, mask=later_rows < batch, other=False).to(tl.int1)
+        num_pieces = 1 + tl.min(tl.where(continues, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
+        # Only the last piece that has rows may be partly empty, so the rows that exist come first.
+        num_rows += tl.sum(tl.load(row_counts_ptr + later_rows, mask=later_rows < batch_row + num_pieces, other=0), 0)
         is_first = tl.load(continues_ptr + batch_row) == 0
-    return is_first, pieces, count
+    return is_first, num_pieces, num_rows
 
 
 @kernel
@@ -114,8 +114,8 @@ def _values_added_to_state(
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns (k, v, the decay, the values that the rows add) of a chunk.  state_t: before the chunk.  first_row: the
-    first row.  The pointers of v and gates are those of the head."""
+    """Returns (k, v, decay, values that the rows add) of a chunk.  state_t: the state before the chunk.  first_row: the
+    chunk's first row.  v_ptr and gates_ptr point to the values of the head."""
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
     k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
@@ -144,7 +144,7 @@ def _complete_snapshot(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Moves the state at snapshot_ptrs from its chunk's start to the snapshot, after rows_before_snapshot rows."""
+    """Applies the rows of the snapshot's chunk, up to the snapshot, to the state at snapshot_ptrs."""
     at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
     tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
@@ -164,14 +164,14 @@ def _complete_snapshot(
 
 
 @kernel
-def _scan_kernel(
+def _scan_chunks_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr,
     continues_ptr, decay_ptr, inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows_per_request, num_chunks,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """q_ptr, k_ptr: as _solve_kernel stores them.  Values with names in _t are transposed: they have a column for each
+    """q_ptr, k_ptr: from _solve_chunks_kernel.  Values with names in _t are transposed: they have a column for each
     row of the chunk, so that products take them from registers.
     continues_ptr: for each batch row, whether it continues the prompt of the batch row before; may be None."""
     pdl_trigger_and_wait(USE_PDL)
@@ -183,12 +183,12 @@ def _scan_kernel(
         order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
         value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
         is_key, is_value = key < K_SIZE, value < V_SIZE
-        is_both = is_value[:, None] & is_key[None, :]
+        mask = is_value[:, None] & is_key[None, :]
         state_ptr += head * K_SIZE * V_SIZE
         place = value[:, None] + key[None, :] * V_SIZE
         v_ptr, out_ptr, gates_ptr = v_ptr + head * V_SIZE, out_ptr + head * V_SIZE, gates_ptr + head
-        own = state_ptr + tl.load(slots_ptr + first) * HEADS * K_SIZE * V_SIZE
-        state_t = tl.load(own + place, mask=is_both, other=0.0)
+        slot_ptr = state_ptr + tl.load(slots_ptr + first) * HEADS * K_SIZE * V_SIZE
+        state_t = tl.load(slot_ptr + place, mask=mask, other=0.0)
         for i in tl.range(0, pieces * num_chunks, num_stages=STAGES):
             piece, at = i // num_chunks, i % num_chunks * CHUNK_ROWS
             row = (first + piece) * rows_per_request + at
@@ -199,8 +199,8 @@ def _scan_kernel(
             if snapshot_counts_ptr is not None:
                 here = tl.load(snapshot_counts_ptr + first + piece) - at
                 if (here > 0) & (here <= CHUNK_ROWS):
-                    mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
-                    tl.store(mark + place, state_t, mask=is_both)
+                    snapshot = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+                    tl.store(snapshot + place, state_t, mask=mask)
             k, v_t, decay, new_t = _values_added_to_state(
                 k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists, HEADS,
                 K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
@@ -213,23 +213,23 @@ def _scan_kernel(
             out_t += tl.dot(new_t.to(PRODUCT_DTYPE), tl.trans(scores), input_precision=PRECISION, out_dtype=ACC_DTYPE)
             if skip_ptr is not None:
                 out_t += tl.load(skip_ptr + head).to(ACC_DTYPE) * v_t
-            of_out = row * HEADS * V_SIZE + value[:, None] + order[None, :] * (HEADS * V_SIZE)
+            out_offsets = row * HEADS * V_SIZE + value[:, None] + order[None, :] * (HEADS * V_SIZE)
             is_out = is_value[:, None] & is_row[None, :]
-            tl.store(out_ptr + of_out, out_t.to(out_ptr.dtype.element_ty), mask=is_out)
+            tl.store(out_ptr + out_offsets, out_t.to(out_ptr.dtype.element_ty), mask=is_out)
             new_t = (tl.exp(total_decay - decay)[None, :] * new_t).to(PRODUCT_DTYPE)
             state_t = tl.exp(total_decay) * state_t
             state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
         if tl.load(row_counts_ptr + first) > 0:
-            tl.store(own + place, state_t, mask=is_both)
+            tl.store(slot_ptr + place, state_t, mask=mask)
         if snapshot_counts_ptr is not None:
             # A snapshot's table row holds the state before the snapshot's chunk, which other threads have written.
             tl.debug_barrier()
             for piece in range(pieces):
                 here = tl.load(snapshot_counts_ptr + first + piece)
                 if here > 0:
-                    mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+                    snapshot = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
                     _complete_snapshot(
-                        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark + place, is_both, here, first + piece,
+                        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, snapshot + place, mask, here, first + piece,
                         head, value, rows_per_request, num_chunks, HEADS, GROUP_SIZE, K_SIZE, V_SIZE, DELTA_RULE,
                         ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
                     )  # fmt: skip
@@ -253,10 +253,10 @@ def chain_outputs(
         return out
     chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
     plan = choose_chain_plan(products, is_delta_rule)
-    kept = table.new_empty(0, dtype=products.operand_dtype)
+    products_like = table.new_empty(0, dtype=products.operand_dtype)
     decay = table.new_empty(batch, chunks, heads, CHUNK_ROWS)
-    tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
-    scores = kept.new_empty(batch, chunks, heads, CHUNK_ROWS, CHUNK_ROWS)
+    tiles_q, tiles_k = (products_like.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
+    scores = products_like.new_empty(batch, chunks, heads, CHUNK_ROWS, CHUNK_ROWS)
     inverse = torch.empty_like(scores) if is_delta_rule else None
     constants = {
         "HEADS": heads,
@@ -269,12 +269,12 @@ def chain_outputs(
         "BLOCK_K": max(next_power_of_2(k_size), MIN_BLOCK),
         **pdl_arguments(chip(v)),
     }
-    _solve_kernel[heads, chunks, batch](
+    _solve_chunks_kernel[heads, chunks, batch](
         *(q, k, gates, path.row_counts, decay, tiles_q, tiles_k, inverse, scores, count),
         STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]), BITS=CHUNK_ROWS.bit_length() - 1,
         num_warps=4, num_stages=1, maxnreg=plan.solve_registers, **constants,
     )  # fmt: skip
-    _scan_kernel[heads * -(-v_size // plan.block_v), batch](
+    _scan_chunks_kernel[heads * -(-v_size // plan.block_v), batch](
         *(tiles_q, tiles_k, v, gates, table, slots),
         *(path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
         *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
@@ -285,8 +285,8 @@ def chain_outputs(
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters.  Of _scan_kernel: block_v, columns of a state per program; num_stages, chunks that are loaded
-    ahead; num_warps.  solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
+    """Launch parameters.  block_v, num_stages, num_warps: of _scan_chunks_kernel; block_v: state columns per program.
+    solve_registers: the most registers per thread of _solve_chunks_kernel; None for no limit."""
 
     block_v: int
     num_stages: int
@@ -297,8 +297,8 @@ class ChainPlan(NamedTuple):
 def choose_chain_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
     """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
-    With operands of 16 bits a program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows,
-    and only wgmma takes such operands from registers in the layout of its results.
+    With 16-bit operands a program takes 64 columns even if a head is smaller, because wgmma needs at least 64 rows, and
+    only wgmma takes 16-bit operands from registers in the layout of its results.
     """
     if products.operand_dtype.itemsize > 2:
         return ChainPlan(32, 1, 4)

@@ -1,8 +1,8 @@
 """The norm of the heads' outputs and their gate, or the gate alone, in one launch.
 
-A program takes adjacent groups, so that programs that run together read adjacent memory; it takes a whole row if the
-row is rounded to FP8 with one scale.  The kernel computes in float32 (float64 for float64) and rounds where the
-reference rounds.
+A program takes adjacent groups, so that programs that run together read adjacent memory.  If a row is rounded to FP8
+with one scale, a program takes the whole row.  The kernel computes in float32 (float64 for float64) and rounds where
+the reference rounds.
 """
 
 import torch
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The fewest values per program.  For small groups, a program takes several groups.
 MIN_PROGRAM_VALUES = 512
-# Values of a whole row for each warp, and the most warps.
+# For programs that take a whole row: values per warp, and the most warps.
 WARP_VALUES, MAX_WARPS = 256, 16
 
 

@@ -26,12 +26,12 @@ def input_column(
 ):  # fmt: skip
     """Returns the column that holds a channel (ops/states.py:ConvColumns).  Q_CHANNELS: the number of channels of q.
     V_GROUP_CHANNELS: the number of channels of the heads of v that share a head of k."""
-    of_v = channel - 2 * Q_CHANNELS
-    column = V_COLUMN + of_v // V_GROUP_CHANNELS * V_GROUP_STRIDE + of_v % V_GROUP_CHANNELS
+    v_channel = channel - 2 * Q_CHANNELS
+    column = V_COLUMN + v_channel // V_GROUP_CHANNELS * V_GROUP_STRIDE + v_channel % V_GROUP_CHANNELS
     if Q_CHANNELS:
-        of_k = channel - Q_CHANNELS
-        column = tl.where(of_v < 0, K_COLUMN + of_k // K_SIZE * K_HEAD_STRIDE + of_k % K_SIZE, column)
-        column = tl.where(of_k < 0, Q_COLUMN + channel // K_SIZE * K_HEAD_STRIDE + channel % K_SIZE, column)
+        k_channel = channel - Q_CHANNELS
+        column = tl.where(v_channel < 0, K_COLUMN + k_channel // K_SIZE * K_HEAD_STRIDE + k_channel % K_SIZE, column)
+        column = tl.where(k_channel < 0, Q_COLUMN + channel // K_SIZE * K_HEAD_STRIDE + channel % K_SIZE, column)
     return column
 
 
@@ -49,7 +49,7 @@ def _convolve(
     is_row, column, channel, is_channel, x_stride, x_split_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution's output [rows, channels] in the model's dtype, that of tails.
+    """Returns the convolution's output [rows, channels] in the model's dtype, which tails have.
     row_in_request: the index of each row in its request."""
     DTYPE: tl.constexpr = tail_ptr.dtype.element_ty
     at, first = row_in_request, row - row_in_request
@@ -63,8 +63,8 @@ def _convolve(
             tl.store(staged_ptr + row[:, None] * CHANNELS + channel[None, :], value.to(DTYPE), mask=mask)
         if tap > 0:
             is_old = is_channel[None, :] & (is_row & ~is_new)[:, None]
-            before = (slot * (TAPS - 1) + (TAPS - 1 + at))[:, None] * CHANNELS + channel[None, :]
-            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + before, mask=is_old, other=0.0).to(ACC_DTYPE))
+            old = (slot * (TAPS - 1) + (TAPS - 1 + at))[:, None] * CHANNELS + channel[None, :]
+            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + old, mask=is_old, other=0.0).to(ACC_DTYPE))
         weight = tl.load(weight_ptr + channel * TAPS + (TAPS - 1 - tap), mask=is_channel, other=0.0)
         out += value * weight.to(ACC_DTYPE)[None, :]
         if parent_ptr is not None:
@@ -88,16 +88,16 @@ def _compute_gates(
     """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
     column = head // GROUP_SIZE * COLUMN_STRIDE + head % GROUP_SIZE
     decay = load_sum(decay_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
-    step = softplus(decay + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
+    t = softplus(decay + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
     if MIN_DT is not None:
-        step = tl.where(step < MIN_DT, MIN_DT, step)
+        t = tl.where(t < MIN_DT, MIN_DT, t)
     if MAX_DT is not None:
-        step = tl.where(step > MAX_DT, MAX_DT, step)
-    log_decay = -tl.exp(tl.load(A_log_ptr + head).to(ACC_DTYPE)) * step
-    beta = step
+        t = tl.where(t > MAX_DT, MAX_DT, t)
+    log_decay = -tl.exp(tl.load(A_log_ptr + head).to(ACC_DTYPE)) * t
+    beta = t
     if beta_ptr is not None:
-        b = load_sum(beta_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
-        beta = 1.0 / (1.0 + tl.exp(-b))
+        beta_logit = load_sum(beta_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
+        beta = 1.0 / (1.0 + tl.exp(-beta_logit))
     return log_decay, beta
 
 
@@ -165,7 +165,7 @@ def _convolve_v_head_and_gates(
 
 
 @kernel(do_not_specialize=["num_rows", "rows_per_request"])
-def _prepare_kernel(
+def _prepare_rows_kernel(
     x_ptr, tail_ptr, slots_ptr, parent_ptr, continues_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
     num_rows, rows_per_request, x_stride, x_split_stride, gate_stride, gate_split_stride,
@@ -183,7 +183,7 @@ def _prepare_kernel(
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    part = tl.program_id(0)
+    head = tl.program_id(0)
     is_row = row < num_rows
     request = row // rows_per_request
     within = row % rows_per_request
@@ -191,20 +191,20 @@ def _prepare_kernel(
     follows = is_row & False
     if continues_ptr is not None:
         follows = tl.load(continues_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Each branch calls a function, because in one function Triton requires the same shape for a name in both branches.
+    # Each branch calls a function, because within a function Triton requires one shape for a name in both branches.
     # For a convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
-        if part < 2 * K_HEADS:
+        if head < 2 * K_HEADS:
             _convolve_q_or_k_head(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
-                is_row, part, x_stride, x_split_stride, K_HEADS, K_SIZE, CHANNELS, Q_COLUMN, K_COLUMN, K_HEAD_STRIDE,
+                is_row, head, x_stride, x_split_stride, K_HEADS, K_SIZE, CHANNELS, Q_COLUMN, K_COLUMN, K_HEAD_STRIDE,
                 TAPS, SILU, SPLITS, NORMALIZES_QK, EPS, ACC_DTYPE, BLOCK_K,
             )  # fmt: skip
-    if part >= 2 * K_HEADS:
+    if head >= 2 * K_HEADS:
         GROUP_SIZE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
         _convolve_v_head_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
-            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split_stride,
+            gates_ptr, staged_ptr, row, within, slot, follows, is_row, head - 2 * K_HEADS, x_stride, x_split_stride,
             gate_stride, gate_split_stride, HEADS, GROUP_SIZE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
             V_GROUP_STRIDE, GATE_STRIDE, MIN_DT, MAX_DT, TAPS, SILU, SPLITS, NUM_GATE_SPLITS, ACC_DTYPE, BLOCK_V,
         )  # fmt: skip
@@ -218,25 +218,25 @@ def prepare_rows(
     if not num_rows:
         return
     parents = None if rows.parents is None else rows.parents.contiguous()
-    of_gates: tuple[Tensor | None, ...] = (None,) * 4
-    gate_strides, gate_splits, step, low, high = (0, 0), 1, 1, None, None
+    gate_tensors: tuple[Tensor | None, ...] = (None,) * 4
+    gate_strides, gate_splits, column_stride, low, high = (0, 0), 1, 1, None, None
     if gates is not None:
-        of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
+        gate_tensors = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
         gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_partial_sums(gates.decay)
-        step, low, high = gates.column_stride, *gates.dt_bounds
+        column_stride, low, high = gates.column_stride, *gates.dt_bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
-    block = 4 if num_rows <= 256 else 16
-    _prepare_kernel[2 * columns.k_heads + heads, -(-num_rows // block)](
+    block_rows = 4 if num_rows <= 256 else 16
+    _prepare_rows_kernel[2 * columns.k_heads + heads, -(-num_rows // block_rows)](
         *(inputs, rows.tail, rows.slots, parents, rows.continues_previous, conv.weight, conv.bias),
-        *of_gates,
+        *gate_tensors,
         *out,
         *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
         HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size,
         CHANNELS=columns.channels,
         Q_COLUMN=columns.q_column, K_COLUMN=columns.k_column, V_COLUMN=columns.v_column,
-        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step,
+        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=column_stride,
         MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.applies_silu, SPLITS=num_partial_sums(inputs),
         NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.normalizes_qk, EPS=L2_NORM_EPS,
-        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
+        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block_rows, BLOCK_K=next_power_of_2(columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),
     )  # fmt: skip

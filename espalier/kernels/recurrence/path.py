@@ -38,15 +38,15 @@ def _commit_states_kernel(
     request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < K_SIZE, value < V_SIZE
-    is_both = is_key[:, None] & is_value[None, :]
+    state_mask = is_key[:, None] & is_value[None, :]
     state_ptr += layer * state_layer_stride
-    place = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
+    state_offsets = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
     count = tl.load(row_counts_ptr + request)
     if count > 0:
         slot = tl.load(slots_ptr + request)
-        state = tl.load(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, mask=is_both, other=0.0)
+        state = tl.load(state_ptr + slot * HEADS * K_SIZE * V_SIZE + state_offsets, mask=state_mask, other=0.0)
         if snapshot_counts_ptr is not None:
-            marked = tl.load(snapshot_counts_ptr + request)
+            snapshot_count = tl.load(snapshot_counts_ptr + request)
         for i in range(count):
             row = tl.load(source_rows_ptr + request * rows_per_request + i)
             gates = gates_ptr + layer * gates_layer_stride + row * 2 * HEADS + head
@@ -61,10 +61,10 @@ def _commit_states_kernel(
             state += k[:, None] * (beta * v)[None, :]
             # With `and`, Triton would compile the second condition even if there are no snapshots.
             if snapshot_counts_ptr is not None:  # noqa: SIM102
-                if i + 1 == marked:
-                    mark_row = tl.load(snapshot_rows_ptr + request)
-                    tl.store(state_ptr + mark_row * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
-        tl.store(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
+                if i + 1 == snapshot_count:
+                    snapshot_row = tl.load(snapshot_rows_ptr + request)
+                    tl.store(state_ptr + snapshot_row * HEADS * K_SIZE * V_SIZE + state_offsets, state, mask=state_mask)
+        tl.store(state_ptr + slot * HEADS * K_SIZE * V_SIZE + state_offsets, state, mask=state_mask)
 
 
 def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, is_delta_rule: bool) -> None:
@@ -108,8 +108,8 @@ def _commit_tails_kernel(
     END_TURN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
-    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: may be None.
-    FIRST_TURN, END_TURN: turn 0 writes the tails of snapshots, turn 1 the tails of slots."""
+    is_last_row_ptr: None if no request has several batch rows.  snapshot_counts_ptr: may be None.
+    FIRST_TURN, END_TURN: the turns of this launch.  Turn 0 writes the tails of snapshots, turn 1 the tails of slots."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -117,15 +117,15 @@ def _commit_tails_kernel(
     column = input_column(
         channel, Q_COLUMN, K_COLUMN, V_COLUMN, K_HEAD_STRIDE, V_GROUP_STRIDE, K_SIZE, Q_CHANNELS, V_GROUP_CHANNELS
     )
-    follows = tl.load(continues_ptr + request) if continues_ptr is not None else False
+    continues = tl.load(continues_ptr + request) if continues_ptr is not None else False
     tail_ptr += layer * tail_layer_stride
     slot = tl.load(slots_ptr + request)
-    before = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
+    old_tail = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
     # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
     for turn in tl.static_range(FIRST_TURN, END_TURN):
         if turn == 0:
             count = tl.load(snapshot_counts_ptr + request) if snapshot_counts_ptr is not None else 0
-            after = (
+            new_tail = (
                 tail_ptr
                 + (tl.load(snapshot_rows_ptr + request) if snapshot_counts_ptr is not None else 0)
                 * TAIL_ROWS
@@ -135,28 +135,28 @@ def _commit_tails_kernel(
             count = tl.load(row_counts_ptr + request)
             if is_last_row_ptr is not None:
                 count = tl.where(tl.load(is_last_row_ptr + request), count, 0)
-            after = tail_ptr + slot * TAIL_ROWS * CHANNELS
+            new_tail = tail_ptr + slot * TAIL_ROWS * CHANNELS
         if count > 0:
             # i ascends, so that each old input is read before it is overwritten.
             for i in tl.static_range(TAIL_ROWS):
-                at = count - TAIL_ROWS + i
-                row = request * rows_per_request + at
-                is_new = (at >= 0) | follows
+                input_row = count - TAIL_ROWS + i
+                row = request * rows_per_request + input_row
+                is_new = (input_row >= 0) | continues
                 if source_rows_ptr is not None:
                     row = tl.load(source_rows_ptr + row, mask=is_new, other=0)
-                new = tl.load(
+                new_input = tl.load(
                     x_ptr + layer * x_layer_stride + row * x_stride + column, mask=is_channel & is_new, other=0.0
                 )
-                old = tl.load(before + (TAIL_ROWS + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
-                tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
+                old_input = tl.load(old_tail + (TAIL_ROWS + input_row) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
+                tl.store(new_tail + i * CHANNELS + channel, tl.where(is_new, new_input, old_input), mask=is_channel)
 
 
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
     tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
-    layers, _, kept, channels = tail.shape
+    layers, _, tail_rows, channels = tail.shape
     batch = len(path.slots)
-    if not kept or not batch:
+    if not tail_rows or not batch:
         return
     _require_rows_contiguous(tail)
     # The first piece of a request may read the slot's old tail for a snapshot.  The last piece overwrites this tail.
@@ -166,6 +166,6 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
             *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
             *(path.continues_previous, path.is_last_row),
             *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
-            CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, FIRST_TURN=first,
+            CHANNELS=channels, TAIL_ROWS=tail_rows, **columns.constexpr_arguments, BLOCK=BLOCK_C, FIRST_TURN=first,
             END_TURN=end, num_warps=2, **pdl_arguments(chip(tail)),
         )  # fmt: skip

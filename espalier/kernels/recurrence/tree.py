@@ -27,7 +27,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
 LINE_BYTES = 128
-# Columns of a state per program for a single row.  The second number is for few heads: then more programs read.
+# Columns of a state per program for a single row.  The second number is for few heads, so that more programs read.
 SINGLE_ROW_BLOCK_V = (64, 32)
 
 
@@ -36,7 +36,7 @@ def _prefetch_state(
     state_ptr, first_column, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches BLOCK_V columns of a head's state from `first_column` on.  LINE_VALUES: per line of the L2 cache."""
+    """Prefetches BLOCK_V columns of a head's state from `first_column` on.  LINE_VALUES: state values per L2 line."""
     line = first_column + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
@@ -49,7 +49,7 @@ def _solve_tree(
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: what each node would add without ancestors, in this shape.  key_products: products of keys.
+    first_values_t: what each node would add without ancestors, in the same shape.  key_products: of nodes' keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -93,38 +93,38 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would carry NaN and infinity to all nodes.  Here zeros replace them; only descendants become NaN later.
-    is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
+    # Products would spread NaN and infinity to all nodes.  They become 0; below, descendants' outputs become NaN.
+    is_not_finite = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
-    read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
+    product_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
     system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE)
     for first in tl.range(0, BLOCK_K, STEP_COLUMNS, num_stages=STAGES):
         key = first + tl.arange(0, STEP_COLUMNS)
         is_key = key < K_SIZE
         k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE)[:, None] * K_SIZE + key[None, :]
-        is_part = is_node[:, None] & is_key[None, :]
+        mask = is_node[:, None] & is_key[None, :]
         state = tl.load(
             state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
         )
-        k, q = tl.load(k_ptr + k_place, mask=is_part, other=0.0), tl.load(q_ptr + k_place, mask=is_part, other=0.0)
+        k, q = tl.load(k_ptr + k_place, mask=mask, other=0.0), tl.load(q_ptr + k_place, mask=mask, other=0.0)
         state_t, q_t = tl.trans(state.to(PRODUCT_DTYPE)), tl.trans(q.to(PRODUCT_DTYPE))
-        is_bad = is_bad | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
+        is_not_finite = is_not_finite | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
         k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT_DTYPE)
         if DELTA_RULE:
-            read_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+            product_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
             system_t += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
         out_t += tl.dot(state_t, q_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
         scores_t += tl.dot(k, q_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
 
     v_t = v_t.to(ACC_DTYPE)
-    is_bad = is_bad | (tl.max((v_t * 0.0 != 0.0).to(tl.int32), 0) > 0)
+    is_not_finite = is_not_finite | (tl.max((v_t * 0.0 != 0.0).to(tl.int32), 0) > 0)
     v_t = tl.where(v_t * 0.0 != 0.0, 0.0, v_t)
-    sees_bad = tl.max((seen_t & is_bad[:, None]).to(tl.int32), 0) > 0
+    sees_not_finite = tl.max((seen_t & is_not_finite[:, None]).to(tl.int32), 0) > 0
     decay = tl.sum(tl.where(seen_t, log_decay[:, None], 0.0), 0)
     carry_t = tl.where(seen_t, tl.exp(tl.where(seen_t, decay[None, :] - decay[:, None], 0.0)), 0.0)
     new_t = beta[None, :] * v_t
     if DELTA_RULE:
-        new_t -= (beta * tl.exp(decay))[None, :] * read_t
+        new_t -= (beta * tl.exp(decay))[None, :] * product_t
         new_t = _solve_tree(new_t, system_t, seen_t, beta, carry_t, PRODUCT_DTYPE, PRECISION, ACC_DTYPE, BLOCK_R)
     out_t = tl.exp(decay)[None, :] * out_t
     out_t += tl.dot(
@@ -132,7 +132,7 @@ def _tree_kernel(
     )
     if skip_ptr is not None:
         out_t += tl.load(skip_ptr + head).to(ACC_DTYPE) * v_t
-    out_t = tl.where(sees_bad[None, :], float("nan"), out_t)
+    out_t = tl.where(sees_not_finite[None, :], float("nan"), out_t)
     tl.store(out_ptr + v_place, out_t.to(out_ptr.dtype.element_ty), mask=is_node[None, :] & is_value[:, None])
 
 
@@ -149,8 +149,8 @@ def _single_row_kernel(
     is_value, is_key = value < V_SIZE, key < K_SIZE
     # The state can be read before waiting, as in _tree_kernel.
     state_ptr += (tl.load(slots_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
-    of_state = key[:, None] * V_SIZE + value[None, :]
-    state = tl.load(state_ptr + of_state, mask=is_key[:, None] & is_value[None, :], other=0.0).to(ACC_DTYPE)
+    state_offsets = key[:, None] * V_SIZE + value[None, :]
+    state = tl.load(state_ptr + state_offsets, mask=is_key[:, None] & is_value[None, :], other=0.0).to(ACC_DTYPE)
     pdl_wait(USE_PDL)
     k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE) * K_SIZE + key
     k = tl.load(k_ptr + k_place, mask=is_key, other=0.0).to(ACC_DTYPE)
@@ -165,9 +165,9 @@ def _single_row_kernel(
     out = decay * tl.sum(state * q[:, None], 0) + new * tl.sum(k * q, 0)
     if skip_ptr is not None:
         out += tl.load(skip_ptr + head).to(ACC_DTYPE) * v
-    is_bad = (tl.max((k * 0.0 != 0.0).to(tl.int32), 0) > 0) | (tl.max((v * 0.0 != 0.0).to(tl.int32), 0) > 0)
-    is_bad = is_bad | (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
-    out = tl.where(is_bad, float("nan"), out)
+    is_not_finite = (tl.max((k * 0.0 != 0.0).to(tl.int32), 0) > 0) | (tl.max((v * 0.0 != 0.0).to(tl.int32), 0) > 0)
+    is_not_finite = is_not_finite | (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
+    out = tl.where(is_not_finite, float("nan"), out)
     tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_value)
 
 
@@ -207,7 +207,7 @@ def tree_outputs(
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
         *(count, ancestor_bits.shape[2]),
-        **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type,
+        **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.triton_dtype,
         PRECISION=products.precision, BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v,
         STEP_COLUMNS=min(plan.step_columns, block_k), STAGES=plan.num_stages, LINE_VALUES=LINE_BYTES // table.itemsize,
         num_warps=plan.num_warps, **pdl_arguments(chip(v)),
@@ -216,14 +216,14 @@ def tree_outputs(
 
 
 class ProductPrecision(NamedTuple):
-    """How products round their operands.  operand_dtype: the dtype of operands.  precision: Triton's name for the way
-    in which 32-bit operands are multiplied."""
+    """How products round their operands.  operand_dtype: the dtype of operands.  precision: how tl.dot multiplies
+    32-bit operands (its input_precision)."""
 
     operand_dtype: torch.dtype
     precision: str
 
     @property
-    def operand_type(self) -> object:
+    def triton_dtype(self) -> object:
         return tl.bfloat16 if self.operand_dtype == torch.bfloat16 else acc_dtype(self.operand_dtype)
 
 
@@ -247,7 +247,7 @@ class TreePlan(NamedTuple):
 
 
 def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
-    """Chooses the launch parameters.  heads: the sum over requests.
+    """Chooses the launch parameters.  heads: the number of heads of all requests together.
 
     If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a
     head is cut into fewer parts, because each part multiplies the keys again.

@@ -38,8 +38,8 @@ def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Seq
     """A decorator for a function in Triton's language.  With TRITON_INTERPRET set, Triton's interpreter runs it.
 
     do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers
-    Triton compiles again if a value is 1 or divisible by 16.  This speeds up addresses and divisions.  It does not
-    speed up a loop bound, such as the batch size: there, requests would only wait for the compilation.
+    Triton compiles a separate kernel if the value is 1, and one if it is divisible by 16.  Addresses and divisions get
+    faster.  A loop bound, such as the batch size, does not: requests would only wait for the compilation.
     """
     if function is None:
         return partial(kernel, do_not_specialize=do_not_specialize)
@@ -52,7 +52,7 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
     """A decorator for a function in Gluon, Triton's language with explicit layouts, shared memory and warps.
 
     A Gluon kernel may call a `kernel` that computes with scalars or element by element, because such a `kernel` makes
-    no tensor of its own.  A tensor would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter
+    no new tensor, which would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter
     does not run Gluon.  Each Gluon kernel has a `kernel` with the same bits; tests/gpu and tests/kernels compare the
     two.
     """
@@ -87,7 +87,7 @@ def from_fp8(values, dtype: tl.constexpr):
 
 @kernel
 def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
-    """Returns values / scale, clamped to FP8's range, in float32.  kv_scales.py:round_to_fp8 also converts it to FP8.
+    """Returns values / scale, clamped to FP8's range, in float32.  Infinite quotients become NaN.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """
@@ -97,7 +97,7 @@ def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
     else:
         quotient = values / scale
     clamped = tl.where(quotient > FP8_MAX, FP8_MAX, tl.where(quotient < -FP8_MAX, -FP8_MAX, quotient))
-    # Both comparisons are false for NaN, so it stays NaN.
+    # NaN stays NaN, because both comparisons are false for NaN.
     # A GPU cannot convert float64 to FP8 directly.  PyTorch also goes through float32.
     return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)
 

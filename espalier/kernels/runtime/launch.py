@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  Tests set it before the
+# Environment variable: an upper bound, in bytes, of the shared memory that launchers use.  Tests set it before the
 # program starts, to imitate a smaller GPU.
 SHARED_MEMORY_LIMIT_ENV = "ESPALIER_SHARED_MEMORY"
 # Bytes of shared memory per block on the smallest supported GPU.  In Triton's interpreter, launchers assume this size.
@@ -32,7 +32,7 @@ launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", 
 
 
 def is_precompiling() -> bool:
-    """Whether launches of this thread only compile.  Then launchers also compile kernels for other numbers of rows."""
+    """Returns whether launches of this thread only compile.  Launchers then also compile for other numbers of rows."""
     return launch_hook.get() is not None
 
 
@@ -53,8 +53,8 @@ def require_triton() -> Any:
 class Chip:
     """The properties of a GPU on which launch parameters depend.
 
-    shared_memory: bytes that one thread block may use; processors: number of SMs; capability: compute capability, (9,
-    0) for Hopper.
+    shared_memory: bytes that one thread block may use.  processors: number of SMs.  capability: compute capability,
+    (9, 0) for Hopper.
     """
 
     shared_memory: int
@@ -77,12 +77,12 @@ def chip(tensor: Tensor) -> Chip:
 
 @cache
 def _chip(device: torch.device) -> Chip:
-    cap = int(os.environ.get(SHARED_MEMORY_LIMIT_ENV, 2**31))
+    limit = int(os.environ.get(SHARED_MEMORY_LIMIT_ENV, 2**31))
     if device.type != "cuda":
-        return Chip(min(SMALLEST_GPU_SHARED_MEMORY, cap), 4, (8, 0))
+        return Chip(min(SMALLEST_GPU_SHARED_MEMORY, limit), 4, (8, 0))
     # Any: some supported versions of PyTorch lack type annotations for these properties.
     properties: Any = torch.cuda.get_device_properties(device)
-    shared_memory = min(properties.shared_memory_per_block_optin, cap)
+    shared_memory = min(properties.shared_memory_per_block_optin, limit)
     return Chip(shared_memory, properties.multi_processor_count, (properties.major, properties.minor))
 
 
@@ -110,9 +110,9 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
-    have = tensor.shape
+    size = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
-    fits = have == shape or (len(have) == len(shape) and all(n in (-1, m) for n, m in zip(shape, have, strict=True)))
+    fits = size == shape or (len(size) == len(shape) and all(n in (-1, m) for n, m in zip(shape, size, strict=True)))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != same_device.device:
         raise EspalierError(
             f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {same_device.device}, but has "
@@ -121,7 +121,7 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
-    """The number of warps, 1 to `max_warps`, for a program of `num_values` values, `values_per_warp` in each warp."""
+    """Returns the number of warps for a program of `num_values` values, `values_per_warp` each: 1 to `max_warps`."""
     return min(max(num_values // values_per_warp, 1), max_warps)
 
 
@@ -151,7 +151,7 @@ def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
 
 @cache
 def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
-    """(Triton's descriptor class, the shared-memory layout of a block)."""
+    """Returns (Triton's descriptor class, the shared-memory layout of a block)."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 class Op(Protocol[P, R]):
-    """An operation.  reference: runs it in plain torch; triton: runs its launcher, on any device; launcher_module: the
-    module of the launcher."""
+    """An operation.  reference: runs it in plain torch.  triton: runs its launcher, on any device.  launcher_module:
+    the module of the launcher."""
 
     reference: Callable[P, R]
     triton: Callable[P, R]
@@ -35,30 +35,30 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
 
-    The launcher runs if `tensor`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.
-    With `condition`, a function of some of the parameters, the launcher runs if `condition` returns True.
+    tensor: an expression of the parameters; None: the first parameter.  The launcher runs if this tensor is on a GPU.
+    condition: a function of some of the parameters.  If it is given, the launcher runs if it returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
         def first_launch(*args: P.args, **kwargs: P.kwargs) -> R:
             require_triton()
-            scope["launch"] = made.triton = launcher_of(made)
-            return cast(R, made.triton(*args, **kwargs))
+            scope["launch"] = dispatcher.triton = launcher_of(dispatcher)
+            return cast(R, dispatcher.triton(*args, **kwargs))
 
         if condition is None:
             on_gpu = f"{tensor or next(iter(signature(reference).parameters))}.is_cuda"
         else:
             on_gpu = f"when({', '.join(signature(condition).parameters)})"
         scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": condition}
-        made = _make_dispatcher(reference, on_gpu, scope)
-        made.reference, made.triton, made.launcher_module = reference, first_launch, module
-        return cast(Op[P, R], made)
+        dispatcher = _make_dispatcher(reference, on_gpu, scope)
+        dispatcher.reference, dispatcher.triton, dispatcher.launcher_module = reference, first_launch, module
+        return cast(Op[P, R], dispatcher)
 
     return declare
 
 
 def launcher_of(op: Op[P, R]) -> Callable[P, R]:
-    """Returns the launcher.  This call imports the launcher's module, which imports Triton."""
+    """Returns the launcher.  The first call for a module imports the module, which imports Triton."""
     return cast(Callable[P, R], getattr(import_module(op.launcher_module), op.__name__))
 
 
@@ -67,13 +67,13 @@ def _make_dispatcher(reference: Callable[..., Any], gpu_condition: str, namespac
     wrapper with *args would take twice as long, and a prefill pass calls the function for each layer."""
     parameters, arguments = [], []
     for name, parameter in signature(reference).parameters.items():
-        star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""
-        only_named = f"{name}={name}" if parameter.kind is Parameter.KEYWORD_ONLY else star + name
-        parameters.append(star + name)
-        arguments.append(only_named)
+        stars = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""
+        argument = f"{name}={name}" if parameter.kind is Parameter.KEYWORD_ONLY else stars + name
+        parameters.append(stars + name)
+        arguments.append(argument)
     call = f"(launch if {gpu_condition} else reference)({', '.join(arguments)})"
-    source = f"def made({', '.join(parameters)}): return {call}"
+    source = f"def dispatcher({', '.join(parameters)}): return {call}"
     exec(source, namespace)
-    made: Any = namespace["made"]
-    made.__defaults__, made.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
-    return update_wrapper(made, reference)
+    dispatcher: Any = namespace["dispatcher"]
+    dispatcher.__defaults__, dispatcher.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
+    return update_wrapper(dispatcher, reference)

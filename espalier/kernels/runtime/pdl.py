@@ -2,7 +2,7 @@
 
 Without PDL, the chip idles for some microseconds at each launch.  With PDL, a kernel is launched during the
 predecessor's work.  A kernel that is launched with PDL does three things:
-- trigger: it lets the next kernel start.  The next kernel's programs run as soon as SMs are free, and then wait.
+- trigger: the kernel lets the next kernel start.  The next kernel's programs run as soon as SMs are free, then wait.
 - prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
@@ -28,7 +28,7 @@ from espalier.kernels.runtime.launch import HOPPER, Chip
 
 
 def pdl_arguments(gpu: Chip) -> dict[str, Any]:
-    """Launch arguments that turn PDL on or off: USE_PDL for the kernel, launch_pdl for Triton."""
+    """Returns the launch arguments that turn PDL on or off: USE_PDL for the kernel, launch_pdl for Triton."""
     return {"USE_PDL": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"USE_PDL": False}
 
 

@@ -26,7 +26,7 @@ UNINITIALISED_ALLOCATIONS = frozenset(
 @contextmanager
 def precompile() -> Iterator[Sequence[Future[Any]]]:
     """Compile kernels instead of launching them: inside this context `kernel[grid](arguments)` only compiles.  When the
-    context ends, every kernel is compiled and loaded.  Yields the compilations of kernels that were not in memory yet.
+    context ends, every kernel is compiled and loaded.  Yields the futures of kernels that were not in memory yet.
 
     PyTorch's operations do run.  The outputs of kernels are zeros, so ids and row numbers in them are
     valid.  Only the calling thread is affected.  Raises the errors of launches, at the latest when the context ends.

@@ -21,10 +21,10 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The columns of GatheredSlots, as kernels see them: the slot table's columns, then three more.
+# The columns of GatheredSlots in kernels: the columns of the slot table, then three more integer columns.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
-# Launches pass the next three classes as plain tuples, to save time on the host.  Kernels make named tuples again.
+# Launchers pass the next three classes as plain tuples, to save time on the host.  Kernels make named tuples.
 
 
 class LogitsArguments(NamedTuple):
@@ -53,7 +53,7 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and masks.  Tokens from `first_output` to num_tokens - 1 count as output."""
+    """Drafted tokens, ancestor bits and masks.  Tokens first_output .. num_tokens - 1 are output for penalties."""
 
     tokens_ptr: Any
     tokens_stride: Any
@@ -100,9 +100,9 @@ class DraftedRow(NamedTuple):
 class GatheredSlots:
     """The slot parameters of a batch, gathered once per launch.  Wide fields stay in the slot table.
 
-    ints: [B, COLUMNS.num_ints] int64; floats: [B, COLUMNS.num_floats] float32.  The column slot is the slot's index;
-    num_bias and num_stops are the lengths of its bias and its stop ids.  arguments: the kernels' argument `slots`, in
-    the order of SlotArguments.
+    ints: [B, COLUMNS.num_ints] int64.  floats: [B, COLUMNS.num_floats] float32.  Column `slot` of ints is the slot's
+    index.  Columns num_bias and num_stops are the numbers of its biases and of its stop ids.  arguments: the kernels'
+    argument `slots`, in the order of SlotArguments.
     """
 
     table: SlotTable
@@ -128,8 +128,8 @@ class GatheredSlots:
                 BLOCK_BIAS=next_power_of_2(num_bias), BLOCK_STOPS=next_power_of_2(num_stops), num_warps=4,
                 **pdl_arguments(chip(index)),
             )  # fmt: skip
-        wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
-        return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
+        wide_fields = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
+        return cls(table, ints, floats, (ints, floats, *wide_fields, num_bias, num_stops, vocab))
 
     @property
     def batch(self) -> int:
@@ -188,15 +188,15 @@ def drafted_arguments(
     count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
     for other shapes and dtypes.
     """
-    unused = slots.ints
-    masks: tuple[Any, ...] = (unused, 0, 0, 0)
+    placeholder = slots.ints
+    mask_arguments: tuple[Any, ...] = (placeholder, 0, 0, 0)
     if mask is not None:
         require("mask", mask, (slots.batch, queries, -(-slots.vocab // 32)), torch.int32, slots.ints)
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
-        masks = (mask, *mask.stride()[:2], mask.shape[2])
+        mask_arguments = (mask, *mask.stride()[:2], mask.shape[2])
     if drafted is None:
-        return (unused, 0, unused, 0, 0, 0, 0, *masks)
+        return (placeholder, 0, placeholder, 0, 0, 0, 0, *mask_arguments)
     tokens, bits = drafted
     require("drafted tokens", tokens, (slots.batch, -1), torch.int64, slots.ints)
     require("drafted ancestor_bits", bits, (slots.batch, queries, -1), torch.int64, slots.ints)
@@ -205,38 +205,38 @@ def drafted_arguments(
         raise EspalierError(
             f"drafted ancestor_bits need a bit for each of {num_tokens} tokens, both dense in their last dimension"
         )
-    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first_output, num_tokens, *masks)
+    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first_output, num_tokens, *mask_arguments)
 
 
 @kernel
 def _gather_kernel(
     ints_ptr, floats_ptr, index_ptr, table_ints_ptr, table_floats_ptr, bias_values_ptr, stop_ids_ptr,
-    index_stride, table_ints, vocab,
+    index_stride, num_table_ints, vocab,
     COLUMNS: tl.constexpr, INT_COLUMNS: tl.constexpr, FLOAT_COLUMNS: tl.constexpr,
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write GatheredSlots, one row per program.  table_ints: number of columns in the table's `ints`."""
+    """Write GatheredSlots, one row per program.  num_table_ints: number of columns in the table's `ints`."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
-    real = slot > 0
-    entry = tl.arange(0, BLOCK_BIAS)
-    values = tl.load(bias_values_ptr + slot * NUM_BIAS + entry, mask=real & (entry < NUM_BIAS), other=0.0)
-    stop = tl.arange(0, BLOCK_STOPS)
-    stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=real & (stop < NUM_STOPS), other=-1)
+    is_real = slot > 0
+    bias_entry = tl.arange(0, BLOCK_BIAS)
+    values = tl.load(bias_values_ptr + slot * NUM_BIAS + bias_entry, mask=is_real & (bias_entry < NUM_BIAS), other=0.0)
+    stop_entry = tl.arange(0, BLOCK_STOPS)
+    stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop_entry, mask=is_real & (stop_entry < NUM_STOPS), other=-1)
     column = tl.arange(0, INT_COLUMNS)
-    ints = tl.load(table_ints_ptr + slot * table_ints + column, mask=real & (column < table_ints), other=0)
+    ints = tl.load(table_ints_ptr + slot * num_table_ints + column, mask=is_real & (column < num_table_ints), other=0)
     # A top_k of the whole vocabulary means no top_k.
     ints = tl.where((column == COLUMNS.top_k) & (ints >= vocab), 0, ints)
     ints = tl.where(column == COLUMNS.slot, slot, ints)
-    ints = tl.where(column == COLUMNS.num_bias, tl.max(tl.where(values != 0.0, entry + 1, 0), 0), ints)
-    ints = tl.where(column == COLUMNS.num_stops, tl.max(tl.where(stop_ids >= 0, stop + 1, 0), 0), ints)
+    ints = tl.where(column == COLUMNS.num_bias, tl.max(tl.where(values != 0.0, bias_entry + 1, 0), 0), ints)
+    ints = tl.where(column == COLUMNS.num_stops, tl.max(tl.where(stop_ids >= 0, stop_entry + 1, 0), 0), ints)
     tl.store(ints_ptr + b * COLUMNS.num_ints + column, ints, mask=column < COLUMNS.num_ints)
     column = tl.arange(0, FLOAT_COLUMNS)
-    inside = column < COLUMNS.num_floats
-    floats = tl.load(table_floats_ptr + slot * COLUMNS.num_floats + column, mask=real & inside, other=0.0)
-    tl.store(floats_ptr + b * COLUMNS.num_floats + column, floats, mask=inside)
+    is_float_column = column < COLUMNS.num_floats
+    floats = tl.load(table_floats_ptr + slot * COLUMNS.num_floats + column, mask=is_real & is_float_column, other=0.0)
+    tl.store(floats_ptr + b * COLUMNS.num_floats + column, floats, mask=is_float_column)
 
 
 @kernel
@@ -287,7 +287,7 @@ def leaves_logits_unchanged(row):
 
 @kernel
 def divide_exactly(x, y):
-    """x / y, correctly rounded.  Triton's `/` of float32 is not correctly rounded."""
+    """Returns x / y, correctly rounded.  Triton's `/` of float32 is not correctly rounded."""
     if x.dtype == tl.float32:
         ratio = tl.div_rn(x, y)
     else:
@@ -299,7 +299,7 @@ def divide_exactly(x, y):
 def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `is_token` hold -inf and keep it.
+    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Where is_token is false, x is -inf and stays -inf.
     row, drafted: RowParams, DraftedRow.
     """
     exact: tl.constexpr = x.dtype
@@ -307,22 +307,22 @@ def process_logits(x, ids, is_token, row, drafted):
         word = tl.load(drafted.mask_ptr + ids // 32, mask=is_token, other=0)
         x = tl.where(as_column((word >> (ids % 32)) & 1 != 0, x), x, float("-inf"))
     for e in range(row.num_bias):
-        biased = x + tl.load(row.bias_values_ptr + e).to(exact)
-        x = tl.where(as_column(ids == tl.load(row.bias_ids_ptr + e), x), biased, x)
+        biased_x = x + tl.load(row.bias_values_ptr + e).to(exact)
+        x = tl.where(as_column(ids == tl.load(row.bias_ids_ptr + e), x), biased_x, x)
     for e in range(row.num_banned):
         x = tl.where(as_column(ids == tl.load(row.stop_ids_ptr + e), x), float("-inf"), x)
     if row.has_penalties != 0:
         counts = tl.load(row.counts_ptr + ids, mask=is_token, other=0)
         for e in range(drafted.first_output, drafted.num_tokens):
-            is_above = (tl.load(drafted.bits_ptr + e // 64) >> (e % 64)) & 1
-            counts += ((ids == tl.load(drafted.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
-        seen = as_column(tl.load(row.seen_ptr + ids, mask=is_token, other=0) != 0, x)
+            is_ancestor = (tl.load(drafted.bits_ptr + e // 64) >> (e % 64)) & 1
+            counts += ((ids == tl.load(drafted.tokens_ptr + e)) & (is_ancestor != 0)).to(tl.int32)
+        is_seen = as_column(tl.load(row.seen_ptr + ids, mask=is_token, other=0) != 0, x)
         counts = as_column(counts, x)
-        counted = counts > 0
+        is_counted = counts > 0
         factor = tl.zeros_like(x) + row.repetition_penalty.to(exact)
-        x = tl.where(counted | seen, tl.where(x > 0, divide_exactly(x, factor), x * factor), x)
+        x = tl.where(is_counted | is_seen, tl.where(x > 0, divide_exactly(x, factor), x * factor), x)
         frequency, presence = row.frequency_penalty.to(exact), row.presence_penalty.to(exact)
-        x = x - (frequency * counts.to(exact) + presence * counted.to(exact))
+        x = x - (frequency * counts.to(exact) + presence * is_counted.to(exact))
     if row.temperature > 0:
         x = divide_exactly(x, tl.zeros_like(x) + row.temperature.to(exact))
     return x
@@ -330,8 +330,8 @@ def process_logits(x, ids, is_token, row, drafted):
 
 @kernel
 def as_column(values, x):
-    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension,
-    because a two-dimensional load would give x a layout with which sums over BLOCK are slow."""
+    """Give `values` [BLOCK] a shape that broadcasts with x [BLOCK] or [BLOCK, n].  Callers load values with one
+    dimension, because a two-dimensional load would give x a layout in which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]
     return values

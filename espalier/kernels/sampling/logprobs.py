@@ -1,8 +1,8 @@
 """Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
 
-There are two launches.  The first finds, per split of the vocabulary, the likeliest tokens and the split's part of the
-softmax's sum.  The second merges the splits, one program per token.  Programs of other requests end at once, so a CUDA
-graph always has both launches.
+There are two launches.  The first finds the likeliest tokens of each split of the vocabulary, and the split's part of
+the softmax's sum.  The second merges the splits, one program per token.  Programs of requests without log-probabilities
+end at once, so a CUDA graph always has both launches.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ def write_logprobs(
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
-    most = (num_words - TOP) // 2
+    max_logprobs = (num_words - TOP) // 2
     require("logprobs: logits", logits, (batch, -1, -1), None, logits)
     require("logprobs: entry", entry, (1,), torch.int64, logits)
     require("logprobs: length", length, (batch,), torch.int64, logits)
     require("logprobs: num_logprobs", num_logprobs, (batch,), torch.int64, logits)
     for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
-    require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, row_words(most)), torch.int64, logits)
+    require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, row_words(max_logprobs)), torch.int64, logits)
     if ring.stride()[2:] != (num_words, 1):
         raise EspalierError(f"logprobs: the ring's rows have strides {ring.stride()[2:]}, not {(num_words, 1)}")
     if not tokens.numel():
         return
-    gpu, places = chip(logits), batch * width
-    split = choose_split_size(vocab, places, gpu, min(MIN_SPLIT_SIZE, next_power_of_2(vocab)), MAX_SPLIT_SIZE)
-    splits = -(-vocab // split)
-    exact = accumulation_dtype(logits)
-    values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
-    ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
-    # Per split: its maximum, its sum of exp(logit - maximum), and the number of logits above the chosen one.
-    parts = torch.empty(places, splits, 3, dtype=exact, device=logits.device)
+    gpu, num_tokens = chip(logits), batch * width
+    split_size = choose_split_size(vocab, num_tokens, gpu, min(MIN_SPLIT_SIZE, next_power_of_2(vocab)), MAX_SPLIT_SIZE)
+    num_splits = -(-vocab // split_size)
+    sum_dtype = accumulation_dtype(logits)
+    values = torch.empty(num_tokens, num_splits, max_logprobs, dtype=sum_dtype, device=logits.device)
+    ids = torch.empty(num_tokens, num_splits, max_logprobs, dtype=torch.int32, device=logits.device)
+    # Per split: its maximum, its sum of exp(logit - maximum), and the number of its logits above the token's logit.
+    split_stats = torch.empty(num_tokens, num_splits, 3, dtype=sum_dtype, device=logits.device)
     rows, tokens, length, num_logprobs = (value.contiguous() for value in (rows, tokens, length, num_logprobs))
-    dense = logits if logits.stride(2) == 1 else logits.contiguous()
-    shared = (tokens, length, num_logprobs, width, splits)
-    _split_logprobs_kernel[(places, splits)](
-        *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MAX_LOGPROBS=most, SPLIT_SIZE=split, num_warps=4, **pdl_arguments(gpu),
+    dense_logits = logits if logits.stride(2) == 1 else logits.contiguous()
+    shared_arguments = (tokens, length, num_logprobs, width, num_splits)
+    _split_logprobs_kernel[(num_tokens, num_splits)](
+        *(values, ids, split_stats, dense_logits, rows, *shared_arguments, vocab, *dense_logits.stride()[:2]),
+        MAX_LOGPROBS=max_logprobs, SPLIT_SIZE=split_size, num_warps=4, **pdl_arguments(gpu),
     )  # fmt: skip
-    candidates = next_power_of_2(splits * most)
-    _merge_logprobs_kernel[(places,)](
-        *(ring, ring.view(torch.float64), entry, values, ids, parts, dense, rows),
-        *(*shared, *ring.stride()[:2], *dense.stride()[:2]),
-        TOKEN=TOKEN, RANK=RANK, CHOSEN=CHOSEN, TOP_IDS=TOP, TOP_VALUES=TOP + 1, MAX_LOGPROBS=most, WORDS=num_words,
-        SPLITS=next_power_of_2(splits), CANDIDATES=candidates, num_warps=min(max(candidates // 256, 1), 4),
-        **pdl_arguments(gpu),
+    candidates = next_power_of_2(num_splits * max_logprobs)
+    _merge_logprobs_kernel[(num_tokens,)](
+        *(ring, ring.view(torch.float64), entry, values, ids, split_stats, dense_logits, rows),
+        *(*shared_arguments, *ring.stride()[:2], *dense_logits.stride()[:2]),
+        TOKEN=TOKEN, RANK=RANK, CHOSEN=CHOSEN, TOP_IDS=TOP, TOP_VALUES=TOP + 1, MAX_LOGPROBS=max_logprobs,
+        WORDS=num_words, SPLITS=next_power_of_2(num_splits), CANDIDATES=candidates,
+        num_warps=min(max(candidates // 256, 1), 4), **pdl_arguments(gpu),
     )  # fmt: skip
 
 
@@ -77,28 +77,28 @@ def _split_logprobs_kernel(
     MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
-    place = tl.program_id(0).to(tl.int64)
-    b, w = place // width, place % width
+    token_index = tl.program_id(0).to(tl.int64)
+    b, w = token_index // width, token_index % width
     num_logprobs = tl.load(num_logprobs_ptr + b)
     if (num_logprobs >= 0) & (w < tl.load(length_ptr + b)):
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.program_id(1)
-        row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
+        row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + token_index) * row_stride
         index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
         x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(exact)
-        chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
-        part = place * splits + split
+        token_logit = tl.load(row_ptr + tl.load(tokens_ptr + token_index)).to(exact)
+        at = token_index * splits + split
         top = tl.max(x, 0)
-        tl.store(split_stats_ptr + part * 3, top)
-        tl.store(split_stats_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
-        tl.store(split_stats_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
-        left = index < vocab
+        tl.store(split_stats_ptr + at * 3, top)
+        tl.store(split_stats_ptr + at * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
+        tl.store(split_stats_ptr + at * 3 + 2, tl.sum((x > token_logit).to(tl.int32), 0).to(exact))
+        is_left = index < vocab
         for k in range(tl.minimum(num_logprobs, MAX_LOGPROBS)):
-            best = tl.max(tl.where(left, x, float("-inf")), 0)
-            at = tl.min(tl.where(left & (x == best), index, 2147483647), 0)
-            tl.store(values_ptr + part * MAX_LOGPROBS + k, best)
-            tl.store(ids_ptr + part * MAX_LOGPROBS + k, at)
-            left = left & (index != at)
+            best = tl.max(tl.where(is_left, x, float("-inf")), 0)
+            best_id = tl.min(tl.where(is_left & (x == best), index, 2147483647), 0)
+            tl.store(values_ptr + at * MAX_LOGPROBS + k, best)
+            tl.store(ids_ptr + at * MAX_LOGPROBS + k, best_id)
+            is_left = is_left & (index != best_id)
 
 
 @kernel
@@ -122,30 +122,30 @@ def _merge_logprobs_kernel(
     if (num_logprobs >= 0) & (w < tl.load(length_ptr + b)):
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.arange(0, SPLITS)
-        part = (place * splits + split) * 3
-        tops = tl.load(split_stats_ptr + part, mask=split < splits, other=float("-inf"))
-        totals = tl.load(split_stats_ptr + part + 1, mask=split < splits, other=0.0)
-        above = tl.load(split_stats_ptr + part + 2, mask=split < splits, other=0.0)
-        top = tl.max(tops, 0)
-        total = tl.log(tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
+        stats_offset = (place * splits + split) * 3
+        maxima = tl.load(split_stats_ptr + stats_offset, mask=split < splits, other=float("-inf"))
+        sums = tl.load(split_stats_ptr + stats_offset + 1, mask=split < splits, other=0.0)
+        num_above = tl.load(split_stats_ptr + stats_offset + 2, mask=split < splits, other=0.0)
+        top = tl.max(maxima, 0)
+        log_sum = tl.log(tl.sum(sums * tl.exp(maxima - tl.where(top == float("-inf"), 0.0, top)), 0))
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
         token = tl.load(tokens_ptr + place)
-        chosen = tl.load(row_ptr + token).to(exact)
+        token_logit = tl.load(row_ptr + token).to(exact)
         out = tl.load(entry_ptr) * ring_entry_stride + b * ring_batch_stride + w * WORDS
         tl.store(words_ptr + out + TOKEN, token)
-        tl.store(words_ptr + out + RANK, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
-        tl.store(floats_ptr + out + CHOSEN, ((chosen - top) - total).to(tl.float64))
+        tl.store(words_ptr + out + RANK, 1 + tl.sum(num_above.to(tl.int32), 0).to(tl.int64))
+        tl.store(floats_ptr + out + CHOSEN, ((token_logit - top) - log_sum).to(tl.float64))
         candidate = tl.arange(0, CANDIDATES)
-        wanted = tl.minimum(num_logprobs, MAX_LOGPROBS)
-        left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < wanted)
-        values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=float("-inf"))
-        ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=2147483647)
-        # This id pads the candidates of a split with too few ids.
-        left = left & (ids != 2147483647)
-        for k in range(wanted):
-            best = tl.max(tl.where(left, values, float("-inf")), 0)
-            at = tl.min(tl.where(left & (values == best), candidate, 2147483647), 0)
-            best_id = tl.sum(tl.where(candidate == at, ids, 0), 0)
+        num_wanted = tl.minimum(num_logprobs, MAX_LOGPROBS)
+        is_left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < num_wanted)
+        values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=float("-inf"))
+        ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=2147483647)
+        # A split with too few ids has candidates with this id, which are no tokens.
+        is_left = is_left & (ids != 2147483647)
+        for k in range(num_wanted):
+            best = tl.max(tl.where(is_left, values, float("-inf")), 0)
+            best_candidate = tl.min(tl.where(is_left & (values == best), candidate, 2147483647), 0)
+            best_id = tl.sum(tl.where(candidate == best_candidate, ids, 0), 0)
             tl.store(words_ptr + out + TOP_IDS + 2 * k, best_id.to(tl.int64))
-            tl.store(floats_ptr + out + TOP_VALUES + 2 * k, ((best - top) - total).to(tl.float64))
-            left = left & (candidate != at)
+            tl.store(floats_ptr + out + TOP_VALUES + 2 * k, ((best - top) - log_sum).to(tl.float64))
+            is_left = is_left & (candidate != best_candidate)

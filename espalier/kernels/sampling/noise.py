@@ -28,20 +28,20 @@ def noise_keys(seed, position):
     """Returns (k0, k1), uint32: the noise keys of a seed and a position, int64 each."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
-    at = position.to(tl.uint32)
-    k0 = hash_uint32(low ^ hash_uint32(high ^ hash_uint32(at + 0x9E3779B9)))
-    k1 = hash_uint32(high ^ hash_uint32(low ^ hash_uint32(at + 0x85EBCA6B)))
+    position_bits = position.to(tl.uint32)
+    k0 = hash_uint32(low ^ hash_uint32(high ^ hash_uint32(position_bits + 0x9E3779B9)))
+    k1 = hash_uint32(high ^ hash_uint32(low ^ hash_uint32(position_bits + 0x85EBCA6B)))
     return k0, k1
 
 
 @kernel
 def random_bits_of_ids(ids, k0, k1):
-    """32 random bits per token id, as uint32.  ids: int32 of any shape."""
+    """Returns 32 random bits per token id, as uint32.  ids: int32 of any shape."""
     return hash_uint32(hash_uint32(ids.to(tl.uint32) ^ k0) + k1)
 
 
 @kernel
 def gumbel_noise(ids, k0, k1, dtype: tl.constexpr):
-    """Standard Gumbel noise of token ids, in dtype `dtype`.  k0, k1: from noise_keys."""
+    """Returns standard Gumbel noise of token ids, in dtype `dtype`.  k0, k1: the noise keys, from noise_keys."""
     uniform = ((random_bits_of_ids(ids, k0, k1) >> 9).to(dtype) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))

@@ -69,36 +69,36 @@ def sample_triton(
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
         return tokens, finite
-    gpu, places = chip(logits), batch * queries
-    split = choose_split_size(slots.vocab, places, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
-    splits = -(-slots.vocab // split)
-    exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
-    keys = torch.empty(places, splits, dtype=exact, device=logits.device)
-    ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
+    gpu, rows = chip(logits), batch * queries
+    size = choose_split_size(slots.vocab, rows, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
+    splits = -(-slots.vocab // size)
+    key_dtype = torch.int64 if logits.dtype == torch.float64 else torch.int32
+    keys = torch.empty(rows, splits, dtype=key_dtype, device=logits.device)
+    ids = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), logits_args, slots.arguments, drafted_args, queries, splits)
-    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
-    _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
-    _merge_kernel[(places,)](
+    options = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
+    _best_of_split_kernel[(rows, splits)](keys, ids, *shared, size, **block_sizes(logits), num_warps=4, **options)
+    _merge_row_kernel[(rows,)](
         tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
-    # A program waits for each block of a row, so blocks are few and wide.
-    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(slots.vocab))
-    _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
+    # A program waits for the load of each block, so it reads few, wide blocks.
+    programs, block = min(rows, gpu.processors), min(4 * BLOCK, next_power_of_2(slots.vocab))
+    _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, rows, BLOCK=block, num_warps=16, **options)
     return tokens, finite
 
 
 def block_sizes(logits: Tensor) -> dict[str, int]:
     """Returns the constexpr arguments of the first launch.
 
-    BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  BLOCK
-    and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: neighbouring ids that one
-    thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
+    BLOCK: token ids per load.  UNPROCESSED_BLOCK: token ids per load in rows whose logits need no change and no noise.
+    BLOCK and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: how many neighbouring
+    ids a thread reads at once.  More than 1 needs pointers, strides and a vocabulary size that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
-    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BLOCK_BYTES // size))
-    starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
-    group = 1 if any(start % 16 for start in starts) else 16 // size
-    return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "IDS_PER_THREAD": group}
+    block, unprocessed = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BLOCK_BYTES // size))
+    offsets = (logits.data_ptr(), *logits.stride()[:2], vocab)
+    ids_per_thread = 1 if any(offset % 16 for offset in offsets) else 16 // size
+    return {"BLOCK": block, "UNPROCESSED_BLOCK": unprocessed, "IDS_PER_THREAD": ids_per_thread}
 
 
 @kernel
@@ -135,9 +135,9 @@ def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_
     """Returns the scores of a block of ids: the logits x if IS_UNPROCESSED, else process_logits(x) plus noise."""
     x = x.to(dtype)
     if not IS_UNPROCESSED:
-        noisy, k0, k1 = noise
+        adds_noise, k0, k1 = noise
         x = process_logits(x, ids, ids < vocab, row, drafted_row)
-        if noisy:
+        if adds_noise:
             x = x + gumbel_noise(ids, k0, k1, dtype)
     return x
 
@@ -149,31 +149,31 @@ def find_best_id(
 ):  # fmt: skip
     """Returns (key, lowest id) of the best id in [begin, end) of a row.  Some earlier ids may be included.
 
-    loaded_block: the first block, already loaded.  For its IDS_PER_THREAD of neighbouring ids, each thread keeps only
-    the largest score and the first block with this score, because keeping ids would cost several times as much.  The id
-    within the IDS_PER_THREAD is found at the end.
+    loaded_block: the first block, already loaded.  A thread reads IDS_PER_THREAD neighbouring ids of each block.  It
+    keeps only the largest score and the first block with this score, because keeping ids would take several times as
+    long.  At the end the id is found among the IDS_PER_THREAD ids of the best thread and block.
     """
-    groups = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
+    group_offsets = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
     best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
-    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_id_of_block(begin, end, BLOCK)
+    first_ids = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_id_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_id_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
         loaded_block = tl.load(logits_ptr + first_id_of_block(start + BLOCK, end, BLOCK) + tl.arange(0, BLOCK))
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
-        most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
+        group_max = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
-        at = tl.where((best == best) & ~(most <= best), first, at)
-        best = nan_max(best, most)
+        first_ids = tl.where((best == best) & ~(group_max <= best), first, first_ids)
+        best = nan_max(best, group_max)
     keys = key_for_argmax(best)
     key = tl.max(keys, 0)
-    index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
+    best_id = tl.min(tl.where(keys == key, first_ids + group_offsets, 2147483647), 0)
     if IDS_PER_THREAD > 1:
-        ids = index + tl.arange(0, IDS_PER_THREAD)
+        ids = best_id + tl.arange(0, IDS_PER_THREAD)
         x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
-        index = tl.min(tl.where(key_for_argmax(x) == key, ids, 2147483647), 0)
-    return key, index
+        best_id = tl.min(tl.where(key_for_argmax(x) == key, ids, 2147483647), 0)
+    return key, best_id
 
 
 @kernel(do_not_specialize=["splits"])
@@ -195,36 +195,36 @@ def _best_of_split_kernel(
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # This load starts before the row's parameters are known.  Its mask keeps the compiler from moving the load.
+    # This load starts before the row's parameters are known.  The mask keeps the compiler from moving the load.
     ids = first_id_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
-    plain = tl.load(logits_ptr + ids, mask=ids < vocab)
+    block = tl.load(logits_ptr + ids, mask=ids < vocab)
     if leaves_logits_unchanged(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
-        key, index = find_best_id(
-            logits_ptr, plain, begin, end, vocab, row, drafted_row, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
+        key, best_id = find_best_id(
+            logits_ptr, block, begin, end, vocab, row, drafted_row, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
         loaded_block = tl.load(logits_ptr + first_id_of_block(begin, end, BLOCK) + tl.arange(0, BLOCK))
-        key, index = find_best_id(
+        key, best_id = find_best_id(
             logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise, exact, False, BLOCK, IDS_PER_THREAD
         )
     tl.store(keys_ptr + out * splits + split, key)
-    tl.store(ids_ptr + out * splits + split, index)
+    tl.store(ids_ptr + out * splits + split, best_id)
 
 
 @kernel
-def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
+def _merge_row_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
     """Find the best token of a row's splits.
     The best key is also stored at the row's first split, where _draw_filtered_kernel reads it as the top score."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    there = split < splits
-    ids = tl.load(ids_ptr + out * splits + split, mask=there, other=2147483647)
-    # Lanes past the last split read the first split again, because there is no key for "none".
-    keys = tl.load(keys_ptr + out * splits + tl.where(there, split, 0))
+    split_exists = split < splits
+    ids = tl.load(ids_ptr + out * splits + split, mask=split_exists, other=2147483647)
+    # Lanes past the last split read the first split again, because no key means "no split".
+    keys = tl.load(keys_ptr + out * splits + tl.where(split_exists, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
     tl.store(tokens_ptr + out, token.to(tl.int64))
@@ -244,13 +244,13 @@ def _draw_filtered_kernel(
     """
     pdl_trigger_and_wait(USE_PDL)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)
-    for begin in range(program, rows, 32 * programs):
-        mine = begin + tl.arange(0, 32) * programs
-        ints = slots.ints_ptr + mine // queries * COLUMNS.num_ints
-        has_filters |= tl.load(ints + COLUMNS.has_filters, mask=mine < rows, other=0)
-    for out in range(program.to(tl.int64), tl.where(tl.max(has_filters, 0) != 0, rows, 0), programs):
+    for begin in range(program, rows, 32 * num_programs):
+        own_rows = begin + tl.arange(0, 32) * num_programs
+        ints = slots.ints_ptr + own_rows // queries * COLUMNS.num_ints
+        has_filters |= tl.load(ints + COLUMNS.has_filters, mask=own_rows < rows, other=0)
+    for out in range(program.to(tl.int64), tl.where(tl.max(has_filters, 0) != 0, rows, 0), num_programs):
         ints = slots.ints_ptr + out // queries * COLUMNS.num_ints
         floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
         if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
@@ -264,6 +264,6 @@ def _draw_filtered_kernel(
                 tl.load(floats + COLUMNS.top_p),
                 tl.load(floats + COLUMNS.min_p),
             )
-            top = key_to_float(tl.load(keys_ptr + out * splits))
-            token = draw_filtered(logits_ptr, slots.vocab, row, drafted_row, top, filters, k0, k1, BLOCK)
+            max_logit = key_to_float(tl.load(keys_ptr + out * splits))
+            token = draw_filtered(logits_ptr, slots.vocab, row, drafted_row, max_logit, filters, k0, k1, BLOCK)
             tl.store(tokens_ptr + out, token.to(tl.int64))

@@ -2,7 +2,7 @@
 
 The reference is `filtered` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
 finds the cutoff.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their
-mass as integers.  Then one end of the searched interval moves to a value of the row.  A row of a thousand distinct
+mass as integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct
 values takes about ten passes, and no row takes more than a hundred.  Of equal logits at the cutoff, the lower ids stay.
 
 A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
@@ -29,7 +29,7 @@ def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, dra
 
 @kernel
 def probability_mass(x, max_logit):
-    """A token's mass in units of 2**-40 of the likeliest token's mass.  Integer sums are the same in any order."""
+    """Returns a token's mass, in units of 2**-40 of the likeliest token's.  Integer sums are the same in any order."""
     return (tl.exp(x - max_logit) * 1099511627776.0).to(tl.int64)
 
 
@@ -37,14 +37,14 @@ def probability_mass(x, max_logit):
 def next_pivot(low, high, step):
     """Returns a value in [low, high).
 
-    Before step 24 the value is the middle, which is fast for usual logits.  Then it is the median of all floats between
-    low and high, which bounds the number of steps for any values.
+    Before step 24 the pivot is the middle, which is fast for usual logits.  From then on it is the median of all floats
+    between low and high, which bounds the number of steps for any logits.
     """
     low_key = float_to_key(low)
     high_key = float_to_key(high)
-    among_floats = key_to_float((low_key & high_key) + ((low_key ^ high_key) >> 1))
+    median_float = key_to_float((low_key & high_key) + ((low_key ^ high_key) >> 1))
     middle = tl.where(low == float("-inf"), high - 16.0, low + (high - low) * 0.5)
-    pivot = tl.where(step < 24, middle, among_floats)
+    pivot = tl.where(step < 24, middle, median_float)
     return tl.where((pivot >= low) & (pivot < high), pivot, low)
 
 
@@ -60,39 +60,39 @@ def find_cutoff(
     exact: tl.constexpr = max_logit.dtype
     low = min_cutoff
     high = max_logit
-    over = target_sum * 0
+    sum_above = target_sum * 0
     step = 0
     while low < high:
         pivot = next_pivot(low, high, step)
-        weight = tl.zeros([BLOCK], tl.int64)
-        larger = tl.full([BLOCK], float("inf"), exact)
-        rest = tl.full([BLOCK], float("-inf"), exact)
+        sums = tl.zeros([BLOCK], tl.int64)
+        min_above = tl.full([BLOCK], float("inf"), exact)
+        max_below = tl.full([BLOCK], float("-inf"), exact)
         for start in range(0, vocab, BLOCK):
             x, _ids = load_processed_block(logits_ptr, start, vocab, exact, row, drafted, BLOCK)
             if BY_MASS:
-                weight += tl.where(x > pivot, probability_mass(x, max_logit), 0)
+                sums += tl.where(x > pivot, probability_mass(x, max_logit), 0)
             else:
-                weight += (x > pivot).to(tl.int64)
-            larger = tl.minimum(larger, tl.where(x > pivot, x, float("inf")))
-            rest = tl.maximum(rest, tl.where(x > pivot, float("-inf"), x))
-        total = tl.sum(weight, 0)
-        if total >= target_sum:
-            low = tl.min(larger, 0)
+                sums += (x > pivot).to(tl.int64)
+            min_above = tl.minimum(min_above, tl.where(x > pivot, x, float("inf")))
+            max_below = tl.maximum(max_below, tl.where(x > pivot, float("-inf"), x))
+        sum_above_pivot = tl.sum(sums, 0)
+        if sum_above_pivot >= target_sum:
+            low = tl.min(min_above, 0)
         else:
-            high = tl.max(rest, 0)
-            over = total
+            high = tl.max(max_below, 0)
+            sum_above = sum_above_pivot
         step += 1
-    return high, over
+    return high, sum_above
 
 
 @kernel
-def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, num_ties, BLOCK: tl.constexpr):
-    """Returns the mass of the tokens above `cut` and of the `num_ties` tokens at `cut` that stay."""
-    weight = tl.zeros([BLOCK], tl.int64)
+def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cutoff, num_ties, BLOCK: tl.constexpr):
+    """Returns the mass of the tokens above `cutoff` and of the `num_ties` tokens at `cutoff` that stay."""
+    masses = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = load_processed_block(logits_ptr, start, vocab, max_logit.dtype, row, drafted, BLOCK)
-        weight += tl.where(x > cut, probability_mass(x, max_logit), 0)
-    return tl.sum(weight, 0) + num_ties * mass_of_value(cut, max_logit, BLOCK)
+        masses += tl.where(x > cutoff, probability_mass(x, max_logit), 0)
+    return tl.sum(masses, 0) + num_ties * mass_of_value(cutoff, max_logit, BLOCK)
 
 
 @kernel
@@ -104,22 +104,22 @@ def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
 @kernel
 def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
     """Returns (cutoff, number of tokens at the cutoff that stay: the lowest ids).  top_k: int64, 0 for no top-k."""
-    cut = max_logit - float("inf")
-    ties = top_k * 0 + vocab
+    cutoff = max_logit - float("inf")
+    num_ties = top_k * 0 + vocab
     if top_k > 0:
-        cut, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, cut, top_k, False, BLOCK)
-        ties = top_k - over
+        cutoff, above = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, cutoff, top_k, False, BLOCK)
+        num_ties = top_k - above
     if top_p < 1:
-        left = remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, ties, BLOCK)
-        enough = tl.ceil(left.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+        remaining = remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cutoff, num_ties, BLOCK)
+        target_mass = tl.ceil(remaining.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         # exp(-28) is less than one unit of 2**-40.
-        lowest = tl.maximum(cut, max_logit - 28.0)
-        tail, over = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
-        mass_of_tie = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
-        # `enough` is at most `left`.  So the new `ties` never exceeds the ids of this value that top-k kept.
-        ties = (enough - over + mass_of_tie - 1) // mass_of_tie
-        cut = tail
-    return cut, ties
+        min_cutoff = tl.maximum(cutoff, max_logit - 28.0)
+        value, above = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, min_cutoff, target_mass, True, BLOCK)
+        mass_of_tie = tl.maximum(mass_of_value(value, max_logit, BLOCK), 1)
+        # target_mass is at most `remaining`, so the new num_ties is never above the number of ids that top-k kept.
+        num_ties = (target_mass - above + mass_of_tie - 1) // mass_of_tie
+        cutoff = value
+    return cutoff, num_ties
 
 
 @kernel
@@ -128,20 +128,20 @@ def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, B
     Ties go to the lower id."""
     exact: tl.constexpr = max_logit.dtype
     top_k, top_p, min_p = filters
-    cut, ties = filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)
+    cutoff, num_ties = filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)
     best = tl.full([BLOCK], float("-inf"), exact)
-    at = tl.arange(0, BLOCK)
-    before = ties * 0
+    best_ids = tl.arange(0, BLOCK)
+    num_ties_before = num_ties * 0
     for start in range(0, vocab, BLOCK):
         x, ids = load_processed_block(logits_ptr, start, vocab, exact, row, drafted, BLOCK)
-        equal = (x == cut).to(tl.int64)
-        rank = before + tl.cumsum(equal, 0) - equal
-        kept = (x > cut) | ((equal != 0) & (rank < ties))
-        kept = kept & (tl.exp(x - max_logit) >= min_p.to(exact))
-        before += tl.sum(equal, 0)
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            drawn = tl.where(kept, x + gumbel_noise(ids, k0, k1, exact), float("-inf"))
-            at = tl.where(drawn > best, ids, at)
+        is_tie = (x == cutoff).to(tl.int64)
+        rank = num_ties_before + tl.cumsum(is_tie, 0) - is_tie
+        is_kept = (x > cutoff) | ((is_tie != 0) & (rank < num_ties))
+        is_kept = is_kept & (tl.exp(x - max_logit) >= min_p.to(exact))
+        num_ties_before += tl.sum(is_tie, 0)
+        if tl.max(is_kept.to(tl.int32), 0) > 0:
+            drawn = tl.where(is_kept, x + gumbel_noise(ids, k0, k1, exact), float("-inf"))
+            best_ids = tl.where(drawn > best, ids, best_ids)
             best = tl.maximum(best, drawn)
     value = tl.max(best, 0)
-    return tl.min(tl.where(best == value, at, vocab), 0)
+    return tl.min(tl.where(best == value, best_ids, vocab), 0)

@@ -25,30 +25,30 @@ def pool_row(table_ptr, position, page_size, is_kept):
 
 
 MAX_BLOCK_SIZE = 1024
-# New page-table entries that a program writes at once: one per thread.
+# New page-table entries that a program writes at once, one per thread.
 PAGE_UPDATE_BLOCK = 128
 
 
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
     (batch,), width = slot_indices.shape, table.page_table.shape[1]
     require("gather: index", slot_indices, (-1,), torch.int64, table.page_table)
-    at, values = (slot_indices[:0], slot_indices[:0]) if page_updates is None else page_updates
-    for name, cells in (("at", at), ("values", values)):
-        require(f"gather: {name}", cells, tuple(at.shape), torch.int64, table.page_table)
+    cells, values = (slot_indices[:0], slot_indices[:0]) if page_updates is None else page_updates
+    for name, tensor in (("at", cells), ("values", values)):
+        require(f"gather: {name}", tensor, tuple(cells.shape), torch.int64, table.page_table)
     scalars = [torch.empty_like(slot_indices) for _ in range(6)]
-    real, pages = torch.empty_like(slot_indices, dtype=torch.bool), table.page_table.new_empty(batch, width)
+    is_real, pages = torch.empty_like(slot_indices, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(next_power_of_2(width), MAX_BLOCK_SIZE)
         # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
-            *(slot_indices, table.ints, table.page_table, *scalars, real, pages, at, values),
-            *(slot_indices.stride(0), width, at.shape[0]),
+            *(slot_indices, table.ints, table.page_table, *scalars, is_real, pages, cells, values),
+            *(slot_indices.stride(0), width, cells.shape[0]),
             -table.layout.max_accept_depth(0, 0), COLUMNS=COLUMNS, BLOCK=block, UPDATE_BLOCK=PAGE_UPDATE_BLOCK,
             num_warps=4, **pdl_arguments(chip(slot_indices)),
         )  # fmt: skip
     prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
     return BatchState(
-        table, slot_indices, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
+        table, slot_indices, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, is_real, pages
     )
 
 
@@ -71,15 +71,15 @@ def read_chain(
 
 
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
-    kept = slots.table.carried[field_name]
-    batch, size = slots.batch, kept.shape[1]
-    require("carry: values", values, (batch, -1, size), kept.dtype, kept)
-    require("carry: length", num_tokens, (batch,), torch.int64, kept)
+    carried = slots.table.carried[field_name]
+    batch, size = slots.batch, carried.shape[1]
+    require("carry: values", values, (batch, -1, size), carried.dtype, carried)
+    require("carry: length", num_tokens, (batch,), torch.int64, carried)
     values = values.contiguous()
     if batch:
         block = min(next_power_of_2(size), MAX_BLOCK_SIZE)
         _carry_kernel[(batch, -(-size // block))](
-            *(slots.index, num_tokens, values, kept, slots.index.stride(0), num_tokens.stride(0), values.shape[1]),
+            *(slots.index, num_tokens, values, carried, slots.index.stride(0), num_tokens.stride(0), values.shape[1]),
             HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(num_tokens)),
         )  # fmt: skip
 
@@ -92,17 +92,17 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write new page-table entries (each program its slot's, the first program all), then read a batch's slots."""
+    """Write new page-table entries, then read a batch's slots.  A program writes its slot's entries, the first all."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     is_first = (b == 0) & (tl.program_id(1) == 0)
     for start in range(0, num_updates, UPDATE_BLOCK):
         i = start + tl.arange(0, UPDATE_BLOCK)
-        at = tl.load(update_indices_ptr + i, mask=i < num_updates, other=0)
+        cell = tl.load(update_indices_ptr + i, mask=i < num_updates, other=0)
         page = tl.load(update_pages_ptr + i, mask=i < num_updates, other=0).to(tl.int32)
-        own = (at >= slot * width) & (at < (slot + 1) * width)
-        tl.store(page_table_ptr + at, page, mask=(i < num_updates) & (is_first | own))
+        is_own = (cell >= slot * width) & (cell < (slot + 1) * width)
+        tl.store(page_table_ptr + cell, page, mask=(i < num_updates) & (is_first | is_own))
     # A thread may read what another thread has written.
     tl.debug_barrier()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,8 +111,8 @@ def _gather_slots_kernel(
     if tl.program_id(1) == 0:
         ints = ints_ptr + slot * COLUMNS.num_ints
         prefix_len = tl.load(ints + COLUMNS.prefix_len)
-        left = tl.load(ints + COLUMNS.end) - depth_margin - prefix_len
-        max_accept_depth = tl.maximum(tl.minimum(tl.load(ints + COLUMNS.depth_limit), left), 0)
+        depth_left = tl.load(ints + COLUMNS.end) - depth_margin - prefix_len
+        max_accept_depth = tl.maximum(tl.minimum(tl.load(ints + COLUMNS.depth_limit), depth_left), 0)
         tl.store(prefix_len_ptr + b, prefix_len)
         tl.store(root_ptr + b, tl.load(ints + COLUMNS.root))
         tl.store(commit_from_ptr + b, tl.load(ints + COLUMNS.commit_from))
@@ -133,15 +133,15 @@ def _chain_kernel(
     b = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(prefix_len_ptr + b) + first_offset + offset
-    known = (offset < tl.load(length_ptr + b * length_stride)) & (offset < width)
-    kept = known & (position >= tl.load(commit_from_ptr + b))
+    is_known = (offset < tl.load(length_ptr + b * length_stride)) & (offset < width)
+    is_written = is_known & (position >= tl.load(commit_from_ptr + b))
     slot = tl.load(index_ptr + b * index_stride)
-    token = tl.load(history_ptr + slot * history_stride + position, mask=known, other=0)
+    token = tl.load(history_ptr + slot * history_stride + position, mask=is_known, other=0)
     out = b * width + offset
     tl.store(positions_ptr + out, position, mask=offset < width)
     padding = tl.where(padding < 0, tl.load(root_ptr + b), padding)
-    tl.store(tokens_ptr + out, tl.where(known, token, padding), mask=offset < width)
-    row = pool_row(page_table_ptr + b * table_width, position, page_size, kept)
+    tl.store(tokens_ptr + out, tl.where(is_known, token, padding), mask=offset < width)
+    row = pool_row(page_table_ptr + b * table_width, position, page_size, is_written)
     tl.store(rows_ptr + out, row, mask=offset < width)
 
 
@@ -153,10 +153,10 @@ def _carry_kernel(
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + at, mask=at < HIDDEN_SIZE, other=0.0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + column, mask=column < HIDDEN_SIZE, other=0.0)
     slot = tl.load(index_ptr + b * index_stride)
-    tl.store(carried_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
+    tl.store(carried_ptr + slot * HIDDEN_SIZE + column, value, mask=column < HIDDEN_SIZE)
 
 
 def advance(
@@ -200,28 +200,28 @@ def _advance_kernel(
     length = tl.load(length_ptr + request * length_stride)
     offset = tl.arange(0, BLOCK_WIDTH)
     at = request * WIDTH + offset
-    held = tl.minimum(length, WIDTH)
-    decided = offset < held
-    place = prefix_len + 1 + tl.maximum(length - WIDTH, 0) + offset
+    num_held = tl.minimum(length, WIDTH)
+    decided = offset < num_held
+    token_position = prefix_len + 1 + tl.maximum(length - WIDTH, 0) + offset
     known_len = tl.load(ints + COLUMNS.known_len)
-    known = decided & (place < known_len)
-    new = decided & (place >= known_len)
-    history_at = history_ptr + slot * history_stride + place
-    token = tl.load(picked_tokens_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
+    known = decided & (token_position < known_len)
+    is_new = decided & (token_position >= known_len)
+    history_at = history_ptr + slot * history_stride + token_position
+    token = tl.load(picked_tokens_ptr + at, mask=is_new, other=0) + tl.load(history_at, mask=known, other=0)
 
-    tl.store(history_at, token, mask=new)
-    tl.store(ints + COLUMNS.root + offset * 0, token, mask=offset == held - 1)
+    tl.store(history_at, token, mask=is_new)
+    tl.store(ints + COLUMNS.root + offset * 0, token, mask=offset == num_held - 1)
     if length > 0:
         tl.store(ints + COLUMNS.prefix_len, prefix_len + length)
     if counts_ptr is not None:
         # The adds are atomic, because a path may have the same token twice.
-        tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
-    tl.store(num_new_tokens_ptr + request, tl.sum(new.to(tl.int64), 0))
+        tl.atomic_add(counts_ptr + slot * counts_stride + token, is_new.to(tl.int32), mask=is_new, sem="relaxed")
+    tl.store(num_new_tokens_ptr + request, tl.sum(is_new.to(tl.int64), 0))
 
     if node_ptr is not None:
         position = prefix_len + offset
-        kept = decided & (position >= tl.load(commit_from_ptr + request))
-        destination = pool_row(page_table_ptr + request * table_width, position, page_size, kept)
+        is_copied = decided & (position >= tl.load(commit_from_ptr + request))
+        destination = pool_row(page_table_ptr + request * table_width, position, page_size, is_copied)
         tl.store(destination_ptr + at, destination, mask=offset < WIDTH)
         node = tl.load(node_ptr + at, mask=offset < WIDTH, other=0)
         tl.store(source_ptr + at, request * nodes_per_request + node, mask=offset < WIDTH)

@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 MAX_BLOCK_SIZE = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
 BYTES_PER_WARP = 512
-# Layers per program if one program per layer would oversubscribe the chip.
+# Layers per program if one program per row and layer would oversubscribe the chip.
 LAYERS_PER_PROGRAM = 4
 TENSORS_PER_LAUNCH = 2
 
@@ -43,10 +43,10 @@ def _commit_kernel(
 ):  # fmt: skip
     """Each program copies one row in NUM_LAYERS layers.  The layer strides have one entry per tensor."""
     pdl_trigger_and_wait(USE_PDL)
-    n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
-    source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
+    row_number, first_layer = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
+    source, row = tl.load(source_ptr + row_number), tl.load(row_ptr + row_number)
     if row != 0:
-        for layer in range(first, tl.minimum(first + NUM_LAYERS, layers)):
+        for layer in range(first_layer, tl.minimum(first_layer + NUM_LAYERS, layers)):
             for i in tl.static_range(NUM_TENSORS):
                 _copy_row(
                     staged[i], committed[i], layer, source, row, staged_layer_strides[i], committed_layer_strides[i],
@@ -69,11 +69,11 @@ def commit_rows(
                 f"{buffer.stride()}"
             )
     for first in range(0, len(staged), TENSORS_PER_LAUNCH):
-        some = slice(first, first + TENSORS_PER_LAUNCH)
-        _launch(staged[some], committed[some], source_rows.contiguous(), destination_rows.contiguous())
+        tensors = slice(first, first + TENSORS_PER_LAUNCH)
+        _launch_commit(staged[tensors], committed[tensors], source_rows.contiguous(), destination_rows.contiguous())
 
 
-def _launch(
+def _launch_commit(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
@@ -116,13 +116,13 @@ def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[i
 
 
 @kernel
-def _replace_columns(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
-    """Return the row `value` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
+def _replace_columns(row, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+    """Returns `row` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
     inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
     field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
     if field_ptr.dtype.element_ty == tl.float32:
         field = field.to(tl.int32, bitcast=True)
-    return tl.where(inside, field.to(tl.int64), value)
+    return tl.where(inside, field.to(tl.int64), row)
 
 
 @kernel
@@ -135,9 +135,9 @@ def _write_results_kernel(
     columns become EMPTY_VALUE."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    value = tl.full([BLOCK], EMPTY_VALUE, tl.int64)
+    column = tl.arange(0, BLOCK)
+    row = tl.full([BLOCK], EMPTY_VALUE, tl.int64)
     for i in tl.static_range(NUM_FIELDS):
-        value = _replace_columns(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
+        row = _replace_columns(row, column, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
     row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
-    tl.store(row_ptr + at, value, mask=at < width)
+    tl.store(row_ptr + column, row, mask=column < width)

@@ -52,7 +52,7 @@ def _accept_kernel(
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  BLOCK_...: rounded up to powers of two."""
+    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_WORDS, BLOCK_LEVELS: powers of two."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
@@ -62,38 +62,38 @@ def _accept_kernel(
     parent = tl.load(parents_ptr + index, mask=exists, other=0)
     depth = tl.load(depths_ptr + index, mask=exists, other=0).to(tl.int32)
     parent_pick = tl.load(target_tokens_ptr + request * NODES + parent, mask=exists, other=0)
-    limit = tl.load(max_depth_ptr + request)
-    match = ((token == parent_pick) & (depth <= limit)) | (node == 0)
+    max_depth = tl.load(max_depth_ptr + request)
+    matches = ((token == parent_pick) & (depth <= max_depth)) | (node == 0)
 
-    # A node is kept if neither the node nor an ancestor is a mismatch.  Sets of nodes are bits in int64 words.
-    bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
-    mismatches = tl.sum(tl.reshape(bit, [BLOCK_WORDS, 64]), 1)
+    # A node is kept if neither it nor an ancestor is a mismatch.  Like ancestors, mismatches are bits in words.
+    mismatch_bits = (matches == 0).to(tl.int64) << (node % 64).to(tl.int64)
+    mismatches = tl.sum(tl.reshape(mismatch_bits, [BLOCK_WORDS, 64]), 1)
     word = tl.arange(0, BLOCK_WORDS)
     ancestors = tl.load(
         words_ptr + index[:, None] * WORDS + word[None, :], mask=exists[:, None] & (word < WORDS)[None, :], other=0
     )
     rejected = tl.max(((ancestors & mismatches[None, :]) != 0).to(tl.int32), 1)
-    kept = exists & (rejected == 0)
+    is_kept = exists & (rejected == 0)
     # The key orders nodes by depth, then by lower index.
-    best = tl.max(tl.where(kept, depth * NODES + (NODES - 1 - node), -1), 0)
-    last = NODES - 1 - best % NODES
-    last_depth = best // NODES
+    best_key = tl.max(tl.where(is_kept, depth * NODES + (NODES - 1 - node), -1), 0)
+    last_node = NODES - 1 - best_key % NODES
+    last_depth = best_key // NODES
 
-    path = tl.load(words_ptr + (request * NODES + last) * WORDS + node // 64, mask=exists, other=0)
-    on_path = exists & (((path >> (node % 64).to(tl.int64)) & 1) != 0)
+    path_words = tl.load(words_ptr + (request * NODES + last_node) * WORDS + node // 64, mask=exists, other=0)
+    on_path = exists & (((path_words >> (node % 64).to(tl.int64)) & 1) != 0)
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path has written the levels up to last_depth.  Only later levels are zeroed, so no entry is written twice.
-    level = tl.arange(0, BLOCK_LEVELS)
+    # The path has written the entries up to last_depth.  Only later entries are zeroed, so no entry is written twice.
+    path_index = tl.arange(0, BLOCK_LEVELS)
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
-    tl.store(rows_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
-    tl.store(emitted_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
-    tl.store(emitted_ptr + out + last_depth, tl.load(target_tokens_ptr + request * NODES + last))
+    tl.store(rows_ptr + out + path_index, zeros, mask=(path_index > last_depth) & (path_index < LEVELS))
+    tl.store(emitted_ptr + out + path_index, zeros, mask=(path_index > last_depth) & (path_index < LEVELS))
+    tl.store(emitted_ptr + out + last_depth, tl.load(target_tokens_ptr + request * NODES + last_node))
     is_real = tl.load(is_real_ptr + request) != 0
     tl.store(length_ptr + request, tl.where(is_real, last_depth + 1, 0).to(tl.int64))
-    finite = tl.load(is_finite_ptr + index, mask=exists, other=1) != 0
-    num_finite = tl.min(tl.where(on_path & (finite == 0), depth, last_depth + 1), 0)
+    is_finite = tl.load(is_finite_ptr + index, mask=exists, other=1) != 0
+    num_finite = tl.min(tl.where(on_path & (is_finite == 0), depth, last_depth + 1), 0)
     tl.store(num_finite_ptr + request, tl.where(is_real, num_finite, 0).to(tl.int64))
 
 

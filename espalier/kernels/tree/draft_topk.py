@@ -1,7 +1,7 @@
 """The top-k children of each draft row, scored with the Gumbel noise that the target will sample with.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.children.  The first kernel has one program per (row,
-split of the draft vocabulary): it reads the logits once and writes the split's top k, maximum and sum of exponentials.
+split of the draft vocabulary).  It reads the logits once, and writes the top k of the split and a sum of exponentials.
 The second kernel merges the splits, one program per row.  The splits depend only on the vocabulary size, so a row's
 children do not depend on the batch.
 
@@ -41,7 +41,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 
 MAX_SPLIT_SIZE = 2048
-# Splits per warp in the merge.  With few warps, the merge's steps (one per child) need little synchronisation.
+# Splits per warp in the merge, which takes a step per child.  With few warps, a step needs little synchronisation.
 SPLITS_PER_WARP = 512
 
 
@@ -80,28 +80,28 @@ def draft_topk_triton(
         require("draft_topk: d2t", target_ids, (vocab,), torch.int64, logits)
     drafted_args = drafted_arguments(drafted, 0, queries, slots, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
-    best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
+    path_scores = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
-        return ids, best
+        return ids, path_scores
     split = min(MAX_SPLIT_SIZE, next_power_of_2(vocab))
     places, splits = batch * queries, -(-vocab // split)
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    values = torch.empty(places, splits, topk, dtype=wide_dtype, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
-    sums = torch.empty(places, splits, dtype=exact, device=logits.device)
+    sums = torch.empty(places, splits, dtype=wide_dtype, device=logits.device)
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     options |= pdl_arguments(chip(logits))
-    of_splits = (values, indices, sums)
+    results = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, target_ids, position_offset, position_stride, logits_args, slots.arguments, drafted_args),
+        *(*results, vocab, target_ids, position_offset, position_stride, logits_args, slots.arguments, drafted_args),
         queries, splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
     )  # fmt: skip
     _merge_topk_kernel[(places,)](
-        *(ids, best, *of_splits, target_ids, scores, *scores.stride(), queries, splits),
+        *(ids, path_scores, *results, target_ids, scores, *scores.stride(), queries, splits),
         SPLITS=next_power_of_2(splits), BLOCK_CHILDREN=next_power_of_2(topk),
         num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP), **options,
     )  # fmt: skip
-    return ids, best
+    return ids, path_scores
 
 
 @kernel
@@ -112,11 +112,11 @@ def _block_topk_kernel(
 ):  # fmt: skip
     """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
     pdl_trigger_and_wait(USE_PDL)
-    out = tl.program_id(0).to(tl.int64)
+    row_index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     b, logits_ptr, position, row, drafted_row = load_row_arguments(
-        out, queries, offset + out % queries * stride, logits, slots, drafted, COLUMNS
+        row_index, queries, offset + row_index % queries * stride, logits, slots, drafted, COLUMNS
     )
     index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
     inside = index < draft_vocab
@@ -124,20 +124,20 @@ def _block_topk_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
-        # A row with unchanged logits needs no token ids, which take more bytes than the logits.
+        # A row with unchanged logits needs no token ids.  Ids take more bytes than logits.
         needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
-    nan = tl.max((x != x).to(tl.int32), 0)
+    has_nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
-    top = tl.max(x, 0)
-    total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_index = out * splits + split
-    tl.store(sums_ptr + split_index, tl.where(nan != 0, float("nan"), total))
+    max_value = tl.max(x, 0)
+    total = tl.sum(tl.exp(x - tl.where(max_value == float("-inf"), 0.0, max_value)), 0)
+    split_index = row_index * splits + split
+    tl.store(sums_ptr + split_index, tl.where(has_nan != 0, float("nan"), total))
     for k in range(TOPK):
-        best = tl.max(x, 0)
-        best_index = tl.min(tl.where(x == best, index, 2147483647), 0)
-        tl.store(values_ptr + split_index * TOPK + k, best)
+        best_value = tl.max(x, 0)
+        best_index = tl.min(tl.where(x == best_value, index, 2147483647), 0)
+        tl.store(values_ptr + split_index * TOPK + k, best_value)
         tl.store(indices_ptr + split_index * TOPK + k, best_index)
         x = tl.where(index == best_index, float("-inf"), x)
 
@@ -163,39 +163,39 @@ def _merge_topk_kernel(
 ):  # fmt: skip
     """Find a row's best children among the best values of its splits.
 
-    TOPK times, the best first value of all splits is taken, and the next value of its split moves up.  Among equal
-    values the lower split wins, because its columns are lower.  A child that does not exist has score -inf.
+    first_values: for each split, its best value that is not yet taken.  TOPK times, the best of these is taken.  Among
+    equal values the lower split wins, because its columns are lower.  A child that does not exist has score -inf.
     """
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     split, child = tl.arange(0, SPLITS), tl.arange(0, BLOCK_CHILDREN)
     exists = split < splits
     of_split = row * splits + split
-    heads = tl.load(values_ptr + of_split * TOPK, mask=exists, other=float("-inf"))
+    first_values = tl.load(values_ptr + of_split * TOPK, mask=exists, other=float("-inf"))
     totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
-    top = tl.max(heads, 0)
-    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)), 0)
+    top = tl.max(first_values, 0)
+    total = tl.sum(totals * tl.exp(first_values - tl.where(top == float("-inf"), 0.0, top)), 0)
     num_taken = tl.zeros([SPLITS], tl.int32)
-    values = tl.full([BLOCK_CHILDREN], float("-inf"), heads.dtype)
-    places = tl.zeros([BLOCK_CHILDREN], tl.int32)
+    values = tl.full([BLOCK_CHILDREN], float("-inf"), first_values.dtype)
+    value_indices = tl.zeros([BLOCK_CHILDREN], tl.int32)
     for k in range(TOPK):
-        best, best_split = tl.max(heads, 0, return_indices=True)
+        best, best_split = tl.max(first_values, 0, return_indices=True)
         is_best = split == best_split
-        place = tl.sum(tl.where(is_best, split * TOPK + num_taken, 0), 0)
+        value_index = tl.sum(tl.where(is_best, split * TOPK + num_taken, 0), 0)
         num_taken += is_best.to(tl.int32)
-        is_left = exists & is_best & (num_taken < TOPK)
-        following = tl.load(values_ptr + of_split * TOPK + num_taken, mask=is_left, other=float("-inf"))
-        heads = tl.where(is_best, following, heads)
+        has_next = exists & is_best & (num_taken < TOPK)
+        next_values = tl.load(values_ptr + of_split * TOPK + num_taken, mask=has_next, other=float("-inf"))
+        first_values = tl.where(is_best, next_values, first_values)
         values = tl.where(child == k, best, values)
-        places = tl.where(child == k, place, places)
+        value_indices = tl.where(child == k, value_index, value_indices)
     logp = (values - top) - tl.log(total)
     # False for NaN as well.
-    valid = logp > float("-inf")
-    columns = tl.load(indices_ptr + row * splits * TOPK + places, mask=valid, other=0)
-    logp = tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
+    is_valid = logp > float("-inf")
+    columns = tl.load(indices_ptr + row * splits * TOPK + value_indices, mask=is_valid, other=0)
+    logp = tl.where(is_valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
     ids = columns.to(tl.int64)
     if HAS_D2T:
-        ids = tl.load(d2t_ptr + columns, mask=valid, other=0)
+        ids = tl.load(d2t_ptr + columns, mask=is_valid, other=0)
     row_score = tl.load(scores_ptr + row // queries * scores_batch_stride + row % queries * scores_query_stride)
-    tl.store(ids_ptr + row * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
+    tl.store(ids_ptr + row * TOPK + child, tl.where(is_valid, ids, 0), mask=child < TOPK)
     tl.store(best_ptr + row * TOPK + child, row_score + logp, mask=child < TOPK)

@@ -1,4 +1,4 @@
-"""The factors of a depth's rows, for edges that read more than the previous token (edges.py:FactorProjection).
+"""The factors of the rows of a depth, for edges with a projection (edges.py:FactorProjection).
 
 One program handles (request, tile of rows, block of the rank).  A program multiplies the rows' states and embeddings
 with its part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The
@@ -20,9 +20,9 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
-# Values of the rank dimension per program, and the smallest rank that tensor cores take.
+# Factor values (of `rank`) per program, and the smallest rank that tensor cores take.
 BLOCK_OUT, MIN_RANK = 16, 16
-# Larger ranks get 8 warps.
+# The largest rank for which a program has 4 warps; above, it has 8.
 MAX_4_WARP_RANK = 128
 # Rows per program.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
@@ -33,10 +33,10 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
     projection, before = edges.projection, edges.token_factors
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
-    parts, inputs = (3, 2) if projection.is_recurrent else (1, 1)
+    num_parts, num_inputs = (3, 2) if projection.is_recurrent else (1, 1)
     hidden_part = projection.hidden_part[:, depth]
-    require("edge_factors: hidden_part", hidden_part, (batch, parts * rank), before.dtype, before)
-    require("edge_factors: weight", projection.weight, (parts * rank, inputs * rank), before.dtype, before)
+    require("edge_factors: hidden_part", hidden_part, (batch, num_parts * rank), before.dtype, before)
+    require("edge_factors: weight", projection.weight, (num_parts * rank, num_inputs * rank), before.dtype, before)
     require("edge_factors: tokens", rows.tokens, (batch, num_rows), torch.int64, before)
     if any(value.stride(-1) != 1 for value in (hidden_part, projection.weight, before)):
         raise EspalierError("edge_factors: hidden_part, weight and token_factors must be dense in their last dimension")
@@ -51,9 +51,9 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
         return factors, new_states
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     block_rank = max(next_power_of_2(rank), MIN_RANK)
-    # All weights and inputs of a step are in shared memory at the same time.
-    bytes_of_one = (parts * inputs * BLOCK_OUT + tile) * before.element_size()
-    while block_rank > MIN_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
+    # All weights and inputs of a step must fit in half of the shared memory.
+    rank_bytes = (num_parts * num_inputs * BLOCK_OUT + tile) * before.element_size()
+    while block_rank > MIN_RANK and block_rank * rank_bytes > chip(before).shared_memory // 2:
         block_rank //= 2
     _edge_factors_kernel[(batch, -(-num_rows // tile), -(-rank // BLOCK_OUT))](
         *(factors, new_states, rows.tokens, *rows.tokens.stride(), before, before.stride(0)),
@@ -84,62 +84,62 @@ def _edge_factors_kernel(
     out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_RANK)
     exists, out_exists, inside = row < num_rows, out < RANK, column < RANK
-    of_weight = weight_ptr + out.to(tl.int64)[None, :] * weight_stride + column[:, None]
+    w_ptrs = weight_ptr + out.to(tl.int64)[None, :] * weight_stride + column[:, None]
     is_weight = inside[:, None] & out_exists[None, :]
     part = RANK * weight_stride
     if IS_RECURRENT:
-        s_gate = tl.load(of_weight, mask=is_weight, other=0.0)
-        s_candidate = tl.load(of_weight + part, mask=is_weight, other=0.0)
-        s_output = tl.load(of_weight + 2 * part, mask=is_weight, other=0.0)
-        of_weight += RANK
-        e_candidate = tl.load(of_weight + part, mask=is_weight, other=0.0)
-        e_output = tl.load(of_weight + 2 * part, mask=is_weight, other=0.0)
-    e_gate = tl.load(of_weight, mask=is_weight, other=0.0)
+        s_gate = tl.load(w_ptrs, mask=is_weight, other=0.0)
+        s_candidate = tl.load(w_ptrs + part, mask=is_weight, other=0.0)
+        s_output = tl.load(w_ptrs + 2 * part, mask=is_weight, other=0.0)
+        w_ptrs += RANK
+        e_candidate = tl.load(w_ptrs + part, mask=is_weight, other=0.0)
+        e_output = tl.load(w_ptrs + 2 * part, mask=is_weight, other=0.0)
+    e_gate = tl.load(w_ptrs, mask=is_weight, other=0.0)
     pdl_wait(USE_PDL)
     tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
-    of_row = token_factors_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * token_factors_stride
-    embedded = tl.load(of_row[:, None] + column[None, :], mask=inside[None, :], other=0.0)
+    row_ptrs = token_factors_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * token_factors_stride
+    embedded = tl.load(row_ptrs[:, None] + column[None, :], mask=inside[None, :], other=0.0)
     hidden_part = hidden_part_ptr + b * hidden_part_stride + out
     gate = tl.load(hidden_part, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
     gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
-    gate = _add_products(gate, of_row, of_weight, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+    gate = _add_products(gate, row_ptrs, w_ptrs, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
     mask = exists[:, None] & out_exists[None, :]
-    written = (b * num_rows + row)[:, None] * RANK + out[None, :]
+    out_offsets = (b * num_rows + row)[:, None] * RANK + out[None, :]
     if IS_RECURRENT:
         candidate = tl.load(hidden_part + RANK, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
         candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
-        candidate = _add_products(candidate, of_row, of_weight + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+        candidate = _add_products(candidate, row_ptrs, w_ptrs + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
         output = tl.load(hidden_part + 2 * RANK, mask=out_exists, other=0.0).to(ACC_DTYPE)[None, :]
         output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=ACC_DTYPE)
-        output = _add_products(output, of_row, of_weight + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+        output = _add_products(output, row_ptrs, w_ptrs + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
         own_state = tl.zeros([ROWS, BLOCK_OUT], ACC_DTYPE)
         if states_ptr is not None:
             parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
-            of_state = states_ptr + (b * states_rows + tl.load(parents, mask=exists, other=0)) * RANK
-            state = tl.load(of_state[:, None] + column[None, :], mask=inside[None, :], other=0.0)
-            own_state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
+            state_ptrs = states_ptr + (b * states_rows + tl.load(parents, mask=exists, other=0)) * RANK
+            state = tl.load(state_ptrs[:, None] + column[None, :], mask=inside[None, :], other=0.0)
+            own_state = tl.load(state_ptrs[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
             gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
             candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
             output += tl.dot(state, s_output, input_precision="ieee", out_dtype=ACC_DTYPE)
-            of_weight -= RANK
-            gate = _add_products(gate, of_state, of_weight, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
-            candidate = _add_products(candidate, of_state, of_weight + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
-            output = _add_products(output, of_state, of_weight + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
-        kept = _sigmoid(gate)
-        new_state = kept * own_state + (1 - kept) * _tanh(candidate)
-        tl.store(new_states_ptr + written, new_state.to(new_states_ptr.dtype.element_ty), mask=mask)
+            w_ptrs -= RANK
+            gate = _add_products(gate, state_ptrs, w_ptrs, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+            candidate = _add_products(candidate, state_ptrs, w_ptrs + part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+            output = _add_products(output, state_ptrs, w_ptrs + 2 * part, out_exists, RANK, BLOCK_RANK, ACC_DTYPE)
+        kept_share = _sigmoid(gate)
+        new_state = kept_share * own_state + (1 - kept_share) * _tanh(candidate)
+        tl.store(new_states_ptr + out_offsets, new_state.to(new_states_ptr.dtype.element_ty), mask=mask)
         factor = _tanh(output)
     else:
-        own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
-        factor = _sigmoid(gate) * own
-    tl.store(factors_ptr + written, factor.to(factors_ptr.dtype.element_ty), mask=mask)
+        token_factor = tl.load(row_ptrs[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
+        factor = _sigmoid(gate) * token_factor
+    tl.store(factors_ptr + out_offsets, factor.to(factors_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _add_products(
     total, row_ptrs, weight_ptrs, out_exists, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add to total [ROWS, BLOCK_OUT] the products of the inputs' values from BLOCK_RANK on."""
+    """Adds the products of inputs and weights from column BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         column = start + tl.arange(0, BLOCK_RANK)
         inside = column < RANK

@@ -1,7 +1,7 @@
 """One depth of a block draft with edges: finds the candidates of all its rows, and the rows of the next depth.
 
-A row is a token, because all paths that end in the same token at the same depth have the same continuations.  With
-recurrent edges a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
+A row is a token, because the candidates after a path depend only on its last token and its depth.  With recurrent edges
+a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
 of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits with
 each split's maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits
 with the best maxima, so a program reads only these splits.  The third chooses the next depth's rows; it has one program
@@ -41,17 +41,17 @@ from espalier.kernels.tree.draft_topk import process_and_add_noise
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and values of the rank dimension per step.  These columns take 64 kB in bfloat16, so three
+# Columns per program, and factor values (of `rank`) per step.  A step's column factors take 64 kB in bfloat16, so three
 # programs fit in the shared memory of a multiprocessor.
 MAX_SPLIT_SIZE, BLOCK_RANK = 128, 256
 NUM_WARPS = 8
 # Requests per program, which share the columns that the program has read.
 REQUESTS_PER_PROGRAM = 8
-# Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
+# The fewest rows per program, which tensor cores need, and the most, whose logits stay in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
 MIN_SPLIT_SIZE, MIN_RANK = 16, 16
-# Values per warp in the search for the best.  With few warps, a step needs little synchronisation.
+# Values per warp when a program searches for the best values.  With few warps, a step needs little synchronisation.
 VALUES_PER_WARP = 1024
 
 
@@ -87,11 +87,11 @@ def edge_topk_triton(
     )
     if not out.tokens.numel():
         return next_depth
-    # Expanded tensors have stride 0, so that all requests share the columns.
-    own = edges.ids is not None
-    after = (edges.column_factors[:, depth] if own else edges.column_factors).expand(batch, -1, -1)
+    # If all requests have the same columns, expand gives these tensors stride 0 along the batch.
+    has_own_columns = edges.ids is not None
+    column_factors = (edges.column_factors[:, depth] if has_own_columns else edges.column_factors).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
-    _check_arguments(edges, rows, factors, after, ids, out)
+    _check_arguments(edges, rows, factors, column_factors, ids, out)
     logits = logits_arguments(edges.base_logits[:, depth : depth + 1], columns, slots, first_positions)
     split = min(MAX_SPLIT_SIZE, max(next_power_of_2(columns), MIN_SPLIT_SIZE))
     splits = -(-columns // split)
@@ -99,18 +99,18 @@ def edge_topk_triton(
     x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base_logits.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
-    is_half = after.element_size() == 2
-    requests_per_program = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
+    is_two_byte = column_factors.element_size() == 2
+    requests_per_program = 1 if has_own_columns else min(REQUESTS_PER_PROGRAM, batch)
     groups = -(-batch // requests_per_program) * -(-num_rows // tile)
-    before = edges.token_factors if factors is None else factors.view(-1, rank)
+    row_factors = edges.token_factors if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
-        *(before, before.stride(0), after),
-        *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
+        *(row_factors, row_factors.stride(0), column_factors),
+        *(*column_factors.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(drafted_arguments(None, 0, 1, slots, mask), batch, requests_per_program, num_rows, columns, splits),
         COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, RANK=rank,
-        BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
-        SPLIT_SIZE=split, COLUMNS_ARE_WEIGHTS=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype),
+        BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_two_byte else MIN_RANK, ROWS=tile,
+        SPLIT_SIZE=split, COLUMNS_ARE_WEIGHTS=not has_own_columns, ACC_DTYPE=acc_dtype(edges.base_logits.dtype),
         num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False, **pdl_arguments(chip(x)),
     )  # fmt: skip
     _launch_merge_and_rank(out, next_depth, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
@@ -126,18 +126,18 @@ def _launch_merge_and_rank(
     forced_tokens: Tensor | None,
 ) -> None:
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, split_results[0].shape[2:]
-    on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
+    gpu, block_splits, block_children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
         *(*out[:2], out.tokens.stride(0), *split_results, *id_arguments),
         *(forced_tokens, 0 if forced_tokens is None else forced_tokens.stride(0), num_rows, splits, topk),
-        SPLITS=of_splits_block, SPLIT_SIZE=split, BLOCK_CHILDREN=children,
-        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
-        **pdl_arguments(on),
+        SPLITS=block_splits, SPLIT_SIZE=split, BLOCK_CHILDREN=block_children,
+        num_warps=warps_for(max(block_splits, block_children * split), VALUES_PER_WARP), enable_fp_fusion=False,
+        **pdl_arguments(gpu),
     )  # fmt: skip
     candidates = next_power_of_2(num_rows * topk)
     _rank_rows_kernel[(batch,)](
         *(*out, out.tokens.stride(0), *next_depth[:3], row_scores, *row_scores.stride(), num_rows, topk),
-        CANDIDATES=candidates, TOPK=topk, num_warps=warps_for(candidates, VALUES_PER_WARP), **pdl_arguments(on),
+        CANDIDATES=candidates, TOPK=topk, num_warps=warps_for(candidates, VALUES_PER_WARP), **pdl_arguments(gpu),
     )  # fmt: skip
 
 
@@ -176,38 +176,38 @@ def _edge_topk_kernel(
     ROWS: tl.constexpr, SPLIT_SIZE: tl.constexpr, COLUMNS_ARE_WEIGHTS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits x [SPLIT_SIZE, ROWS] of one split.  Column j is row j of the depth.
+    """Write the logits x [SPLIT_SIZE, ROWS] of one split of the columns, for ROWS rows of the depth.
 
     The split's columns are weights, so they are read before the wait.  Every second depth takes the splits in reverse,
     because the columns that the previous depth read last may still be in the L2.
     """
     pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * requests_per_program
+    first_request = (tl.program_id(0) // tiles).to(tl.int64) * requests_per_program
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    place, rank = tl.arange(0, SPLIT_SIZE), tl.arange(0, BLOCK_RANK)
+    index_in_split, rank = tl.arange(0, SPLIT_SIZE), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
     if depth % 2 != 0:
         split = splits - 1 - split
-    index = split * SPLIT_SIZE + place
+    index = split * SPLIT_SIZE + index_in_split
     inside = index < num_columns
     # Columns past the end read the last column; their logits become -inf.
-    of_column = column_factors_ptr + first * column_factors_batch_stride
-    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
+    column_ptrs = column_factors_ptr + first_request * column_factors_batch_stride
+    column_ptrs += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
-    after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
+    column_values = tl.load(column_ptrs[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
     if COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
     exists = row_index < num_rows
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    for b in range(first, tl.minimum(first + requests_per_program, batch)):
+    for b in range(first_request, tl.minimum(first_request + requests_per_program, batch)):
         if tokens_ptr is None:
-            factor = b * num_rows + tl.where(exists, row_index, 0)
+            factor_row = b * num_rows + tl.where(exists, row_index, 0)
         else:
             tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
-            factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
-        of_row = token_factors_ptr + factor * token_factors_stride
+            factor_row = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
+        row_ptrs = token_factors_ptr + factor_row * token_factors_stride
         _, base_ptr, position, row, drafted_row = load_row_arguments(b, 1, depth, logits, slots, drafted, COLUMNS)
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
@@ -215,17 +215,17 @@ def _edge_topk_kernel(
             # A row whose logits do not change needs no token ids.
             needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
-        before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
-        x = tl.dot(after, before, input_precision="ieee", out_dtype=ACC_DTYPE)
+        row_values = tl.load(row_ptrs[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
+        x = tl.dot(column_values, row_values, input_precision="ieee", out_dtype=ACC_DTYPE)
         for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
-            more = start + rank < RANK
-            after_more = tl.load(of_column[:, None] + (start + rank)[None, :], mask=more[None, :], other=0.0)
-            before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
-            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=ACC_DTYPE)
+            is_rank = start + rank < RANK
+            more_columns = tl.load(column_ptrs[:, None] + (start + rank)[None, :], mask=is_rank[None, :], other=0.0)
+            more_rows = tl.load(row_ptrs[None, :] + (start + rank)[:, None], mask=is_rank[:, None], other=0.0)
+            x = tl.dot(more_columns, more_rows, x, input_precision="ieee", out_dtype=ACC_DTYPE)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
         x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
         out = (b * num_rows + row_index) * splits + split
-        tl.store(x_ptr + out[None, :] * SPLIT_SIZE + place[:, None], x, mask=exists[None, :])
+        tl.store(x_ptr + out[None, :] * SPLIT_SIZE + index_in_split[:, None], x, mask=exists[None, :])
         top, total = _max_and_sum_of_exp(x.to(tl.float32))
         tl.store(tops_ptr + out, top, mask=exists)
         tl.store(sums_ptr + out, total, mask=exists)
@@ -244,7 +244,7 @@ def _merge_rows_kernel(
     forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
+    """Merge the splits of one row.  The row's topk best columns are in the topk splits with the largest maxima."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
@@ -253,24 +253,24 @@ def _merge_rows_kernel(
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _topk_values(tops, split, BLOCK_CHILDREN, topk)
-    column = chosen[:, None] * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)[None, :]
+    split_tops, best_splits = _topk_values(tops, split, BLOCK_CHILDREN, topk)
+    column = best_splits[:, None] * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT_SIZE + column, mask=is_chosen, other=float("-inf"))
     SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT_SIZE
     values, columns = _topk_values(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
-    valid = scores > float("-inf")
-    scores = tl.where(valid, tl.minimum(scores, 0.0), float("-inf"))
+    is_valid = scores > float("-inf")
+    scores = tl.where(is_valid, tl.minimum(scores, 0.0), float("-inf"))
     tokens = columns.to(tl.int64)
     if ids_ptr is not None:
-        tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
-    tokens = tl.where(valid, tokens, 0)
+        tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=is_valid, other=0)
+    tokens = tl.where(is_valid, tokens, 0)
     if forced_tokens_ptr is not None:
-        only = tl.load(forced_tokens_ptr + b * forced_tokens_stride)
-        tokens = tl.where(only >= 0, only, tokens)
-        scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
+        forced = tl.load(forced_tokens_ptr + b * forced_tokens_stride)
+        tokens = tl.where(forced >= 0, forced, tokens)
+        scores = tl.where(forced >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
     out = b * out_stride + tl.program_id(1) * topk + child
     tl.store(tokens_ptr + out, tokens, mask=child < topk)
     tl.store(scores_ptr + out, scores, mask=child < topk)
@@ -285,15 +285,15 @@ def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
     """
     child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
-    keys, none = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
-    best_keys, best_index = tl.zeros([BLOCK_CHILDREN], tl.int32) + none, tl.zeros([BLOCK_CHILDREN], tl.int32)
+    keys, no_key = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
+    best_keys, best_index = tl.zeros([BLOCK_CHILDREN], tl.int32) + no_key, tl.zeros([BLOCK_CHILDREN], tl.int32)
     # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
         best = tl.max(keys, 0)
-        at = tl.min(tl.where(keys == best, index, 2147483647), 0)
+        best_at = tl.min(tl.where(keys == best, index, 2147483647), 0)
         best_keys = tl.where(child == k, best, best_keys)
-        best_index = tl.where(child == k, at, best_index)
-        keys = tl.where(index == at, none, keys)
+        best_index = tl.where(child == k, best_at, best_index)
+        keys = tl.where(index == best_at, no_key, keys)
     return key_to_float(best_keys), best_index
 
 
@@ -303,10 +303,10 @@ def _rank_rows_kernel(
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of the next depth to which each candidate belongs.
+    """Make the rows of the next depth, and write for each candidate the row that it leads to.
 
-    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with the same token belong
-    to this row.
+    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with its token lead to
+    this row.
     """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -321,13 +321,13 @@ def _rank_rows_kernel(
     none = float_to_key(tl.full([CANDIDATES], float("-inf"), tl.float32))
     next_rows = tl.full([CANDIDATES], -1, tl.int32)
     for next_row in range(TOPK):
-        best = tl.max(key, 0)
-        best_i = tl.min(tl.where(key == best, i, CANDIDATES), 0)
+        best_key = tl.max(key, 0)
+        best_i = tl.min(tl.where(key == best_key, i, CANDIDATES), 0)
         best_token = tl.sum(tl.where(i == best_i, token, 0), 0)
         is_taken = (i == best_i if next_parents_ptr is not None else token == best_token) & (key > none)
         next_rows = tl.where(is_taken, next_row, next_rows)
         key = tl.where(is_taken, none, key)
-        best_score = key_to_float(best)
+        best_score = key_to_float(best_key)
         at = b * TOPK + next_row
         tl.store(next_tokens_ptr + at, tl.where(best_score > float("-inf"), best_token, 0).to(tl.int64))
         tl.store(next_scores_ptr + at, best_score)

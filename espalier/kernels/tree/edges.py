@@ -19,10 +19,10 @@ from espalier.kernels.ops.tree import comparable_scores, ordered_topk
 class DepthRows(NamedTuple):
     """The rows of a depth.  The depth's candidates continue these rows.
 
-    tokens: [B, R] int64, the previous token, 0 for a row that no candidate leads to.  scores: [B, R] float32, of the
-    best path to each row, -inf for a row that no candidate leads to.
-    With recurrent edges, from depth 2 on (else None): parents: [B, R] int64, the row of the previous depth that each
-    row continues, 0 for a row that no candidate leads to; states: [B, rows of the previous depth, rank].
+    tokens: [B, R] int64, the previous token; 0 for a row that no candidate leads to.  scores: [B, R] float32, the score
+    of the best path to each row; -inf for a row that no candidate leads to.
+    Two fields are only for recurrent edges from depth 2 on.  parents: [B, R] int64, the row of the previous depth that
+    each row continues; 0 if no candidate leads to the row.  states: [B, rows of the previous depth, rank].
     """
 
     tokens: Tensor
@@ -40,10 +40,10 @@ class DepthRows(NamedTuple):
 class FactorProjection:
     """Factors that depend on more than one token: DSpark's gated head, and its recurrent head (`rnn`).
 
-    Let e be a token's row of token_factors, and p a projection of the block's hidden state at the depth, of the state
-    and of e.  A gated factor is sigmoid(p) * e.  For a recurrent head p has three parts: gate, candidate and output.
-    The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is tanh(output).  The
-    state before depth 1 is 0.
+    Let e be a token's row of token_factors, and p a projection of e, of the block's hidden state at the depth and of
+    the recurrent state, if any.  A gated factor is sigmoid(p) * e.  A recurrent head's p is gate, candidate and
+    output.  The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is
+    tanh(output).  The state before depth 1 is 0.
 
     hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
     depth.  weight: the other columns of the projection: [rank, rank] for e, or [3 * rank, 2 * rank] for the state and
@@ -89,7 +89,7 @@ class LowRankEdges:
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-        """Returns the factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
+        """Returns (factors of the rows [B, R, rank], states after the rows [B, R, rank]; None if not recurrent)."""
         embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
@@ -106,8 +106,8 @@ class LowRankEdges:
 
     def logits(self, depth: int, factors: Tensor) -> Tensor:
         """Return logits [B, R, draft vocabulary], given the rows' factors [B, R, rank]."""
-        after = self.column_factors if self.ids is None else self.column_factors[:, depth]
-        columns = self.base_logits[:, depth, None] + factors @ after.mT
+        column_factors = self.column_factors if self.ids is None else self.column_factors[:, depth]
+        columns = self.base_logits[:, depth, None] + factors @ column_factors.mT
         if self.ids is None:
             return columns
         logits = columns.new_full((*factors.shape[:2], len(self.token_factors)), -torch.inf)
@@ -127,19 +127,19 @@ def choose_next_rows(
     path_scores = comparable_scores(comparable_scores(rows.scores)[..., None] + comparable_scores(scores)).flatten(1)
     ids = tokens.flatten(1)
     order = torch.arange(ids.shape[1], device=ids.device)
-    better = (path_scores[:, None] > path_scores[..., None]) | (
+    is_better = (path_scores[:, None] > path_scores[..., None]) | (
         (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
     )
-    same = order == order[:, None] if rows_are_paths else ids[:, None] == ids[..., None]
-    # A token's score is the score of its best candidate.
-    stands = ~(better & same).any(2)
-    rank = (better & stands[:, None]).sum(2)
-    rank_of_token = torch.where(same & stands[:, None], rank[:, None], 0).sum(2)
+    is_same_row = order == order[:, None] if rows_are_paths else ids[:, None] == ids[..., None]
+    # Of the candidates with one token, only the best counts.
+    is_best_of_token = ~(is_better & is_same_row).any(2)
+    rank = (is_better & is_best_of_token[:, None]).sum(2)
+    rank_of_token = torch.where(is_same_row & is_best_of_token[:, None], rank[:, None], 0).sum(2)
     has_row = (rank_of_token < topk) & (path_scores > -torch.inf)
-    best, index = ordered_topk(path_scores.masked_fill(~stands, -torch.inf), topk)
+    best, index = ordered_topk(path_scores.masked_fill(~is_best_of_token, -torch.inf), topk)
     next_rows = torch.where(has_row, rank_of_token, -1).view(tokens.shape)
-    for place, value in zip(out, (tokens, scores, next_rows), strict=True):
-        place.copy_(value)
-    missing = best == -torch.inf
-    parents = (index // topk).masked_fill(missing, 0) if rows_are_paths else None
-    return DepthRows(ids.gather(1, index).masked_fill(missing, 0), best, parents)
+    for buffer, value in zip(out, (tokens, scores, next_rows), strict=True):
+        buffer.copy_(value)
+    is_missing = best == -torch.inf
+    parents = (index // topk).masked_fill(is_missing, 0) if rows_are_paths else None
+    return DepthRows(ids.gather(1, index).masked_fill(is_missing, 0), best, parents)

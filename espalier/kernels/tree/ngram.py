@@ -47,31 +47,31 @@ def _block_matches_kernel(
     index_stride, root_stride, history_stride, width, blocks,
     TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a block's TOPK best keys, length · width + position, and the tokens after these matches."""
+    """Find a block's TOPK best matches: keys, length · width + position, and the tokens after the matches."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
     if tl.program_id(1) * BLOCK < root:
-        text = history_ptr + tl.load(index_ptr + b * index_stride) * history_stride
+        tokens_ptr = history_ptr + tl.load(index_ptr + b * index_stride) * history_stride
         position = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         before_root = position < root
-        matching = before_root
+        is_match = before_root
         length = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(MAX_NGRAM):
-            mask = matching & (position >= back) & (root >= back)
-            root_token = tl.load(text + root - back, mask=root >= back, other=-1)
-            matching = mask & (tl.load(text + position - back, mask=mask, other=-1) == root_token)
-            length += matching.to(tl.int64)
-        next_tokens = tl.load(text + position + 1, mask=before_root, other=-1)
-        key = tl.where(length > 0, length * width + position, 0)
+            is_compared = is_match & (position >= back) & (root >= back)
+            root_token = tl.load(tokens_ptr + root - back, mask=root >= back, other=-1)
+            is_match = is_compared & (tl.load(tokens_ptr + position - back, mask=is_compared, other=-1) == root_token)
+            length += is_match.to(tl.int64)
+        next_tokens = tl.load(tokens_ptr + position + 1, mask=before_root, other=-1)
+        keys = tl.where(length > 0, length * width + position, 0)
         out = (b * blocks + tl.program_id(1)) * TOPK
         for i in range(TOPK):
-            best = tl.max(key, 0)
-            next_token = tl.max(tl.where(key == best, next_tokens, -1), 0)
-            tl.store(keys_ptr + out + i, best)
+            best_key = tl.max(keys, 0)
+            next_token = tl.max(tl.where(keys == best_key, next_tokens, -1), 0)
+            tl.store(keys_ptr + out + i, best_key)
             tl.store(next_tokens_ptr + out + i, next_token)
             # The remaining matches must continue with a different token.
-            key = tl.where(next_tokens == next_token, 0, key)
+            keys = tl.where(next_tokens == next_token, 0, keys)
 
 
 @kernel
@@ -85,11 +85,11 @@ def _merge_matches_kernel(
     root = tl.load(root_ptr + b * root_stride)
     candidate = tl.arange(0, CANDIDATES)
     mask = candidate < (root + BLOCK - 1) // BLOCK * TOPK
-    key = tl.load(keys_ptr + b * candidates + candidate, mask=mask, other=0)
+    keys = tl.load(keys_ptr + b * candidates + candidate, mask=mask, other=0)
     next_tokens = tl.load(next_tokens_ptr + b * candidates + candidate, mask=mask, other=-1)
     for i in range(TOPK):
-        best = tl.max(key, 0)
-        next_token = tl.max(tl.where(key == best, next_tokens, -1), 0)
-        tl.store(length_ptr + b * TOPK + i, best // width)
-        tl.store(ends_ptr + b * TOPK + i, best % width)
-        key = tl.where(next_tokens == next_token, 0, key)
+        best_key = tl.max(keys, 0)
+        next_token = tl.max(tl.where(keys == best_key, next_tokens, -1), 0)
+        tl.store(length_ptr + b * TOPK + i, best_key // width)
+        tl.store(ends_ptr + b * TOPK + i, best_key % width)
+        keys = tl.where(next_tokens == next_token, 0, keys)

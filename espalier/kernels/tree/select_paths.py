@@ -5,8 +5,8 @@ paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
 Grid: one program of one warp per request.  Each step selects one node.  The frontier has two entries per selected node:
-its next sibling and its first child.  An entry is a score and 32 bits that break ties.  So a step is a maximum and a
-minimum over at most `nodes` entries in registers.  The reads of a step depend on one another, so they should hit the
+its next sibling and its first child.  An entry is a score and 32 bits that break ties.  So a step takes a maximum and
+a minimum over the entries, in registers.  The reads of a step depend on one another, so they should hit the
 L1: all candidates are read once before the first step.
 """
 
@@ -21,7 +21,7 @@ from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The largest number of keys that one warp holds in registers.
+# The most keys that one warp holds in registers.
 MAX_ONE_WARP_KEYS = 256
 # The most candidates that are read before the first step: as many as fit in registers, and at least MAX_CANDIDATES.
 MAX_PREFETCHED_CANDIDATES = 2048
@@ -77,7 +77,7 @@ def _select_paths_kernel(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select node i in step i.  Its next sibling replaces it in the frontier, and its first child becomes entry i.
+    """Select node i in step i.  The next sibling takes the node's entry; the first child becomes entry i.
 
     Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction.
     """
@@ -85,39 +85,39 @@ def _select_paths_kernel(
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
-    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, NUM_PREFETCHED)
+    has_paths, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, NUM_PREFETCHED)
     i = tl.arange(0, BLOCK)
     # This key is below the key of every score, -inf included.
-    empty = tl.full([], -2147483648, tl.int32)
+    no_path = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
-    first = _path_key(0.0, tl.load(scores_ptr))
-    orders = tl.where((i == 0) & exists, first, empty)
-    rests = tl.zeros([BLOCK], tl.uint32) + _pack_tie_break(zero + 1, zero, zero, zero)
-    above = tl.zeros([BLOCK], tl.int32)
-    selected, selected_rests = tl.zeros([BLOCK], tl.int32) + empty, tl.zeros([BLOCK], tl.uint32)
+    first_key = _path_key(0.0, tl.load(scores_ptr))
+    keys = tl.where((i == 0) & has_paths, first_key, no_path)
+    tie_breaks = tl.zeros([BLOCK], tl.uint32) + _pack_tie_break(zero + 1, zero, zero, zero)
+    parent_scores = tl.zeros([BLOCK], tl.int32)
+    selected_keys, selected_tie_breaks = tl.zeros([BLOCK], tl.int32) + no_path, tl.zeros([BLOCK], tl.uint32)
     for node in range(1, NODES):
-        best = tl.max(orders, 0)
-        found = best > empty
-        rest = tl.min(tl.where(orders == best, rests, 0xFFFFFFFF), 0)
-        is_best = (orders == best) & (rests == rest)
+        best = tl.max(keys, 0)
+        is_path = best > no_path
+        tie_break = tl.min(tl.where(keys == best, tie_breaks, 0xFFFFFFFF), 0)
+        is_best = (keys == best) & (tie_breaks == tie_break)
         score = key_to_float(best)
-        depth, parent, sibling, row = _unpack_tie_break(rest)
-        parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
-        selected = tl.where(i == node, best, selected)
-        selected_rests = tl.where(i == node, rest, selected_rests)
-        at = ((depth - 1) * ROWS + row) * TOPK + sibling
-        beside = tl.load(scores_ptr + at + 1, mask=found & (sibling + 1 < TOPK), other=float("-inf"))
-        next_row = tl.load(next_rows_ptr + at, mask=found & (depth < deepest), other=-1)
-        child_at = (depth * ROWS + next_row) * TOPK
-        child = tl.load(scores_ptr + child_at, mask=next_row >= 0, other=float("-inf"))
-        orders = tl.where(is_best, _path_key(parent_score, beside), orders)
-        rests = tl.where(is_best, _pack_tie_break(depth, parent, sibling + 1, row), rests)
-        orders = tl.where(i == node, _path_key(score, child), orders)
-        rests = tl.where(i == node, _pack_tie_break(depth + 1, zero + node, zero, next_row), rests)
-        above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
+        depth, parent, sibling, row = _unpack_tie_break(tie_break)
+        parent_score = tl.sum(tl.where(is_best, parent_scores, 0), 0).to(tl.float32, bitcast=True)
+        selected_keys = tl.where(i == node, best, selected_keys)
+        selected_tie_breaks = tl.where(i == node, tie_break, selected_tie_breaks)
+        index = ((depth - 1) * ROWS + row) * TOPK + sibling
+        sibling_logp = tl.load(scores_ptr + index + 1, mask=is_path & (sibling + 1 < TOPK), other=float("-inf"))
+        next_row = tl.load(next_rows_ptr + index, mask=is_path & (depth < deepest), other=-1)
+        child_index = (depth * ROWS + next_row) * TOPK
+        child_logp = tl.load(scores_ptr + child_index, mask=next_row >= 0, other=float("-inf"))
+        keys = tl.where(is_best, _path_key(parent_score, sibling_logp), keys)
+        tie_breaks = tl.where(is_best, _pack_tie_break(depth, parent, sibling + 1, row), tie_breaks)
+        keys = tl.where(i == node, _path_key(score, child_logp), keys)
+        tie_breaks = tl.where(i == node, _pack_tie_break(depth + 1, zero + node, zero, next_row), tie_breaks)
+        parent_scores = tl.where(i == node, score.to(tl.int32, bitcast=True), parent_scores)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
-        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, NUM_DOUBLINGS, BLOCK),
+        *(request, selected_keys, selected_tie_breaks, i, NODES, STEPS, ROWS, TOPK, WORDS, NUM_DOUBLINGS, BLOCK),
     )
 
 
@@ -148,23 +148,23 @@ def _write_tree(
     score = key_to_float(selected_keys)
     depth, parent, sibling, row = _unpack_tie_break(tie_breaks)
     is_root = node == 0
-    void = (selected_keys == -2147483648) & (node > 0)
-    drafted = (selected_keys != -2147483648) & (node < NODES)
-    at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + sibling
-    token = tl.load(tokens_ptr + at, mask=drafted, other=-1)
+    is_void = (selected_keys == -2147483648) & (node > 0)
+    is_drafted = (selected_keys != -2147483648) & (node < NODES)
+    index = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + sibling
+    token = tl.load(tokens_ptr + index, mask=is_drafted, other=-1)
     token = tl.where(is_root, tl.load(root_ptr + request), token)
-    parent = tl.where(drafted, parent, 0)
+    parent = tl.where(is_drafted, parent, 0)
     out = request * NODES + node
     exists = node < NODES
     tl.store(out_tokens_ptr + out, token, mask=exists)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=exists)
-    tl.store(out_depths_ptr + out, tl.where(is_root, 0, tl.where(void, 1, depth)).to(tl.int64), mask=exists)
-    tl.store(out_scores_ptr + out, tl.where(is_root, 0.0, tl.where(void, float("-inf"), score)), mask=exists)
+    tl.store(out_depths_ptr + out, tl.where(is_root, 0, tl.where(is_void, 1, depth)).to(tl.int64), mask=exists)
+    tl.store(out_scores_ptr + out, tl.where(is_root, 0.0, tl.where(is_void, float("-inf"), score)), mask=exists)
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
         bits = tl.where(node // 64 == word, one << (node % 64).to(tl.int64), 0)
         # A void node's ancestor is itself.
-        ancestor = tl.where(void, node, parent)
+        ancestor = tl.where(is_void, node, parent)
         # Each iteration doubles the number of known ancestors.
         for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)

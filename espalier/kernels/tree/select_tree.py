@@ -80,13 +80,13 @@ def _select_beams_kernel(
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, COMPARED_CANDIDATES):
         j = start + tl.arange(0, COMPARED_CANDIDATES)
-        other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
-        other = float_to_key(comparable_score(other))
-        tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
-        rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
+        other_key = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
+        other_key = float_to_key(comparable_score(other_key))
+        is_tie = (other_key[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+        rank += tl.sum(((other_key[None, :] > key[:, None]) | is_tie).to(tl.int32), 1)
     # The block's padding scores -inf and comes last, so the ranks of padding are at least TOPK.
     is_beam = rank < TOPK
-    # Divide by the argument, not by the constant TOPK: see _select_tree_kernel.
+    # The divisor is the argument, not the constant TOPK, for the reason in _select_tree_kernel.
     parent = i // topk
     beam = request * TOPK + rank
     token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
@@ -155,7 +155,7 @@ def _select_tree_kernel(
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest selected score by binary search over its bits, so the work is linear in the pool size.
+    """Find the lowest selected score by a binary search over the bits of its key: 32 passes over the pool.
 
     topk equals TOPK and is the divisor.  Division of a small number by a constant compiles to 16-bit arithmetic, in
     which ptxas 12.8 drops an addition (docs/log.md).
@@ -173,15 +173,15 @@ def _select_tree_kernel(
     key = tl.where(exists, float_to_key(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
     for step in range(32):
-        trial = lowest | (tl.full([], 2147483648, tl.int64) >> step)
-        lowest = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= NODES - 1, trial, lowest)
-    better = key > lowest
-    tied = key == lowest
-    num_tied = NODES - 1 - tl.sum(better.to(tl.int32), 0)
-    selected = better | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= num_tied))
-    # The node of each candidate; 0, the root, if it is not selected.
+        higher = lowest | (tl.full([], 2147483648, tl.int64) >> step)
+        lowest = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= NODES - 1, higher, lowest)
+    is_better = key > lowest
+    is_tie = key == lowest
+    num_tied = NODES - 1 - tl.sum(is_better.to(tl.int32), 0)
+    selected = is_better | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= num_tied))
+    # The node of each candidate; 0 (the root) for a candidate that is not selected.
     node = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0), 0)
-    void = score == float("-inf")
+    is_void = score == float("-inf")
     # The pool index of each candidate's parent beam; candidates of level 1 have no parent beam.
     has_beam = exists & (i >= TOPK)
     beam_index = (i - TOPK) // topk
@@ -190,11 +190,11 @@ def _select_tree_kernel(
     BEAMS: tl.constexpr = SIZE // TOPK - 1 if PARTS == 1 else TOPK
     beam = _load_from_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)
     beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
-    parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
-    level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
+    parent = tl.where(has_beam & (is_void == 0), tl.gather(node, beam, 0), 0)
+    level = tl.where((i < TOPK) | is_void, 1, 2 + (i - TOPK) // (topk * topk))
     token = _load_from_pool(tokens, PARTS, FIRST_PART_SIZE, LATER_PART_SIZE, request, i, selected, 0)
     out = request * NODES + node
-    tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
+    tl.store(out_tokens_ptr + out, tl.where(is_void, -1, token), mask=selected)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)
     tl.store(out_depths_ptr + out, level.to(tl.int64), mask=selected)
     tl.store(out_scores_ptr + out, score, mask=selected)
@@ -203,10 +203,10 @@ def _select_tree_kernel(
     tl.store(out_depths_ptr + request * NODES, tl.full([], 0, tl.int64))
     tl.store(out_scores_ptr + request * NODES, 0.0)
 
-    # Each candidate walks up the tree and sets one bit per step.  A child of the root stays at its own node.
+    # Each candidate walks up the tree and sets one bit per step.  The walk ends at the child of the root.
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     one = tl.full([BLOCK, BLOCK_WORDS], 1, tl.int64)
-    bits = tl.where((word == 0) & (void[:, None] == 0), one, 0)
+    bits = tl.where((word == 0) & (is_void[:, None] == 0), one, 0)
     next_ancestor = tl.where(parent > 0, beam, i)
     ancestor = i
     for _ in range(STEPS):

@@ -71,11 +71,11 @@ def _routing(fields: Json, method: str) -> Routing:
 def expert_layers_after_dense(fields: Json) -> frozenset[int]:
     """Returns the indices of layers with experts: the multiples of moe_layer_freq that are at least
     first_k_dense_replace."""
-    first, every = fields["first_k_dense_replace"] or 0, fields.get("moe_layer_freq") or 1
-    for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
+    first, step = fields["first_k_dense_replace"] or 0, fields.get("moe_layer_freq") or 1
+    for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", step)):
         if not isinstance(value, int) or value < 0:
             raise EspalierError(f"{name} = {value!r}; an integer of at least 0 is needed; correct the config")
-    return frozenset(layer for layer in range(first, int(fields["num_hidden_layers"])) if layer % every == 0)
+    return frozenset(layer for layer in range(first, int(fields["num_hidden_layers"])) if layer % step == 0)
 
 
 def _experts_v2(fields: Json) -> Experts | None:

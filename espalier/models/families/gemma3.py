@@ -24,7 +24,7 @@ ROPE_BASES: RopeBases = {
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """Returns the type of each layer, from `layer_types`; by default, every sliding_window_pattern-th is full."""
+    """Returns the type of each layer, from `layer_types`; by default, every sliding_window_pattern-th layer is full."""
     if fields.get("layer_types") is None:
         require_counts(fields, ("sliding_window_pattern",))
     return layer_types_of(fields, lambda layer: layer % fields["sliding_window_pattern"] == 0)

@@ -63,9 +63,9 @@ class PerLayerEmbedding(Embedding):
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
         # Rows without a token have token -1.  Their outputs are never read, so any token may replace -1.
-        of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
-        of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.per_layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        token_inputs = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
+        projected_inputs = self.norm(self.project(s.x).unflatten(1, (-1, size)))
+        s.per_layer_inputs = torch.add(projected_inputs, token_inputs, alpha=self.table_scale)
         return s
 
 
@@ -93,27 +93,28 @@ class ParallelMLPRows(NamedTuple):
 class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  The MLP and the experts read the residual, each through its own
     norm.
-    router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
+    router_norm: the norm before the router; its weight includes the router's scale.  mlp_output_norm: the norm of the
+    dense MLP's output.  experts_input_norm, experts_output_norm: of the experts' input and output."""
 
     mlp: GatedMLP
     mixture: MixtureMLP
     router_norm: RMSNorm
-    mlp_norm: RMSNorm
-    norm: RMSNorm
+    mlp_output_norm: RMSNorm
+    experts_input_norm: RMSNorm
     experts_output_norm: RMSNorm
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
         """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, of_router) = delta.add_and_norms(x, (norm, self.norm, self.router_norm))
-        return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(x, (norm, self.experts_input_norm, self.router_norm))
+        return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(router_rows, self.mixture.router)))
 
     def __call__(
         self, rows: ParallelMLPRows, live: Tensor | None
     ) -> tuple[tuple[Tensor | UnsummedOutput, RMSNorm], ...]:
         """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
-        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
+        mlp_output, experts_output = self.mlp(rows.mlp_rows), self.mixture(rows.routed, live)
+        return (mlp_output, self.mlp_output_norm), (experts_output, self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +156,7 @@ class Gemma4Layer:
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """Returns the type of each layer, from `layer_types`; by default, every sixth and the last layer are full."""
+    """Returns the type of each layer, from `layer_types`; by default, every sixth layer and the last layer are full."""
     return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
 
 
@@ -180,13 +181,13 @@ def _sizes_by_layer(fields: Json) -> list[Json]:
     num_global_key_value_heads instead."""
     by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
     if by_layer is None:
-        of_full = {"head_dim": fields["global_head_dim"]}
+        full_layer_sizes = {"head_dim": fields["global_head_dim"]}
         if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
-            of_full["num_key_value_heads"] = fields["num_global_key_value_heads"]
-        return [of_full if kind == FULL_ATTENTION else {} for kind in kinds]
-    if not isinstance(by_layer, Mapping) or not all(isinstance(own, Mapping) for own in by_layer.values()):
+            full_layer_sizes["num_key_value_heads"] = fields["num_global_key_value_heads"]
+        return [full_layer_sizes if kind == FULL_ATTENTION else {} for kind in kinds]
+    if not isinstance(by_layer, Mapping) or not all(isinstance(sizes, Mapping) for sizes in by_layer.values()):
         raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
-    unknown = [name for own in by_layer.values() for name in own if name not in FIELDS_BY_LAYER]
+    unknown = [name for sizes in by_layer.values() for name in sizes if name not in FIELDS_BY_LAYER]
     if unknown:
         raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(FIELDS_BY_LAYER)}")
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
@@ -204,7 +205,7 @@ def _ropes(fields: Json) -> list[Json]:
                 f"rope_parameters has {shown(parameters.get(kind))} for {kind!r}; Gemma 4 needs an object for each "
                 "type of layer; correct it"
             )
-    sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes_by_layer(fields)]
+    sizes = [layer_sizes.get("head_dim", fields["head_dim"]) for layer_sizes in _sizes_by_layer(fields)]
     ropes = {kind: _without_ignored_share(parameters[kind]) for kind in set(kinds)}
     return [{"rope_parameters": ropes[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
@@ -240,9 +241,9 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
             "layers are needed; correct it"
         )
     first = config.num_layers - shared
-    for layer, own in enumerate(_sizes_by_layer(fields)):
+    for layer, layer_sizes in enumerate(_sizes_by_layer(fields)):
         with path_in_errors(config.path):
-            kv_heads, size = kv_heads_and_head_size({**fields, **own}, config.heads, config.hidden_size)
+            kv_heads, size = kv_heads_and_head_size({**fields, **layer_sizes}, config.heads, config.hidden_size)
         cache_spec, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
@@ -337,8 +338,8 @@ def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefi
         # The dense MLP is a separate block, not a shared expert in the experts' sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.load_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
-        mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
-        norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
+        mlp_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
+        experts_input_norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
         experts_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
     )
 

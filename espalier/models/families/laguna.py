@@ -1,4 +1,4 @@
-"""Laguna: the number of heads and the RoPE differ by layer, head outputs have gates, and layers have experts."""
+"""Laguna: the number of heads and the RoPE differ by layer, head outputs have gates, and most layers have experts."""
 
 from dataclasses import replace
 

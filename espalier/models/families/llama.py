@@ -98,14 +98,14 @@ OLMO3 = replace(
 
 def _exaone4_windows(fields: Json) -> LayerWindows:
     """Returns the window of each layer.  By default, every sliding_window_pattern-th layer has full attention."""
-    every = fields["sliding_window_pattern"]
-    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    pattern = fields["sliding_window_pattern"]
+    is_number = isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0
     if fields["sliding_window"] is not None and fields.get("layer_types") is None and not is_number:
         raise EspalierError(
-            f"sliding_window_pattern = {shown(every)}; without layer_types a positive integer is needed; add "
+            f"sliding_window_pattern = {shown(pattern)}; without layer_types a positive integer is needed; add "
             "layer_types with model_overrides"
         )
-    return windows_by_layer_type(fields, lambda layer: (layer + 1) % every != 0)
+    return windows_by_layer_type(fields, lambda layer: (layer + 1) % pattern != 0)
 
 
 EXAONE4 = Family(

@@ -1,8 +1,8 @@
 """Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config has one.
 
-Ministral's sliding layers are those in `layer_types`; in the other families, every layer has the window.  Ministral 3
-has YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k
-and v as one matrix, and gate and up as another.
+In Ministral, `layer_types` names the layers with the window; in the other families, every layer has the window.
+Ministral 3 has YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and
+stores q, k and v as one matrix, and gate and up as another.
 """
 
 from collections.abc import Mapping

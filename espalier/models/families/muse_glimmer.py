@@ -23,7 +23,7 @@ from espalier.models.weights import Weights
 
 
 def _has_full_attention(fields: Json, layer: int) -> bool:
-    """Whether a layer has full attention: the last layer, and every fourth layer before it."""
+    """Whether a layer has full attention: the last layer, and every fourth layer counted back from the last."""
     return (fields["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 

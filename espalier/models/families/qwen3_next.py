@@ -1,4 +1,4 @@
-"""Qwen3-Next: every fourth layer has gated attention, the others the gated delta rule; layers have experts.
+"""Qwen3-Next: every fourth layer has gated attention, other layers the gated delta rule; all may have experts.
 
 RoPE rotates a quarter of a head's values, and checkpoints store weight - 1 for norms.  Checkpoints may contain an MTP
 layer with gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.

@@ -1,1 +1,1 @@
-"""Any decoder of the transformers library as a target: `load.py` reads or refuses a config, `target.py` runs it."""
+"""Any decoder of the transformers library as a target: `probe.py` reads or refuses a config, `target.py` runs it."""

@@ -62,8 +62,8 @@ def tiny_config(config: Any) -> Any:
     """Returns a config of the same class with tiny sizes, and only the first layers, with one layer of each type.
     Raises EspalierError if the class refuses the tiny config."""
     # The config's RoPE is left out, because its factors may only fit the true sizes.  The class then uses its default.
-    left_out = ("_", "rope_parameters", "rope_scaling")
-    fields = {name: value for name, value in config.to_dict().items() if not name.startswith(left_out)}
+    ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
+    fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
     num_layers = config.num_hidden_layers
     heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
@@ -72,7 +72,7 @@ def tiny_config(config: Any) -> Any:
 
     def tiny_value(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
-            return [tiny_value(name, of_layer) for of_layer in value[:layers]]
+            return [tiny_value(name, layer_value) for layer_value in value[:layers]]
         if name == "per_layer_config" and value:
             return {layer: fields for layer, fields in value.items() if int(layer) < layers}
         if name == "head_dim" and value is None:
@@ -97,14 +97,14 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     """Returns a random float32 model whose logits depend on every earlier token.
     Raises EspalierError if the class has no such model."""
     with torch.device("meta"):
-        num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
+        num_weights = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
     if num_weights > MAX_TINY_WEIGHTS:
         raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
     model = model_class(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * drawn)
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
     return model
 
 
@@ -138,10 +138,10 @@ def run_with_mask(
         if scale is not None and not isinstance(scale, int | float):
             raise EspalierError("the factor of its attention scores is no number")
         # A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
-        shared = next((i for i, (_, *rows, _) in enumerate(calls) if rows[0] is k and rows[1] is v), None)
+        source_layer = next((i for i, (_, *rows, _) in enumerate(calls) if rows[0] is k and rows[1] is v), None)
         window, softcap = options.get("sliding_window") or None, options.get("softcap") or None
-        keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
-        spec = LayerSpec(q.shape[1], keeps, window, scale, softcap, shared)
+        cache_spec = KVHeads(k.shape[1], k.shape[3], v.shape[3])
+        spec = LayerSpec(q.shape[1], cache_spec, window, scale, softcap, source_layer)
         calls.append((module, k, v, spec))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         if k.shape[1] != seen.shape[2]:
@@ -182,9 +182,9 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
     # positions for packed sequences, which it would do on the host.
     AttentionInterface.register(ATTENTION_NAME, attend)
     seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
-    for of_request, parents in zip(seen, TREE_PARENTS, strict=True):
+    for request_rows, parents in zip(seen, TREE_PARENTS, strict=True):
         for row, parent in enumerate(parents, 1):
-            of_request[row] |= of_request[parent]
+            request_rows[row] |= request_rows[parent]
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
     replacements: dict[type, MakeForward] = {nn.Linear: linear_of}
@@ -200,36 +200,35 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
             hooks.enter_context(module.register_forward_hook(record_replacement))
         model(input_ids=tokens, use_cache=False)
     logits = [
-        model(input_ids=of_request[path][None], use_cache=False).logits[0, -1]
-        for of_request, paths in zip(tokens, seen, strict=True)
+        model(input_ids=request_rows[path][None], use_cache=False).logits[0, -1]
+        for request_rows, paths in zip(tokens, seen, strict=True)
         for path in paths
     ]
-    wanted = torch.stack(logits).view(*tokens.shape, -1)
+    expected_logits = torch.stack(logits).view(*tokens.shape, -1)
     model.set_attn_implementation(ATTENTION_NAME)
-    capture = tuple(range(model.config.num_hidden_layers + 1))
+    captured_layers = tuple(range(model.config.num_hidden_layers + 1))
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
-    for replaced in ({}, replacements):
-        target = TransformersTarget(copy.deepcopy(model), replaced, capture)
+    for used_replacements in ({}, replacements):
+        target = TransformersTarget(copy.deepcopy(model), used_replacements, captured_layers)
         hidden, inputs, calls = run_with_mask(target, tokens.flip(1), seen.flip(1, 2))
         require_one_call_each(target.layers, calls)
-        difference = float((target.logits(hidden).flip(1) - wanted).abs().max() / wanted.abs().max())
+        difference = float((target.logits(hidden).flip(1) - expected_logits).abs().max() / expected_logits.abs().max())
         if difference > LOGITS_TOLERANCE:
             raise EspalierError(
                 "its rows do not see just the rows before them, at the positions that they are given: a tree's logits "
                 f"differ from the plain model's by {difference:.1e} of the largest"
             )
     shape = (*tokens.shape, model.config.hidden_size)
-    return replacements, all(i in inputs and inputs[i].shape == shape for i in capture)
+    return replacements, all(i in inputs and inputs[i].shape == shape for i in captured_layers)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """The properties of a class with a config.
-
     replacements: see TransformersTarget.  replaced_modules: the number of replaced modules of each class, in words.
     can_capture: whether the input of every layer is one row [H] for each token.
-    num_weights: the number of values in all matrices.  expert_weights: the number of values in the experts' matrices.
-    num_experts, top_k: 1 without experts.
+    num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
+    num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
     """
 
     config: Any
@@ -239,7 +238,7 @@ class ProbeResult:
     can_capture: bool
     vocab_size: int
     num_weights: int
-    expert_weights: int
+    num_expert_weights: int
     num_experts: int
     top_k: int
 
@@ -264,18 +263,18 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
     replacements, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
-    meta = copy.deepcopy(config)
-    meta._attn_implementation = ATTENTION_NAME
+    meta_config = copy.deepcopy(config)
+    meta_config._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads on the host.
-    meta._experts_implementation = "batched_mm"
+    meta_config._experts_implementation = "batched_mm"
     with refusal_reason("its class refuses its config"), torch.device("meta"):
-        full = model_class(meta).eval()
-    classes = [type(module) for module in full.modules()]
-    matrices = [parameter for parameter in full.parameters() if parameter.ndim > 1]
+        meta_model = model_class(meta_config).eval()
+    classes = [type(module) for module in meta_model.modules()]
+    matrices = [parameter for parameter in meta_model.parameters() if parameter.ndim > 1]
     experts = [matrix for matrix in matrices if matrix.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
-        target = TransformersTarget(full, {})
+        target = TransformersTarget(meta_model, {})
         hidden, _, calls = run_with_mask(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
         target.logits(hidden)
     return ProbeResult(
@@ -286,7 +285,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         can_capture=can_capture,
         vocab_size=target.head.shape[0],
         num_weights=sum(matrix.numel() for matrix in matrices),
-        expert_weights=sum(matrix.numel() for matrix in experts),
+        num_expert_weights=sum(matrix.numel() for matrix in experts),
         num_experts=experts[0].shape[0] if experts else 1,
         top_k=getattr(config, "num_experts_per_tok", None) or 1,
     )
@@ -316,8 +315,8 @@ def read_by_transformers(
         )
     config_class = CONFIG_MAPPING[config_json["model_type"]]
     class_fields = {*config_class().to_dict(), *config_class.attribute_map}
-    known_fields = {*class_fields, *config_json, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
-    full = with_overrides(config_json, overrides or {}, known_fields)
+    allowed_fields = {*class_fields, *config_json, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
+    full = with_overrides(config_json, overrides or {}, allowed_fields)
     if any(full.get(field_name) is not None for field_name in QUANTISATION_FIELDS):
         raise EspalierError(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
@@ -329,16 +328,16 @@ def read_by_transformers(
         probed = probe(config_json["model_type"], json.dumps(fields, sort_keys=True))
     except EspalierError as error:
         raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
-    config, first = probed.config, probed.specs[0]
+    config, first_spec = probed.config, probed.specs[0]
     # The fields of a plain model with these sizes.  Fields that only Espalier's own layers read have neutral values.
-    plain = {
+    plain_fields = {
         "vocab_size": probed.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": 4 * config.hidden_size,
         "num_hidden_layers": len(probed.specs),
-        "num_attention_heads": first.heads,
-        "num_key_value_heads": first.row_spec.kv_heads,
-        "head_dim": first.row_spec.k_size,
+        "num_attention_heads": first_spec.heads,
+        "num_key_value_heads": first_spec.row_spec.kv_heads,
+        "head_dim": first_spec.row_spec.k_size,
         "max_position_embeddings": longest_context(config),
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
@@ -347,7 +346,7 @@ def read_by_transformers(
     }
     family = Family(name, config_json["model_type"], {}, layer_specs=lambda config: probed.specs)
     eos_source = None if "eos_token_id" in (overrides or {}) else generation
-    return replace(parse_config(plain, family, path, None, eos_source), raw=full, probe_result=probed)
+    return replace(parse_config(plain_fields, family, path, None, eos_source), raw=full, probe_result=probed)
 
 
 def longest_context(config: Any) -> Any:

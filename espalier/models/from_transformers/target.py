@@ -99,7 +99,7 @@ def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
 
 
 def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns gated experts in two stacked matrices, gate over up."""
+    """Returns a function that runs gated experts.  In gate_up, the rows of gate come before the rows of up."""
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
     replacements: for a module's class, the function that makes the replacement of the module's forward.
-    captured_layers: the layers whose inputs a pass returns; the number of layers stands for the last layer's output.
+    captured_layers: the layers whose inputs a pass returns; the number of layers means the last layer's output.
     config, layer_specs: set by the loader.
     """
 
@@ -165,13 +165,13 @@ class TransformersTarget:
         tokens, positions: [B, Q].  attend: see ForwardContext."""
         live = tokens >= 0
         # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
-        filled = torch.where(live, tokens, tokens[:, :1].clamp(min=0))
+        input_ids = torch.where(live, tokens, tokens[:, :1].clamp(min=0))
         context = ForwardContext(attend, live.flatten())
-        token = FORWARD_CONTEXT.set(context)
+        previous_context = FORWARD_CONTEXT.set(context)
         try:
-            out = self._decoder_forward(input_ids=filled, position_ids=positions, use_cache=False)
+            out = self._decoder_forward(input_ids=input_ids, position_ids=positions, use_cache=False)
         finally:
-            FORWARD_CONTEXT.reset(token)
+            FORWARD_CONTEXT.reset(previous_context)
         self._decoder.output_class = type(out)
         return out.last_hidden_state, context.inputs
 

@@ -28,7 +28,7 @@ class Mixer(NormReader, Protocol):
     """A block that mixes the rows of a request, such as attention or a recurrence."""
 
     def __call__(self, layer: int, rows: Any, /, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Writes rows to the cache, drops all rows of `s` except `p.kept_rows`, then attends.
+        """Writes rows to the cache, drops all rows of `s` except `p.kept_rows`, then attends or reads states.
         layer: the layer's index in the pass.  rows: the result of norm_input.
         Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
         ...

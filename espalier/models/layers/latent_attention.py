@@ -31,9 +31,9 @@ INDEX_NORM_EPS = 1e-6
 
 class IndexerLayerInput(NamedTuple):
     """The input of a layer with an indexer.
-    x: [N, hidden], the normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
+    normed_rows: [N, hidden].  projection_rows: the same rows in the form that the layer's projections take."""
 
-    x: Tensor
+    normed_rows: Tensor
     projection_rows: InputRows
 
 
@@ -51,7 +51,7 @@ def norm_for_indexer(
 
 
 def common_input_scales(first: InputScales | None, second: InputScales | None) -> InputScales | None:
-    """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
+    """Returns how a norm quantises the common input of two products; None if the products need different inputs."""
     if first is None or second is None:
         return None
     are_equal = first.static_scale is second.static_scale is None and first.group_size == second.group_size
@@ -62,9 +62,8 @@ def common_input_scales(first: InputScales | None, second: InputScales | None) -
 class Indexer:
     """Computes the index queries and index keys, whose products choose the rows to attend to
     (kernels/ops/selection.py).
-
     q: maps the queries' latent to [heads · size].  k: maps the hidden state to [size].  norm: the norm of index keys.
-    score_weights: [heads, hidden].  interleaved: see IndexerInputs.
+    score_weights: [heads, hidden].  interleaved: whether the two values of a rotated pair are adjacent.
     """
 
     q: Linear
@@ -75,7 +74,7 @@ class Indexer:
 
     def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexerInputs:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
-        partial_sums = router_logits(rows.x, self.score_weights)
+        partial_sums = router_logits(rows.normed_rows, self.score_weights)
         # The factor of scores in the paper is left out, because it does not change which rows are chosen.
         weights = add_partial_sums(partial_sums, partial_sums.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))

@@ -74,8 +74,8 @@ class Linear:
 @dataclass(eq=False, slots=True)
 class Embedding:
     """The token embedding.  weight: [vocab, hidden].
-    scale: the factor of every embedding, a number that is exact in the model's dtype.  row_norm: the norm of every
-    embedding, applied before the factor; None if there is no norm.
+    scale: the factor of every embedding.  make_target rounds a target's factor to the model's dtype.
+    row_norm: the norm of every embedding, applied before the factor; None if there is no norm.
     vocab_size, shards: set if there are several ranks.  `weight` then holds the rank's part of the vocabulary
     (Shards.vocab_part)."""
 
@@ -116,7 +116,7 @@ class Embedding:
 
     def gather_all_rows(self) -> None:
         """Gathers all rows of the embedding on every rank.
-        A draft needs all rows, because it reads embeddings in every level, without communication between ranks.
+        A draft needs all rows, because each of its passes reads embeddings without communication between ranks.
         """
         vocab_size, _ = self.shape
         if self.shards.count > 1:

@@ -61,7 +61,7 @@ class GatedMLP:
         """Writes partial sums of the output to out [num_partial_sums, B·Q, hidden], float32 or float64."""
         self.down.write_partial_sums(self._activated_rows(x), out)
 
-    def whole_output(self, x: Tensor) -> Tensor:
+    def summed_output(self, x: Tensor) -> Tensor:
         """Returns the output [B·Q, hidden] as one tensor, never as partial sums."""
         return self.down(self._activated_rows(x))
 
@@ -70,7 +70,7 @@ class GatedMLP:
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
-# A router has few outputs.  So for few rows, its product is split along the inputs, and `route` adds the partial sums.
+# A router has few outputs.  So for few rows, the product is split along the inputs, and `route` adds the partial sums.
 # For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
@@ -96,8 +96,8 @@ class MixtureMLP:
     biases, activation: the biases and the activation of the routed experts.  expert_scales: [E], the factors of routing
     weights, or None.
     shards: the ranks that divide the experts.  Each rank has a part of the intermediate size of every expert.
-    shared_expert_tiles: the weights of shared_expert, for the kernels of the routed experts, which also compute the
-    shared MLP if there are few rows.  None if the shared MLP always has its own kernel launches."""
+    shared_expert_tiles: the weights of shared_expert, in the form that the kernels of the routed experts take.  For few
+    rows, these kernels also compute the shared MLP.  None if the shared MLP always has its own kernel launches."""
 
     routing: Routing
     router: Tensor
@@ -153,16 +153,16 @@ class MixtureMLP:
                 shared_experts=self.shared_expert_tiles,
             )
         shared, gate = self.shared_expert, self.shared_expert_gate
-        extra = 0 if shared is None else 1 if gate is not None else shared.num_partial_sums(len(x))
+        num_shared_parts = 0 if shared is None else 1 if gate is not None else shared.num_partial_sums(len(x))
         experts = (expert_rows, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(
-            *experts, live_rows=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
+            *experts, live_rows=live, biases=self.biases, activation=self.activation, num_extra_parts=num_shared_parts
         )
         if shared is not None and gate is not None:
             rows = _shared_mlp_rows(shared, self.gate_up, x, expert_rows)
             _write_gated_shared_mlp(shared, gate, x, rows, parts[-1])
         elif shared is not None:
-            shared.write_partial_sums(x, parts[-extra:])
+            shared.write_partial_sums(x, parts[-num_shared_parts:])
         return parts
 
 
@@ -170,7 +170,7 @@ def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: Inp
     """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the MLP's form."""
     weight = gate.weight.dense_tensor()
     if weight is None:
-        torch.mul(shared.whole_output(x), gate(x).to(out.dtype).sigmoid(), out=out)
+        torch.mul(shared.summed_output(x), gate(x).to(out.dtype).sigmoid(), out=out)
     else:
         scale_by_gate(shared.partial_sums(rows), x, weight, out)
 
@@ -200,13 +200,14 @@ def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMa
     Returns None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if the intermediate
     size of the shared MLP is not a multiple of an expert's."""
     layers = (shared.gate_up, shared.down)
-    wide, narrow = (layer.weight.dense_tensor() for layer in layers)
-    if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+    gate_up_weight, down_weight = (layer.weight.dense_tensor() for layer in layers)
+    if gate_up_weight is None or down_weight is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return None
     is_plain = all(layer.bias is None for layer in layers)
-    if not is_plain or wide.dtype != gate_up.dtype or narrow.shape[1] % down.shape[2]:
+    if not is_plain or gate_up_weight.dtype != gate_up.dtype or down_weight.shape[1] % down.shape[2]:
         return None
-    return SharedExperts(wide, narrow) if wide.is_contiguous() and narrow.is_contiguous() else None
+    are_contiguous = gate_up_weight.is_contiguous() and down_weight.is_contiguous()
+    return SharedExperts(gate_up_weight, down_weight) if are_contiguous else None
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

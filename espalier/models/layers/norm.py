@@ -22,7 +22,7 @@ from espalier.kernels.ops.norm import (
 from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_ranks
 
-# The types of a block's output, which the next norm adds to the residual.
+# The types of a block's output, which the next norm adds to the residual.  None: there is no block before the norm.
 BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
@@ -38,8 +38,8 @@ class RMSNorm:
 
     The weight has x's dtype, or float32.
 
-    On a CPU, for float32 and float64, the constants that depend on weight and eps are computed once, because this takes
-    as long as the norm of a row.
+    On a CPU, for float32 and float64, the constants that depend on weight and eps are computed once, because computing
+    the constants takes as long as the norm of a row.
     """
 
     __slots__ = ("weight", "eps", "_constants")

@@ -67,13 +67,14 @@ class Mamba2:
         inputs, state_spec = self.input_projection(rows), self.state_spec
         low, high = self.dt_limits
         bounds = low if low > 0 else None, high if high < inf else None
-        share = state_spec.heads // state_spec.k_heads
-        dt = GateInputs(inputs[:, -state_spec.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
-        q = p.write(layer, inputs, dt, self.conv, self.columns)
+        group_heads, dt = state_spec.heads // state_spec.k_heads, inputs[:, -state_spec.heads :]
+        gates = GateInputs(dt, None, self.A_log, self.dt_bias, group_heads, group_heads, bounds)
+        q = p.write(layer, inputs, gates, self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
-        read = p.attend(layer, q, self.D).flatten(2).view(-1, state_spec.k_heads, share * state_spec.v_size)
-        gate = OutputGate(select_kept_rows(inputs, layer, p), 1, share * state_spec.v_size, True)
-        return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
+        group_size = group_heads * state_spec.v_size
+        outputs = p.attend(layer, q, self.D).flatten(2).view(-1, state_spec.k_heads, group_size)
+        gate = OutputGate(select_kept_rows(inputs, layer, p), 1, group_size, True)
+        return self.out.residual_delta(gate_for_projection(self.out, outputs, gate, self.norm))
 
 
 @dataclass(eq=False, slots=True)
@@ -98,16 +99,15 @@ class GatedConv:
 
 
 class DeltaNetInput(NamedTuple):
-    """normed: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
+    """normed_rows: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
 
-    normed: InputRows
+    normed_rows: InputRows
     ba: Tensor
 
 
 @dataclass(eq=False, slots=True)
 class DeltaNet:
     """The gated delta rule.
-
     qkvz: the stacked projections of q, k, v and the output gate z.  ba: the stacked projections of b and a.
     is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0 come first, then all rows
     of head 1, and so on.  If false, all rows of q come first, then all rows of k, and so on.
@@ -157,17 +157,17 @@ class DeltaNet:
 
     def __call__(self, layer: int, inputs: DeltaNetInput, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  inputs: the result of norm_input.  See decoder.py:Mixer."""
-        project = self.qkvz.partial_sums if len(inputs.normed) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
-        qkvz = project(inputs.normed)
+        project = self.qkvz.partial_sums if len(inputs.normed_rows) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
+        qkvz = project(inputs.normed_rows)
         q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
-        read = p.attend(layer, q).flatten(0, 1)
+        head_outputs = p.attend(layer, q).flatten(0, 1)
         z = select_kept_rows(qkvz, layer, p)[..., self.z_column :]
         gate = OutputGate(z, self.v_heads_per_k_head, self.columns.v_group_stride, False)
-        return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
+        return self.out.residual_delta(gate_for_projection(self.out, head_outputs, gate, self.norm))
 
     def _gate_inputs(self, ba: Tensor) -> GateInputs:
         """Returns the inputs of decay and beta.  ba: [..., N, 2 · heads], from `self.ba`, or partial sums."""
-        shared = self.v_heads_per_k_head
-        first_a, step = (shared, 2 * shared) if self.is_grouped else (self.state_spec.heads, shared)
-        return GateInputs(ba[..., first_a:], ba, self.A_log, self.dt_bias, shared, step)
+        group_heads = self.v_heads_per_k_head
+        first_a, step = (group_heads, 2 * group_heads) if self.is_grouped else (self.state_spec.heads, group_heads)
+        return GateInputs(ba[..., first_a:], ba, self.A_log, self.dt_bias, group_heads, step)

@@ -76,8 +76,8 @@ class Weight(ABC):
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  Each product computes all rows and drops those before
-    first_row."""
+    """The last rows of a weight whose format cannot be sliced.  A product computes all rows, then drops
+    the rows before first_row."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -114,10 +114,10 @@ class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
 
     suffix: the tensor's name is the matrix's name plus this suffix.
-    dtype: the tensor's dtype, or several allowed dtypes; such a tensor is not cast.  None for a floating-point tensor,
-    which is cast to the model's dtype.
-    row_dim, column_dim: the dimension that stores the matrix's rows or columns; None if each row or column of the
-    matrix needs all entries.
+    dtype: the tensor's dtype, or several allowed dtypes; the tensor is not cast.  None for a floating-point tensor that
+    is cast to the model's dtype.
+    row_dim, column_dim: the dimension that stores the matrix's rows or columns; None if every row or column of the
+    matrix needs the whole tensor.
     rows_per_entry, columns_per_entry: the numbers of rows and columns of the matrix that one entry stores.
     """
 

@@ -40,9 +40,9 @@ class Fp8Format(QuantisedFormat):
     """A matrix in FP8: `.weight` [out, in] in E4M3, multiplied by scales.
     block_shape: the numbers (rows, columns) that share a scale; None stands for all rows or all columns.
     scale_suffix: the name suffix of the scales, [ceil(out / rows), ceil(in / columns)], or [1] for one scale.
-    inputs: "static" if the checkpoint stores a scale of inputs, [1]; "dynamic" if scales are computed for each input
-    row; None if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic
-    scale; None for all columns."""
+    inputs: "static" if inputs are quantised with a scale in the checkpoint, [1]; "dynamic" if scales are computed for
+    each input row; None if inputs are not quantised.  group_size: the number of columns of an input row that share a
+    dynamic scale; None for all columns."""
 
     block_shape: tuple[int | None, int | None]
     scale_suffix: str = ".weight_scale"

@@ -43,7 +43,7 @@ class GptqFormat(QuantisedFormat):
     """A matrix in GPTQ's format.
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
     int32 [in].
-    zero_point_offset: is added to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2"."""
+    zero_point_offset: the number that is added to zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2"."""
 
     group_size: int | None
     zero_point_offset: int
@@ -77,13 +77,13 @@ class GptqFormat(QuantisedFormat):
         packed, group = tensors[".qweight"], self.group_size or columns
         order = common_column_order(tensors[".g_idx"], group)
 
-        def block(begin: int, end: int) -> Tensor:
+        def unpack_rows(begin: int, end: int) -> Tensor:
             codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
         zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
+        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, group, zeros, order)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
@@ -134,12 +134,12 @@ class AwqFormat(QuantisedFormat):
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         packed = tensors[".qweight"]
 
-        def block(begin: int, end: int) -> Tensor:
+        def unpack_rows(begin: int, end: int) -> Tensor:
             return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_NIBBLE_ORDER).T
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
+        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, self.group_size or columns, zeros)
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:

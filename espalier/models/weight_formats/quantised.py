@@ -177,12 +177,12 @@ def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None
     return None if size == -1 else int(size)
 
 
-def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) -> Tensor:
+def column_groups_of_part(groups: Tensor, columns: RankPart, group_size: int | None) -> Tensor:
     """Returns the group index of each column of a part, relative to the part's first group.
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
     not sorted by group, because their scales may be on another rank."""
-    part_groups = groups - columns.begin // (group or columns.size)
-    expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
+    part_groups = groups - columns.begin // (group_size or columns.size)
+    expected = torch.arange(len(columns), device=groups.device) // (group_size or columns.size)
     if not bool((part_groups == expected).all()):
         raise EspalierError(
             "columns whose groups are not in order (desc_act, actorder) cannot be divided among ranks; use "
@@ -191,21 +191,21 @@ def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) 
     return part_groups
 
 
-def common_column_order(groups: Tensor, group: int) -> Tensor | None:
+def common_column_order(groups: Tensor, group_size: int) -> Tensor | None:
     """Returns the indices [in] of the columns, sorted by group; None if the columns are already sorted.
     groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError if matrices have
-    different groups, or if a group does not have `group` columns."""
+    different groups, or if a group does not have `group_size` columns."""
     if not bool((groups == groups[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of g_idx; only equal ones are supported: use a checkpoint "
             "without desc_act"
         )
-    column_groups, expected = groups[0], torch.arange(groups.shape[1], device=groups.device) // group
+    column_groups, expected = groups[0], torch.arange(groups.shape[1], device=groups.device) // group_size
     if torch.equal(column_groups, expected.to(column_groups.dtype)):
         return None
     order = column_groups.argsort(stable=True)
     if not torch.equal(column_groups[order], expected.to(column_groups.dtype)):
         raise EspalierError(
-            f"g_idx does not put {group} columns into each group; the file is corrupt: download it again"
+            f"g_idx does not put {group_size} columns into each group; the file is corrupt: download it again"
         )
     return order
