@@ -1,8 +1,8 @@
 """The files of a batch: parses OpenAI's lines, checks an input file, and writes the output file, the journal.
 
-Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
-{"status_code", "request_id", "body"}.  The id consists of the input's digest and the line's number, so each answer
-identifies its input file and line.
+An input line is {"custom_id", "method", "url", "body"}.  An output line is {"id", "custom_id", "response", "error"};
+`response` is {"status_code", "request_id", "body"}.  The output's id consists of the input file's digest and the input
+line's number, so it identifies the answered line.
 """
 
 import errno
@@ -27,7 +27,7 @@ from espalier.errors import EspalierError, shown, without_duplicate_keys
 DEFAULT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINE_BYTES = 64 * 2**20
-MAX_ID_CHARS = 512
+MAX_CUSTOM_ID_CHARS = 512
 DIGEST_CHARS = 16
 STATUS_OK = 200
 
@@ -49,7 +49,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """The error of a line that gets no response.  code: OpenAI's error code.  custom_id: None if not known."""
+    """The error of a line without a response.  code: OpenAI's error code.  custom_id: None if the line has none."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -74,7 +74,7 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> BatchLine:
-    """Parses a line.  urls: the allowed endpoints.  Raises LineError."""
+    """Parses an input line.  urls: the allowed values of the field url.  Raises LineError."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -82,12 +82,12 @@ def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(LINE_FIELDS))
     custom_id = value.get("custom_id")
-    known_id = custom_id if isinstance(custom_id, str) else None
-    _refuse_repeated_keys(data, known_id)
+    text_id = custom_id if isinstance(custom_id, str) else None
+    _refuse_repeated_keys(data, text_id)
     try:
         _check_fields(value, urls)
     except LineError as error:
-        raise LineError(error.code, str(error), known_id) from None
+        raise LineError(error.code, str(error), text_id) from None
     return BatchLine(number, value["custom_id"], value["url"], value["body"])
 
 
@@ -96,10 +96,10 @@ def _not_json_error(error: Exception, custom_id: str | None = None) -> LineError
 
 
 def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
-    """Refuse an object with a repeated name, of which msgspec would keep only the last value.
+    """Refuse an object that has one name twice.  msgspec would keep only the last value of this name.
 
-    custom_id: the value that msgspec reads.  Raises LineError with this custom_id, or without one if the line has two
-    custom_ids, because the user may mean either.
+    custom_id: the value that msgspec reads.  Raises LineError with this custom_id.  If the line has two custom_ids, the
+    error has none, because the user may mean either.
     """
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
@@ -132,8 +132,8 @@ def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
         if name not in LINE_FIELDS:
             raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(LINE_FIELDS)}")
     custom_id, method, url, body = (value[name] for name in LINE_FIELDS)
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
-        message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_ID_CHARS} characters"
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_CUSTOM_ID_CHARS} characters"
         raise LineError("invalid_custom_id", message)
     if method != "POST":
         raise LineError("invalid_method", f"method={shown(method)} is not supported; use 'POST'")
@@ -160,7 +160,7 @@ def id_prefix(digest: str) -> str:
 
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """Returns the output line with the answer of line `number`.  digest: of the input file (InputScan)."""
+    """Returns the output line with the answer to input line `number`.  digest: the input file's (InputScan)."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -172,7 +172,8 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: of its lines, in hex; num_lines: without blank ones; last_line: a line number."""
+    """A checked input file.  digest: a hash of its lines, in hex.  num_lines: without blank lines.
+    last_line: the number of the last line that is not blank."""
 
     path: Path
     digest: str
@@ -183,11 +184,11 @@ class InputScan:
 def scan_input(path: Path) -> InputScan:
     """Read and check a whole input file.  Raises EspalierError if it cannot be read, is empty, or repeats a custom_id.
 
-    The memory is eight bytes a line, for the hash of a custom_id.  A second pass compares custom_ids with equal hashes.
+    Memory: an eight-byte hash of each custom_id.  A second pass compares custom_ids with equal hashes.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
-    digest, hashes = hashlib.sha256(), array("Q")
+    digest, id_hashes = hashlib.sha256(), array("Q")
     num_lines = last_number = 0
     try:
         with path.open("rb") as file:
@@ -196,8 +197,8 @@ def scan_input(path: Path) -> InputScan:
                 num_lines, last_number = num_lines + 1, number
                 custom_id = custom_id_of(data)
                 if custom_id is not None:
-                    hashes.append(_hash_of_id(custom_id))
-        _refuse_equal_ids(path, hashes)
+                    id_hashes.append(_hash_of_id(custom_id))
+        _refuse_repeated_ids(path, id_hashes)
     except OSError as error:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
     if not num_lines:
@@ -209,36 +210,36 @@ def _hash_of_id(custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
 
 
-def _refuse_equal_ids(path: Path, hashes: array) -> None:
+def _refuse_repeated_ids(path: Path, id_hashes: array) -> None:
     """Raises EspalierError for a repeated custom_id, with both line numbers."""
     # Sorted in place, because a copy would double the memory.
-    order = np.frombuffer(hashes, dtype=np.uint64)
-    order.sort()
-    repeated = set(order[1:][order[1:] == order[:-1]].tolist())
-    if repeated:
-        _refuse_first_repeated(path, repeated)
+    sorted_hashes = np.frombuffer(id_hashes, dtype=np.uint64)
+    sorted_hashes.sort()
+    repeated_hashes = set(sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]].tolist())
+    if repeated_hashes:
+        _refuse_first_repeated_id(path, repeated_hashes)
 
 
-def _refuse_first_repeated(path: Path, repeated_hashes: Collection[int]) -> None:
-    seen: dict[str, int] = {}
+def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> None:
+    line_of_id: dict[str, int] = {}
     with path.open("rb") as file:
         for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
             if custom_id is None or _hash_of_id(custom_id) not in repeated_hashes:
                 continue
-            if custom_id in seen:
+            if custom_id in line_of_id:
                 raise EspalierError(
-                    f"{path}, line {number}: custom_id {shown(custom_id)} is on line {seen[custom_id]} too; "
+                    f"{path}, line {number}: custom_id {shown(custom_id)} is on line {line_of_id[custom_id]} too; "
                     "give each line its own"
                 )
-            seen[custom_id] = number
+            line_of_id[custom_id] = number
 
 
 class Journal:
-    """The output file of a batch, which also records which lines are answered.
+    """The output file of a batch.  It also records which input lines are answered.
 
-    num_failed: the number of lines whose answer is an error or has another status than 200.  Raises EspalierError if
-    the file cannot be written, or is not the output of this input.
+    num_failed: how many answers are errors or have another status than 200.  Raises EspalierError if the file cannot be
+    written, or has answers to another input.
     """
 
     def __init__(self, path: Path, scan: InputScan):
@@ -248,7 +249,7 @@ class Journal:
         self.num_failed = 0
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last_line + 1)
-        self._has_unsynced = False
+        self._has_unsynced_lines = False
         # `sync` may run in a thread while `close` is called.
         self._sync_lock = threading.Lock()
         self._file = open_locked(path, "batch", "name another file")
@@ -267,7 +268,7 @@ class Journal:
         return self.scan.num_lines - self.num_answered
 
     def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
-        """Yields (number, bytes) of each unanswered input line.  A line is read when it is needed."""
+        """Yields (line number, bytes) of each unanswered input line, and reads it only when needed."""
         with self.scan.path.open("rb") as file:
             for number, data in numbered_lines(file, self.scan.path):
                 if not self.is_answered(number):
@@ -280,21 +281,21 @@ class Journal:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # Remove a partly written line: more lines may follow, and only the last line may be incomplete.
+            # Remove a partly written line, because `_recover` accepts an incomplete line only at the file's end.
             with suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - (len(line) - len(data)))
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
-        self._has_unsynced = True
+        self._has_unsynced_lines = True
         self._count_answer(number, isinstance(answer, LineError) or answer.status_code != STATUS_OK)
 
     def sync(self) -> None:
         """Sync the written lines to the disk.  May run in a thread.  Raises EspalierError if that fails."""
         with self._sync_lock:
-            if not self._has_unsynced:
+            if not self._has_unsynced_lines:
                 return
-            self._has_unsynced = False
+            self._has_unsynced_lines = False
             try:
                 os.fsync(self._file)
             except OSError as error:
@@ -314,50 +315,50 @@ class Journal:
         except OSError as error:
             raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
 
-    def _count_answer(self, number: int, failed: bool) -> None:
+    def _count_answer(self, number: int, is_failed: bool) -> None:
         self._is_answered[number] = 1
         self.num_answered += 1
-        self.num_failed += failed
+        self.num_failed += is_failed
 
     def _recover(self) -> None:
         """Read the answers of an earlier run, and remove an incomplete last line."""
         with self.path.open("rb") as file:
             offset = 0
             for line_number, data in enumerate(file, 1):
-                if not data.endswith(b"\n") and self._is_torn(data):
+                if not data.endswith(b"\n") and self._begins_output_line(data):
                     os.ftruncate(self._file, offset)
                     break
                 self._read_answer(line_number, data)
                 offset += len(data)
 
-    def _is_torn(self, data: bytes) -> bool:
-        """Returns whether bytes without line end begin an output line.  In a lost disk block, all bytes are zero."""
+    def _begins_output_line(self, data: bytes) -> bool:
+        """Returns whether `data`, without line end, begin an output line.  A lost disk block has zero bytes."""
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
     def _read_answer(self, line_number: int, data: bytes) -> None:
         try:
             line: Any = msgspec.json.decode(data)
-            name, response = line["id"], line["response"]
-            number = int(name.rpartition("_")[2])
-            failed = response is None or response["status_code"] != STATUS_OK
+            answer_id, response = line["id"], line["response"]
+            number = int(answer_id.rpartition("_")[2])
+            is_failed = response is None or response["status_code"] != STATUS_OK
         except (msgspec.DecodeError, TypeError, KeyError, ValueError, AttributeError):
             raise EspalierError(
                 f"{self.path}, line {line_number}: this is not a batch's output; name another file for the output"
             ) from None
-        if not name.startswith(self._prefix) or not 0 < number <= self.scan.last_line:
+        if not answer_id.startswith(self._prefix) or not 0 < number <= self.scan.last_line:
             raise EspalierError(
                 f"{self.path} has answers to another input than {self.scan.path}, or the input has changed since; "
                 "name another file for the output"
             )
         if not self.is_answered(number):
-            self._count_answer(number, failed)
+            self._count_answer(number, is_failed)
 
 
-def open_locked(path: Path, owner: str, remedy: str) -> int:
+def open_locked(path: Path, owner_noun: str, remedy: str) -> int:
     """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    owner: a noun for the other process in messages.  remedy: the advice if the file cannot be opened.
+    owner_noun: names the other process in the error.  remedy: the advice in the error if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -368,13 +369,13 @@ def open_locked(path: Path, owner: str, remedy: str) -> int:
     except OSError as error:
         os.close(file)
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise EspalierError(f"{path} is being written by another {owner}; wait for it, or end it") from None
+            raise EspalierError(f"{path} is being written by another {owner_noun}; wait for it, or end it") from None
         raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
     return file
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to the disk, because a file's fsync does not include its name.  Raises OSError."""
+    """Sync a folder's entries to the disk: fsync of a file does not sync the file's name.  Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
 """Runs a batch: sends every unanswered line over HTTP, or to an ASGI application in this process.
 
-Failures that do not depend on the line are retried: a full queue, a restarting server, a lost connection.  At most
-`concurrency` lines are in memory, so a file may have any number of lines.
+A failure that does not depend on the line is retried: a full queue, a restarting server, a lost connection.  Only the
+lines in flight are in memory, so a file may have any number of lines.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ import msgspec
 from espalier.batch_jobs.files import DEFAULT_URLS, BatchLine, Journal, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
-# The longest time without data on a connection: some answers take many minutes.
+# The time limit for the next bytes of an answer.  Some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# A line that the server accepted and lost this often may be the cause of crashes, and is not sent again.
+# After a server lost a line this many times, the line is not sent again, because the line may crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404
@@ -30,7 +30,8 @@ SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
-    """A line got no answer.  is_final: a retry would fail too.  was_lost: the server had accepted the line."""
+    """A line got no answer.  retry_after_s: the least pause before a retry.  is_final: a retry would fail too.
+    was_lost: the server had accepted the line."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(reason)
@@ -40,10 +41,10 @@ class NotAnswered(Exception):
 
 
 class Sender:
-    """Sends lines to servers.  clients: one client for each server, used in turn; all servers have the same models.
+    """Sends lines to servers.  clients: one client for each server, used in turn.  All servers have the same models.
 
-    give_up_s: the longest time without any answer, None for no limit.  priority: of bodies that have no priority.
-    """
+    give_up_s: after this time without an answer to any line, `answer` raises; None for no limit.  priority: added to
+    bodies without a priority."""
 
     def __init__(
         self, clients: Sequence[httpx.AsyncClient], give_up_s: float | None = None, priority: int | None = None
@@ -54,23 +55,23 @@ class Sender:
         self._next_clients = cycle(clients)
         self._answered_at = asyncio.get_running_loop().time()
 
-    async def answer(self, name: str, line: BatchLine) -> Response:
-        """Returns the response to a line.  name: the request id to send.
+    async def answer(self, request_id: str, line: BatchLine) -> Response:
+        """Returns the response to a line, after retries if necessary.
 
-        Raises LineError if only this line gets no answer, and EspalierError if the server does not answer any more.
+        Raises LineError if only this line gets no answer, and EspalierError if no line will get an answer.
         """
         body = line.body
         if self.priority is not None and "priority" not in body:
             body = {**body, "priority": self.priority}
-        data, pause, num_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
+        data, pause, num_times_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
         while True:
             try:
-                response = await self._send_once(next(self._next_clients), name, line, data)
+                response = await self._send_once(next(self._next_clients), request_id, line, data)
             except NotAnswered as why:
                 self._require_retry_useful(why)
-                num_lost += why.was_lost
-                if num_lost == MAX_TIMES_LOST:
-                    message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
+                num_times_lost += why.was_lost
+                if num_times_lost == MAX_TIMES_LOST:
+                    message = f"the line was lost {num_times_lost} times ({why}); send it alone to see why"
                     raise LineError("no_answer", message, line.custom_id) from None
                 await asyncio.sleep(max(why.retry_after_s, pause * (0.5 + random.random())))
                 pause = min(2 * pause, MAX_RETRY_PAUSE_S)
@@ -86,11 +87,11 @@ class Sender:
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({failure}); see the server's log")
 
-    async def _send_once(self, client: httpx.AsyncClient, name: str, line: BatchLine, data: bytes) -> Response:
+    async def _send_once(self, client: httpx.AsyncClient, request_id: str, line: BatchLine, data: bytes) -> Response:
         """Send a line without retries.  Returns the response.  Raises NotAnswered or LineError."""
-        headers = {"content-type": "application/json", "x-request-id": name}
+        headers = {"content-type": "application/json", "x-request-id": request_id}
         try:
-            got = await client.post(line.url, content=data, headers=headers)
+            http_response = await client.post(line.url, content=data, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:
@@ -98,14 +99,15 @@ class Sender:
                 f"the connection to {client.base_url} was lost: {one_line(error)}", was_lost=True
             ) from None
         try:
-            body = msgspec.json.decode(got.content)
+            body = msgspec.json.decode(http_response.content)
         except msgspec.DecodeError:
             body = None
-        _require_answer(got, body)
+        _require_answer(http_response, body)
         if not isinstance(body, dict):
-            message = f"the server answered {got.status_code} without a JSON object; is it an OpenAI-compatible server?"
+            answered = f"the server answered {http_response.status_code}"
+            message = f"{answered} without a JSON object; is it an OpenAI-compatible server?"
             raise LineError("invalid_response", message, line.custom_id)
-        return Response(got.status_code, got.headers.get("x-request-id", name), body)
+        return Response(http_response.status_code, http_response.headers.get("x-request-id", request_id), body)
 
 
 def _require_answer(response: httpx.Response, body: Any) -> None:
@@ -122,26 +124,26 @@ def _require_answer(response: httpx.Response, body: Any) -> None:
         here = f"{url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {text}"
         raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", is_final=True)
     if response.status_code in RETRIED_STATUSES:
-        after = response.headers.get("retry-after", "")
+        retry_after = response.headers.get("retry-after", "")
         raise NotAnswered(
             why,
-            min(float(after), MAX_RETRY_PAUSE_S) if after.isdecimal() else 0.0,
+            min(float(retry_after), MAX_RETRY_PAUSE_S) if retry_after.isdecimal() else 0.0,
             is_final=response.headers.get("x-should-retry") == "false",
-            was_lost=error.get("code") == "engine_gone" and not after,
+            was_lost=error.get("code") == "engine_gone" and not retry_after,
         )
 
 
 def split_url(url: str) -> SplitResult:
-    """Returns the parts of a server's URL.  Raises EspalierError for other text."""
+    """Splits a server's URL.  Raises EspalierError for other text."""
     try:
-        parts = urlsplit(url)
+        url_parts = urlsplit(url)
         # Some hosts that urlsplit accepts are refused by httpx.
-        is_supported = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
+        is_supported = url_parts.scheme in ("http", "https") and httpx.URL(url).host and url_parts.port != 0
     except (ValueError, httpx.InvalidURL):
         is_supported = False
-    if not is_supported or parts.query or parts.fragment:
+    if not is_supported or url_parts.query or url_parts.fragment:
         raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
-    return parts
+    return url_parts
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
@@ -150,16 +152,16 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.AsyncClient(base_url=base, headers=_headers(api_key), timeout=timeout, limits=limits)
+    return httpx.AsyncClient(base_url=base, headers=_key_headers(api_key), timeout=timeout, limits=limits)
 
 
 def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
     """Returns an HTTP client of an ASGI application in this process."""
     transport = httpx.ASGITransport(app)
-    return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
+    return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_key_headers(api_key), timeout=None)
 
 
-def _headers(api_key: str | None) -> dict[bytes, bytes]:
+def _key_headers(api_key: str | None) -> dict[bytes, bytes]:
     # The key is sent as UTF-8 bytes, because httpx accepts only ASCII text.
     return {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
 
@@ -188,18 +190,18 @@ async def run_batch(
 ) -> None:
     """Send all unanswered lines of the journal's input, and write the answers.
 
-    on_answer: called after each written answer.  urls: the allowed endpoints.  Raises EspalierError if the server does
-    not answer any more, or the output cannot be written.  The journal keeps the answers so far, and a later run sends
-    the other lines.
+    concurrency: how many lines are sent at once.  on_answer: called after each written answer.  urls: allowed values of
+    the field url.  Raises EspalierError if the server does not answer any more, or the output cannot be written.
+    Answers that are written stay in the journal, so a later run sends only the other lines.
     """
     lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:
-            syncing = group.create_task(_sync_periodically(journal))
+            sync_task = group.create_task(_sync_periodically(journal))
             async with asyncio.TaskGroup() as workers:
                 for _ in range(min(concurrency, journal.num_unanswered)):
                     workers.create_task(_answer_lines(lines, journal, sender, on_answer, urls))
-            syncing.cancel()
+            sync_task.cancel()
     except BaseExceptionGroup as errors:
         raise _first_error(errors) from None
     finally:
@@ -213,7 +215,7 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Send one line after another.  Several tasks share the iterator `lines`."""
+    """Send one line after another.  Several tasks run this function with the same iterator `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError

@@ -16,33 +16,33 @@ RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
 def require_finite_values(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema with a part that has no finite value.  Raises EspalierError, which names the innermost part.
+    """Refuse a schema with a subschema that has no finite value.  Raises EspalierError with the innermost such place.
 
-    schema: the enforceable schema and its parts, by place (JSON pointer).  Every reference refers to such a place."""
-    ends = _least_fixpoint(schema, _can_end, _references)
+    schema: an enforceable schema and its subschemas, by place (JSON pointer).  Every $ref refers to such a place."""
+    finite_places = _names_with_finite_text(schema, _can_end, _references)
     # The innermost place first: the user must change the schema there.
-    endless = sorted(schema.keys() - ends, key=lambda place: (-place.count("/"), place))
+    endless = sorted(schema.keys() - finite_places, key=lambda place: (-place.count("/"), place))
     if endless:
-        what = "no value ends: the schema always needs itself again, or more entries than it allows"
-        raise schema_error(endless[0], what, "make a reference optional, give it another branch, or lower a minimum")
+        problem = "no value ends: the schema always needs itself again, or more entries than it allows"
+        raise schema_error(endless[0], problem, "make a reference optional, give it another branch, or lower a minimum")
 
 
-def _least_fixpoint(
+def _names_with_finite_text(
     parts: Mapping[Any, Any], is_finite: Callable[[Any, set[Any]], bool], requires: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.  is_finite(part, finite_names): whether a part has one if
-    the parts `finite_names` have one.  requires(part): the names that the part refers to."""
-    waiting: dict[Any, list[Any]] = {}
+    """Returns the names of the parts (subschemas or rules) with a finite text.  is_finite(part, finite_names):
+    whether the part has a finite text if the parts `finite_names` have.  requires(part): the names it refers to."""
+    dependent_names: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in requires(part):
-            waiting.setdefault(needed, []).append(name)
+            dependent_names.setdefault(needed, []).append(name)
     finite: set[Any] = set()
-    to_try = list(parts)
-    while to_try:
-        name = to_try.pop()
+    untried_names = list(parts)
+    while untried_names:
+        name = untried_names.pop()
         if name not in finite and is_finite(parts[name], finite):
             finite.add(name)
-            to_try += waiting.get(name, ())
+            untried_names += dependent_names.get(name, ())
     return finite
 
 
@@ -78,8 +78,9 @@ def _object_can_end(schema: dict[str, Any], finite: set[str]) -> bool:
     properties = schema.get("properties", {})
     if not properties:
         return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), finite)
-    ending = {name for name, value in properties.items() if _can_end(value, finite)}
-    return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
+    finite_properties = {name for name, value in properties.items() if _can_end(value, finite)}
+    has_required = finite_properties >= set(schema.get("required", ()))
+    return has_required and len(finite_properties) >= schema.get("minProperties", 0)
 
 
 def check_ebnf_escapes(ebnf: str) -> str:
@@ -96,8 +97,8 @@ def check_ebnf_escapes(ebnf: str) -> str:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse a grammar with a reachable rule that no finite text matches.  Raises EspalierError.  xgrammar parses the
-    grammar, and raises RuntimeError for a syntax error."""
+    """Refuse a grammar with a reachable rule that no finite text matches.  Raises EspalierError, or RuntimeError for a
+    syntax error that xgrammar finds."""
     import xgrammar
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
@@ -105,23 +106,23 @@ def require_finite_rules(ebnf: str) -> None:
 
 
 def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
-    """Returns the names of the reachable rules without finite text.  parsed_grammar: xgrammar's JSON."""
+    """Returns the names of the reachable rules without a finite text.  parsed_grammar: xgrammar's JSON form."""
     data, starts = parsed_grammar["grammar_expr_data"], parsed_grammar["grammar_expr_indptr"]
     expressions = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(parsed_grammar["rules"])}
 
-    def ends(body: int, finite_rules: set[int]) -> bool:
+    def has_finite_text(body: int, finite_rules: set[int]) -> bool:
         kind, contents = expressions[body]
         if kind == RULE_KIND:
             return contents[0] in finite_rules
         if kind == REPEAT_KIND:
             return contents[0] in finite_rules or contents[1] == 0
         if kind in (SEQUENCE_KIND, CHOICES_KIND):
-            rule_id = (ends(part, finite_rules) for part in contents)
-            return all(rule_id) if kind == SEQUENCE_KIND else any(rule_id)
+            are_finite = (has_finite_text(part, finite_rules) for part in contents)
+            return all(are_finite) if kind == SEQUENCE_KIND else any(are_finite)
         return True
 
-    finite_rules = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, expressions))
+    finite_rules = _names_with_finite_text(bodies, has_finite_text, lambda body: _rules_in(body, expressions))
     reached_rules, new_rules = set(), {parsed_grammar["root_rule_id"]}
     while new_rules:
         reached_rules |= new_rules

@@ -1,8 +1,8 @@
 """The "format" values of JSON Schema strings, each as a regular expression.
 
-The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some allow less than their
-standard, so that every parser accepts the text: no leap second, no quoted mail address.  Only the schema limits the
-length.
+The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some expressions allow less
+than their standard, so that every parser accepts the text: no leap second, no quoted mail address.  Lengths are not
+limited; minLength and maxLength of the schema do that.
 """
 
 from collections.abc import Mapping
@@ -48,13 +48,13 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
 
 
 def _base64(last_characters: str) -> str:
-    """Returns the regex of Base64 text: four characters for three bytes.  Unused bits of the last character are 0."""
+    """Returns the regex of Base64 text.  last_characters: the two characters of the alphabet after the digits."""
     char = f"[A-Za-z0-9{last_characters}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# The lengths are not bounded here: each character of a bounded part is a further state, which takes some 10 ms to
-# compile.
+# The lengths are not bounded here, because each character of a bounded part adds a state to the compiled grammar, which
+# takes some 10 ms.
 _HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
@@ -85,7 +85,7 @@ _SHORT_URI = (
 )
 _SHORT_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
 _SHORT_ATOM = f"{_MAIL_CHAR}{{1,24}}"
-# Variants of formats with bounded lengths, for strings with a maxLength.
+# By format: a regex with bounded lengths, for strings with a maxLength.
 _SHORT_FORMATS: Mapping[str, str] = {
     "uri": _SHORT_URI,
     "uri-reference": _SHORT_URI,
@@ -132,5 +132,5 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """Returns the parsed regex of a format in FORMATS.  is_short: use the variant in _SHORT_FORMATS, if any."""
+    """Returns the parsed regex of a format in FORMATS.  is_short: prefer the regex in _SHORT_FORMATS."""
     return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

@@ -1,8 +1,8 @@
-"""Parses regular expressions of Espalier's dialect (docs/server.md has its table), and refuses other syntax by name.
+"""Parses regular expressions of Espalier's dialect (the table in docs/server.md), and refuses other syntax by name.
 
-An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  The pattern
-of a JSON schema is a search, as JSON Schema defines: any text may be on a side of the pattern without anchor.
-Generated JSON strings have only characters that JSON need not escape.
+An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  As JSON
+Schema defines, a schema's pattern may match anywhere in the string: without ^ any text may come before, and without $
+any text may come after.  Generated JSON strings have only characters that JSON need not escape.
 """
 
 import re
@@ -41,8 +41,9 @@ from espalier.grammar.regex_tree import (
 MAX_DEPTH = 64
 MAX_STATES = 100_000
 MAX_RANGES = 100_000
-HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-COUNTS_PATTERN = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
+# By escape letter: the number of hex digits after it.
+NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+REPETITION_COUNTS_PATTERN = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
 GROUP_NAME_PATTERN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
 POSIX_CLASS_PATTERN = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
@@ -72,6 +73,7 @@ REFUSED_ESCAPES = {
     "0": ("an octal number", r"write \x and two hex digits"),
     "o": ("an octal number", r"write \x and two hex digits"),
 }
+# (beginning of the group after its parenthesis, its name, advice what to write instead).
 REFUSED_GROUPS = (
     ("?=", "lookaround", "write what may follow as a part of the regex"),
     ("?!", "lookaround", "write what may follow as a part of the regex"),
@@ -86,8 +88,8 @@ REFUSED_GROUPS = (
 
 
 def ebnf_of_regex(regex: str) -> str:
-    """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.  Raises EspalierError
-    if the expression is not in the dialect."""
+    """Returns a grammar in xgrammar's EBNF for the texts that the regex matches as a whole.  Raises EspalierError if
+    the regex is not in the dialect."""
     node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).parse(), EMPTY_TEXT, regex, "regex")
     text = regex_of(_checked_size(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY_TEXT else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
@@ -106,81 +108,81 @@ def pattern_node(pattern: str) -> Node:
 
 
 def format_node(regex: str) -> Node:
-    """Returns the regex tree of a regular expression that must match a whole JSON string."""
+    """Returns the regex tree of a regex that must match the whole JSON string."""
     return restrict_to(_RegexParser(regex, "format", NEWLINES).parse(), JSON_CHARACTERS)
 
 
-def _checked_size(node: Node, regex: str, kind: str, remedy: str) -> Node:
+def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
     if node == NO_TEXT:
-        raise EspalierError(f"{kind} {shown(regex)} allows no text; {remedy}")
+        raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
-        raise EspalierError(f"{kind} {shown(regex)} has repetitions of more than {MAX_STATES} characters; lower them")
+        raise EspalierError(f"{noun} {shown(regex)} has repetitions of more than {MAX_STATES} characters; lower them")
     if num_ranges(node) > MAX_RANGES:
         raise EspalierError(
-            f"{kind} {shown(regex)} has classes of more than {MAX_RANGES} ranges of characters; repeat a class with "
+            f"{noun} {shown(regex)} has classes of more than {MAX_RANGES} ranges of characters; repeat a class with "
             r"{...}, or write [^a-zA-Z0-9_] for \W"
         )
     return node
 
 
-def _refusal(kind: str, regex: str, fault: str, position: int, remedy: str) -> EspalierError:
-    return EspalierError(f"{kind} {shown(regex)} has {fault} at position {position}, which is not supported; {remedy}")
+def _refusal(noun: str, regex: str, fault: str, position: int, remedy: str) -> EspalierError:
+    return EspalierError(f"{noun} {shown(regex)} has {fault} at position {position}, which is not supported; {remedy}")
 
 
 # Anchors
 
 
-def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
-    """Returns the node with its anchors resolved.  outside: the texts that are allowed on a side without an anchor."""
-    return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
+def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
+    """Returns the node without anchors.  outside: replaces a missing ^ or $, as the texts allowed there."""
+    return _resolve_anchors(_resolve_anchors(node, True, outside, regex, noun), False, outside, regex, noun)
 
 
-def _resolve_anchors(node: Node, is_start: bool, unmatched: Node, regex: str, kind: str) -> Node:
-    """Resolve the anchors of one side.  unmatched: the texts that are allowed on this side without an anchor."""
+def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
+    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: see _without_anchors."""
     if isinstance(node, Alt):
-        return alt([_resolve_anchors(branch, is_start, unmatched, regex, kind) for branch in node.branches])
+        return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     at = 0 if is_start else -1
     if parts and _is_anchor(parts[at], is_start):
         while parts and _is_anchor(parts[at], is_start):
             parts.pop(at)
-        _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
+        _require_no_anchor(Seq(tuple(parts)), is_start, regex, noun)
         return seq(parts)
     if parts and isinstance(parts[at], Alt):
         inner = parts.pop(at)
-        _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
-        resolved = _resolve_anchors(inner, is_start, unmatched, regex, kind)
+        _require_no_anchor(Seq(tuple(parts)), is_start, regex, noun)
+        resolved = _resolve_anchors(inner, is_start, outside, regex, noun)
         return seq([resolved, *parts] if is_start else [*parts, resolved])
-    _require_no_anchor(node, is_start, regex, kind)
-    return seq([unmatched, *parts] if is_start else [*parts, unmatched])
+    _require_no_anchor(node, is_start, regex, noun)
+    return seq([outside, *parts] if is_start else [*parts, outside])
 
 
 def _is_anchor(node: Node, is_start: bool) -> bool:
     return isinstance(node, Anchor) and node.is_start == is_start
 
 
-def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> None:
+def _require_no_anchor(node: Node, is_start: bool, regex: str, noun: str) -> None:
     if isinstance(node, Anchor) and node.is_start == is_start:
         fault = f"{'^' if is_start else '$'!r} in the middle"
-        raise _refusal(kind, regex, fault, node.position, r"write \^ or \$ for the character, or leave it out")
+        raise _refusal(noun, regex, fault, node.position, r"write \^ or \$ for the character, or leave it out")
     for child in children(node):
-        _require_no_anchor(child, is_start, regex, kind)
+        _require_no_anchor(child, is_start, regex, noun)
 
 
 # Reading
 
 
 class _RegexParser:
-    """A parser of one regex.  kind: the regex's noun in errors.  newlines: the characters that "." excludes."""
+    """A parser of one regex.  noun: names the regex in errors.  newlines: the characters that "." excludes."""
 
-    def __init__(self, regex: str, kind: str, newlines: Ranges):
+    def __init__(self, regex: str, noun: str, newlines: Ranges):
         if not isinstance(regex, str):
-            raise EspalierError(f"{kind} {shown(regex)} is no string")
+            raise EspalierError(f"{noun} {shown(regex)} is no string")
         self.regex = regex
-        self.kind = kind
+        self.noun = noun
         self.newlines = newlines
         self.position = 0
-        self.names: set[str] = set()
+        self.group_names: set[str] = set()
 
     def parse(self) -> Node:
         node = self._read_branches(0)
@@ -189,15 +191,15 @@ class _RegexParser:
         return node
 
     def _refusal_at(self, fault: str, remedy: str, position: int | None = None) -> EspalierError:
-        return _refusal(self.kind, self.regex, fault, self.position if position is None else position, remedy)
+        return _refusal(self.noun, self.regex, fault, self.position if position is None else position, remedy)
 
     def _peek(self) -> str:
         return self.regex[self.position : self.position + 1]
 
     def _skip_if_next(self, text: str) -> bool:
-        found = self.regex.startswith(text, self.position)
-        self.position += len(text) if found else 0
-        return found
+        is_next = self.regex.startswith(text, self.position)
+        self.position += len(text) if is_next else 0
+        return is_next
 
     def _read_branches(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -207,7 +209,7 @@ class _RegexParser:
             branches.append(self._read_sequence(depth))
         if len(branches) == 1:
             return branches[0]
-        # Anchors are resolved in each branch, so branches with anchors are not merged.
+        # _without_anchors treats each branch separately, so `alt` must not merge branches with anchors.
         return Alt(tuple(branches)) if any(map(_has_anchor, branches)) else alt(branches)
 
     def _read_sequence(self, depth: int) -> Node:
@@ -258,19 +260,19 @@ class _RegexParser:
         if not (self._skip_if_next("?P<") or self._skip_if_next("?<")):
             raise self._refusal_at("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
         name_match = GROUP_NAME_PATTERN.match(self.regex, self.position)
-        if name_match is None or name_match[1] in self.names:
+        if name_match is None or name_match[1] in self.group_names:
             fault = (
                 "a group without a name" if name_match is None else f"a second group with the name {name_match[1]!r}"
             )
             raise self._refusal_at(fault, "use (...) without a name", at)
-        self.names.add(name_match[1])
+        self.group_names.add(name_match[1])
         self.position = name_match.end()
 
     # Repetitions
 
     def _read_counts(self) -> tuple[int, int | None, int] | None:
         """Returns (least count, most count, position after the braces); None if no count in braces comes next."""
-        counts = COUNTS_PATTERN.match(self.regex, self.position)
+        counts = REPETITION_COUNTS_PATTERN.match(self.regex, self.position)
         if counts is None:
             return None
         least, comma, most = int(counts[1]), counts[2], counts[3]
@@ -279,8 +281,8 @@ class _RegexParser:
     def _read_repetition(self, part: Node) -> Node:
         at, char = self.position, self._peek()
         counts: tuple[int, int | None]
-        if char == "{" and (found := self._read_counts()) is not None:
-            counts, self.position = found[:2], found[2]
+        if char == "{" and (counts_and_end := self._read_counts()) is not None:
+            counts, self.position = counts_and_end[:2], counts_and_end[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
             self.position += 1
@@ -304,7 +306,7 @@ class _RegexParser:
         at = self.position
         self.position += 2
         char = self.regex[at + 1 : at + 2]
-        if char in HEX_DIGITS:
+        if char in NUM_HEX_DIGITS:
             return self._read_code_point(char, at)
         if char in CONTROL_ESCAPES:
             return same_in_all_dialects([(ord(CONTROL_ESCAPES[char]),) * 2])
@@ -328,16 +330,17 @@ class _RegexParser:
             self.position += len(inside) + 1
 
     def _read_code_point(self, escape_letter: str, position: int) -> Characters:
-        digits = self.regex[self.position : self.position + HEX_DIGITS[escape_letter]]
-        if len(digits) < HEX_DIGITS[escape_letter] or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
-            fault = f"'\\{escape_letter}' without {HEX_DIGITS[escape_letter]} hex digits"
+        num_digits = NUM_HEX_DIGITS[escape_letter]
+        digits = self.regex[self.position : self.position + num_digits]
+        if len(digits) < num_digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            fault = f"'\\{escape_letter}' without {num_digits} hex digits"
             raise self._refusal_at(fault, r"write \x41, \u0041 or \U00000041", position)
         code = int(digits, 16)
         if code > ALL_CHARACTERS[-1][1]:
             raise self._refusal_at(
                 f"'\\{escape_letter}{digits}', which is no character", "use 0010ffff at most", position
             )
-        self.position += HEX_DIGITS[escape_letter]
+        self.position += num_digits
         return self._read_literal(chr(code), position)
 
     def _read_class(self) -> Characters:

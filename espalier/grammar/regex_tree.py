@@ -1,8 +1,8 @@
-"""A regular expression as a tree, and as a text that all parts of xgrammar interpret correctly.
+"""A regular expression as a tree of nodes, and as a text that all parts of xgrammar interpret correctly.
 
-A set of characters is a tuple of sorted, separate ranges of code points, without surrogates.  \\d, \\w and \\s mean
-ASCII in some dialects and all of Unicode in others.  So each class has two sets: the characters that every dialect
-accepts, and the characters that at least one dialect accepts.
+A set of characters is a tuple of sorted, separate ranges of code points, without surrogates.  \\d, \\w and \\s match
+only ASCII in some dialects of regular expressions, and all of Unicode in others.  So each class has two sets: the
+characters that every dialect accepts, and the characters that at least one dialect accepts.
 """
 
 import re
@@ -34,7 +34,7 @@ def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Returns the sorted, separate ranges of all given characters."""
+    """Returns the same characters as sorted, separate ranges."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -69,13 +69,13 @@ def _ranges_of_python_class(escape: str) -> Ranges:
 
 @lru_cache
 def characters_of_class(escape: str) -> Characters:
-    r"""Returns the class \d, \w, \s, \D, \W or \S for its letter."""
+    r"""Returns the characters of \d, \w, \s, \D, \W or \S.  escape: the letter."""
     if escape in "DWS":
         return characters_of_class(escape.lower()).negated()
     ascii_part = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122)), "s": ((9, 13), (32, 32))}[escape]
     # In ECMAScript, the byte order mark is white space.
-    others = ranges_of_text("\ufeff") if escape == "s" else ()
-    return Characters(ascii_part, union((*_ranges_of_python_class("\\" + escape), *others)))
+    ecmascript_only = ranges_of_text("\ufeff") if escape == "s" else ()
+    return Characters(ascii_part, union((*_ranges_of_python_class("\\" + escape), *ecmascript_only)))
 
 
 ALL_CHARACTERS: Ranges = complement(())
@@ -87,12 +87,12 @@ NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")
 
 
 CARET_RANGES = ranges_of_text("^")
-# The last code points with two and with three bytes in UTF-8.
+# The last code points with two and with three bytes in UTF-8 (_without_utf8_gaps).
 UTF8_GAPS = (0x7FF, 0xFFFF)
 # The largest repetition count that xgrammar unrolls.
 MAX_UNROLLED = 128
-# A larger repetition of a character is written in blocks of about BLOCK_CHARS, if the regex has at most
-# MAX_CHARS_IN_BLOCKS characters.  xgrammar would compile longer regexes in blocks too slowly.
+# A larger repetition of a character is written as repeated blocks of about BLOCK_CHARS characters.  A regex with more
+# than MAX_CHARS_IN_BLOCKS characters is written without blocks, because xgrammar would compile the blocks too slowly.
 BLOCK_CHARS = 100
 MAX_CHARS_IN_BLOCKS = 1000
 
@@ -150,7 +150,7 @@ def seq(parts: list[Node]) -> Node:
 
 
 def alt(branches: list[Node]) -> Node:
-    """Join branches.  If a branch is empty, the other branches become optional, so no text matches in two ways."""
+    """Returns a node for any of the branches.  An empty branch makes the others optional: no text matches twice."""
     distinct = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
     node = distinct[0] if len(distinct) == 1 else Alt(distinct)
     return repeat(node, 0, 1) if EMPTY_TEXT in branches else node
@@ -183,7 +183,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def num_states(node: Node) -> int:
-    """Returns the number of characters in the node, with each repetition written out."""
+    """Returns the number of Chars in the node, where a part that is repeated n times counts n times."""
     if isinstance(node, Seq):
         return sum(map(num_states, node.parts))
     if isinstance(node, Alt):
@@ -194,43 +194,43 @@ def num_states(node: Node) -> int:
 
 
 def num_ranges(node: Node) -> int:
-    """Returns the number of character ranges in all classes of the node, with each repetition written out."""
+    """Returns the number of character ranges in all classes of the node.  A repeated class counts once."""
     return len(node.ranges) if isinstance(node, Chars) else sum(map(num_ranges, children(node)))
 
 
 def regex_of(node: Node) -> str:
     """Returns the regex in ASCII, with only classes, groups and repetitions, which all parts of xgrammar read alike.
 
-    xgrammar merges states that the same texts reach, and states in which a text ends.  This is wrong if a text can end
-    in several states, or return to the first state.  The empty groups add a separate first and last state."""
+    xgrammar merges the states of its automaton in which a text may end.  This fails if there are several such
+    states, or if a text can lead back to the first state.  The empty groups add an extra first and last state."""
     return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_CHARS_IN_BLOCKS)})()"
 
 
-def _text_of(node: Node, in_blocks: bool) -> str:
+def _text_of(node: Node, uses_blocks: bool) -> str:
     if isinstance(node, Chars):
         return _class_text(node.ranges)
     if isinstance(node, Seq):
-        texts = (_text_of(part, in_blocks) for part in node.parts)
+        texts = (_text_of(part, uses_blocks) for part in node.parts)
         return "".join(
             f"({text})" if isinstance(part, Alt) else text for part, text in zip(node.parts, texts, strict=True)
         )
     if isinstance(node, Alt):
-        return "|".join(_text_of(branch, in_blocks) for branch in node.branches)
+        return "|".join(_text_of(branch, uses_blocks) for branch in node.branches)
     assert isinstance(node, Repeat), "anchors are resolved before"
-    return _repetition_text(node, in_blocks)
+    return _repetition_text(node, uses_blocks)
 
 
-def _repetition_text(node: Repeat, in_blocks: bool) -> str:
+def _repetition_text(node: Repeat, uses_blocks: bool) -> str:
     """Returns a repetition's text without "?" and {2,}, which xgrammar misreads after a part of variable length."""
     least, most = node.minimum, node.maximum
-    is_often = max(least, most or 0) > MAX_UNROLLED
+    has_large_count = max(least, most or 0) > MAX_UNROLLED
     if isinstance(node.repeated, Chars):
-        part = _text_of(node.repeated, in_blocks)
-        if is_often and in_blocks:
+        part = _text_of(node.repeated, uses_blocks)
+        if has_large_count and uses_blocks:
             return _repeat_in_blocks(part, least, most)
     else:
         # xgrammar makes a separate rule of a part that is repeated often.
-        part = f"({regex_of(node.repeated) if is_often else _text_of(node.repeated, in_blocks)})"
+        part = f"({regex_of(node.repeated) if has_large_count else _text_of(node.repeated, uses_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
     if (least, most) == (0, 1) and isinstance(node.repeated, Chars):
@@ -239,9 +239,9 @@ def _repetition_text(node: Repeat, in_blocks: bool) -> str:
 
 
 def _repeat_in_blocks(char: str, minimum: int, maximum: int | None) -> str:
-    """Returns the text of a character, repeated `minimum` to `maximum` times, without a count above MAX_UNROLLED.
+    """Returns the regex of a repeated character, without a count above MAX_UNROLLED.  char: the character's regex.
 
-    xgrammar evaluates larger counts at run time.  A mask then takes a thousand times as long: it tries each token.
+    xgrammar evaluates larger counts at run time.  It then tries each token, so a mask takes a thousand times as long.
     """
     times, rest = divmod(minimum, BLOCK_CHARS)
     text = (f"({char}{{{BLOCK_CHARS}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
@@ -260,16 +260,16 @@ def _class_text(ranges: Ranges) -> str:
         return r"\^"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _needs_no_escape(ranges[0][0]):
         return chr(ranges[0][0])
-    ranges = _split_at_utf8_gaps(ranges)
+    ranges = _without_utf8_gaps(ranges)
     # A first caret would negate the class.
     is_first = ranges[0] == CARET_RANGES[0]
     return "[" + "".join(map(_range_text, ranges[is_first:] + ranges[:is_first])) + "]"
 
 
-def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
-    """Split ranges after the code points UTF8_GAPS, whose UTF-8 bytes have all payload bits set.
+def _without_utf8_gaps(ranges: Ranges) -> Ranges:
+    """Returns the ranges without the code points UTF8_GAPS in the middle of a range.
 
-    From a range across such a code point, xgrammar would make bytes that are not UTF-8.
+    xgrammar would make bytes that are not UTF-8 from a range that goes on after such a code point.
     """
     pieces = []
     for first, last in ranges:

@@ -1,8 +1,8 @@
 """Rewrites a JSON schema into one that xgrammar enforces completely.  Refuses other schemas by keyword and place.
 
-xgrammar ignores some keywords, and enforces others only in part.  A keyword that would allow an invalid value is
-refused, or rewritten into other keywords.  The new schema may allow fewer values (closed objects, strings without
-escapes), never more.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
+xgrammar ignores some keywords, and enforces others only in part, so that it would allow invalid values.  Such a keyword
+is refused, or rewritten into other keywords.  The new schema may allow fewer values than the user's schema (closed
+objects, strings without escapes), never more.  tests/grammar/test_schema.py compares with the jsonschema package.
 """
 
 import json
@@ -31,7 +31,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset(("$defs", "definitions"))
 NUMERIC_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
-# The enforced keywords by type.
+# By type: the keywords that this module enforces.
 KEYWORDS_OF: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
@@ -69,24 +69,25 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
 
 
 def _deduplicate_patterns(schema: dict[str, Any]) -> None:
-    """Replace equal string patterns by references to one definition, which xgrammar compiles only once."""
-    strings = [
+    """Replace equal string patterns by references to one definition, so that xgrammar compiles the pattern once."""
+    string_schemas = [
         part for part in _subschemas(schema) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
-    times = Counter(part["pattern"] for part in strings)
-    taken = schema.get("$defs", {})
-    free = (name for i in count() if (name := f"string{i}") not in taken)
-    names = {pattern: next(free) for pattern in times if times[pattern] > 1}
-    for part in strings:
-        if (pattern := part.get("pattern")) in names:  # missing in a part that stands in two places, once it is changed
+    num_uses = Counter(part["pattern"] for part in string_schemas)
+    definitions = schema.get("$defs", {})
+    unused_names = (name for i in count() if (name := f"string{i}") not in definitions)
+    names = {pattern: next(unused_names) for pattern in num_uses if num_uses[pattern] > 1}
+    for part in string_schemas:
+        if (pattern := part.get("pattern")) in names:  # None: an object at two places, already replaced
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
-        schema["$defs"] = taken | {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
+        string_definitions = {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
+        schema["$defs"] = definitions | string_definitions
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields all subschemas of an enforceable schema that are objects, without the values of enums."""
+    """Yields all objects inside an enforceable schema, except the values of enums."""
     if isinstance(schema, dict) and not isinstance(schema.get("enum"), list):
         yield schema
         schema = list(schema.values())
@@ -100,16 +101,16 @@ class _SchemaRewriter:
         self.root_schema = root
         self.strict = strict
         self.original_schemas: dict[str, Any] = {}
-        # The enforceable schemas, by reference or place.
+        # The enforceable schemas by place (JSON pointer).
         self.rewritten_schemas: dict[str, Any] = {}
-        # The possible values by reference; None if they cannot be listed.
+        # By reference: all values of its target; None if they cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
         self.reference_targets: dict[str, str] = {}
         # The schemas of each oneOf, by the oneOf's place.
         self.one_of_schemas: dict[str, list[Any]] = {}
 
     def rewrite(self, schema: Any, path: str, depth: int) -> Any:
-        """Returns the enforceable form of a schema.  path: its JSON pointer."""
+        """Returns the enforceable form of a schema.  path: the schema's JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
         if schema is True:
@@ -130,13 +131,13 @@ class _SchemaRewriter:
         return rewritten
 
     def _rewritten_rules(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
-        combining = [name for name in COMBINATORS if name in rules]
-        if not combining:
+        combinators = [name for name in COMBINATORS if name in rules]
+        if not combinators:
             return self._typed_schema(rules, path, depth)
-        name = combining[0]
-        beside = sorted(rules.keys() - {name} - ({"type"} if name in ("enum", "const") else set()))
-        if beside:
-            raise schema_error(path, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
+        name = combinators[0]
+        others = sorted(rules.keys() - {name} - ({"type"} if name in ("enum", "const") else set()))
+        if others:
+            raise schema_error(path, f"{name!r} beside {others[0]!r} is not supported", f"put them into one {name!r}")
         if name in ("enum", "const"):
             return self._rewritten_values(rules, name, path)
         if name == "$ref":
@@ -161,8 +162,8 @@ class _SchemaRewriter:
         }
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-        """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so this method
-        removes values of other types."""
+        """Returns the enforceable form of enum or const.  Values that are not of the schema's type are removed, because
+        xgrammar ignores the type beside these keywords."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise schema_error(path, f"'enum' is {shown(values)}", "use a list of values")
@@ -180,20 +181,20 @@ class _SchemaRewriter:
         return {"$ref": target}
 
     def check_references(self) -> None:
-        """Raises EspalierError if a reference refers to no checked schema, or to itself."""
+        """Raises EspalierError if a reference leads to no rewritten schema, or back to itself."""
         for place, target in self.reference_targets.items():
             if target not in self.original_schemas:
                 raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
-            passed = {place}
+            passed_places = {place}
             while target in self.reference_targets:
-                if target in passed:
+                if target in passed_places:
                     raise schema_error(place, "'$ref' leads back to itself", "refer to a schema with a type")
-                passed.add(target)
+                passed_places.add(target)
                 target = self.reference_targets[target]
 
     def check_disjoint(self) -> None:
-        """Raises EspalierError if a value may match two schemas of a oneOf.  They must differ in type, or in a required
-        property's constant texts.  Call check_references first."""
+        """Raises EspalierError if a value may match two schemas of a oneOf.  Two schemas must have different types, or
+        a required property with different constant texts.  Call check_references first."""
         for place, branches in self.one_of_schemas.items():
             schemas = [self._resolve_references(branch) for branch in branches]
             if not all(self._are_disjoint(schemas[i], schemas[j]) for i in range(len(schemas)) for j in range(i)):
@@ -219,17 +220,17 @@ class _SchemaRewriter:
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def _infer_type(self, rules: dict[str, Any], path: str) -> str:
-        """Returns the type of the keywords.  A schema without a type would allow any value of other types."""
-        fitting = [type_name for type_name, keywords in KEYWORDS_OF.items() if rules.keys() <= keywords]
-        numeric = [type_name for type_name in fitting if type_name in ("integer", "number")]
+        """Returns the type that has all these keywords.  Without a type, values of other types would be valid too."""
+        types = [type_name for type_name, keywords in KEYWORDS_OF.items() if rules.keys() <= keywords]
+        numeric_types = [type_name for type_name in types if type_name in ("integer", "number")]
         if "format" in rules:
-            fitting = [type_name for type_name in fitting if is_known_format(type_name, rules["format"])] or ["string"]
-            numeric = [type_name for type_name in numeric if type_name in fitting]
-        if numeric:
-            return numeric[-1]
-        if len(fitting) != 1:
+            types = [type_name for type_name in types if is_known_format(type_name, rules["format"])] or ["string"]
+            numeric_types = [type_name for type_name in numeric_types if type_name in types]
+        if numeric_types:
+            return numeric_types[-1]
+        if len(types) != 1:
             raise schema_error(path, f"{min(rules)!r} needs a type", 'add "type"')
-        return fitting[0]
+        return types[0]
 
     def _checked_types(self, value: Any, path: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
@@ -238,20 +239,20 @@ class _SchemaRewriter:
         return types
 
     def _rewritten_type(
-        self, name: str, rules: dict[str, Any], path: str, depth: int, is_one_of: bool
+        self, type_name: str, rules: dict[str, Any], path: str, depth: int, is_one_of: bool
     ) -> dict[str, Any]:
-        own_rules = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
-        if is_one_of and name != "string" and not is_known_format(name, own_rules.get("format")):
-            own_rules.pop("format", None)
-        if name not in ("integer", "number"):
-            check_count_keywords(own_rules, path)
-        if name == "object":
-            return self._rewritten_object(own_rules, path, depth)
-        if name == "array":
-            return self._rewritten_array(own_rules, path, depth)
-        if name == "string":
-            return string_rules(own_rules, path)
-        return number_rules(own_rules, name, path)
+        rules_of_type = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[type_name]}
+        if is_one_of and type_name != "string" and not is_known_format(type_name, rules_of_type.get("format")):
+            rules_of_type.pop("format", None)
+        if type_name not in ("integer", "number"):
+            check_count_keywords(rules_of_type, path)
+        if type_name == "object":
+            return self._rewritten_object(rules_of_type, path, depth)
+        if type_name == "array":
+            return self._rewritten_array(rules_of_type, path, depth)
+        if type_name == "string":
+            return string_rules(rules_of_type, path)
+        return number_rules(rules_of_type, type_name, path)
 
     def _rewritten_object(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         properties = self._schemas_by_name(rules.pop("properties", {}), f"{path}/properties", depth)
@@ -308,7 +309,7 @@ class _SchemaRewriter:
     def _rewritten_unique_array(
         self, item_schema: Any, array_schema: dict[str, Any], path: str, depth: int
     ) -> dict[str, Any]:
-        """Returns the enforceable form of an array without equal items.  Raises EspalierError for endless items."""
+        """Returns the schema of arrays of listed values without equal items.  Raises EspalierError for other items."""
         if item_schema is not True:
             raise schema_error(path, f"'uniqueItems' is {shown(item_schema)}", "use true or false")
         values = None if "prefixItems" in array_schema else self._all_values(array_schema["items"], depth)
@@ -327,7 +328,7 @@ class _SchemaRewriter:
         if "$ref" in schema:
             place = schema["$ref"]
             if place not in self.values_of_reference:
-                self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
+                self.values_of_reference[place] = None  # while the call below runs: the schema may refer to itself
                 target = self._schema_at(place)
                 if target is not None:
                     self.values_of_reference[place] = self._all_values(
@@ -340,7 +341,7 @@ class _SchemaRewriter:
         return list_values(schema)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
-        """Returns the schema to which references lead; {} if no schema is there."""
+        """Follows $ref from schema to schema, and returns the last schema; {} if a reference leads to none."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
                 schema = self._schema_at(schema["$ref"])
@@ -375,7 +376,7 @@ class _SchemaRewriter:
 
 
 def _constant_texts(schema: Any) -> set[str]:
-    """Returns the constant texts of a property; empty if the property may have other values."""
+    """Returns the texts that a property may have; empty if the property may have other values."""
     if not isinstance(schema, dict):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])

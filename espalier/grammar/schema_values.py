@@ -1,7 +1,7 @@
-"""Rewrites the rules of a single JSON value for xgrammar: lengths, formats, bounds, enums.
+"""Rewrites the keywords of one JSON value for xgrammar: lengths, formats, bounds, enums.
 
-If several parts of a regular expression have variable lengths, the bound on the whole length is divided among them.  So
-the result may allow fewer texts than the regex and the bounds, but never more.
+A bound on a string's length is divided among the parts of its regex that have variable lengths.  So the result may
+allow fewer texts than the regex and the bound, but never more.
 """
 
 import json
@@ -31,11 +31,12 @@ from espalier.grammar.regex_tree import (
     seq,
 )
 
-REPEAT_CHARS = 10
+# The characters of one repetition, if a repeated part of variable length must become shorter.
+CHARS_PER_REPETITION = 10
 
 
 def limit_length(node: Node, minimum: int, maximum: int | None) -> Node:
-    """Returns the node limited to `minimum` to `maximum` characters; NO_TEXT if none remain.  node: without anchors."""
+    """Returns a node for the texts of `minimum` to `maximum` characters; NO_TEXT if none.  node: without anchors."""
     if maximum is not None:
         node = _limit_to_most(node, maximum)
     return node if node == NO_TEXT else _limit_to_least(node, minimum)
@@ -71,15 +72,15 @@ def _limit_to_most(node: Node, maximum: int) -> Node:
     if low == high:
         return repeat(node.repeated, node.minimum, maximum // low)
     limit = maximum // max(low, 1) if node.maximum is None else min(node.maximum, maximum // max(low, 1))
-    # The repeated part gets about REPEAT_CHARS characters.  xgrammar would misread alternatives of repetitions.
-    size = int(min(high, max(low, REPEAT_CHARS)))
+    # One count for all lengths, because xgrammar would misread alternatives of repetitions.
+    size = int(min(high, max(low, CHARS_PER_REPETITION)))
     times = max(node.minimum, min(limit, maximum // size or 1))
     return repeat(_limit_to_most(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
-    """Limits a sequence's length to `spare_chars` more than the sum of the parts' least lengths."""
-    limited = []
+    """Limits a sequence's length to the sum of its parts' least lengths, plus `spare_chars`."""
+    limited_parts = []
     bounds = [length_bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, bounds, strict=True)):
         # This part may use the characters that later parts cannot use.
@@ -87,13 +88,13 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
         share = max(
             spare_chars // (1 + len(later_spans)), spare_chars - sum(later_spans) if inf not in later_spans else 0
         )
-        limited.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
-        spare_chars -= int(min(length_bounds(limited[-1])[1], low + share)) - low
-    return seq(limited)
+        limited_parts.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
+        spare_chars -= int(min(length_bounds(limited_parts[-1])[1], low + share)) - low
+    return seq(limited_parts)
 
 
 def _limit_to_least(node: Node, minimum: int) -> Node:
-    """Returns the node limited to at least `minimum` characters.  In a sequence, the variable parts become longer."""
+    """Returns a node for the texts of at least `minimum` characters, or for a part of these texts."""
     low, high = length_bounds(node)
     if low >= minimum:
         return node
@@ -117,14 +118,14 @@ def _limit_to_least(node: Node, minimum: int) -> Node:
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Raises a sequence's least length by `missing_chars`, first in the part whose length can grow most."""
-    extended = list(parts)
+    """Raises a sequence's least length by `missing_chars`.  The parts whose lengths vary most become longer first."""
+    extended_parts = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
         low, high = length_bounds(parts[i])
-        more = int(min(missing_chars, high - low))
-        extended[i] = _limit_to_least(parts[i], low + more) if more else parts[i]
-        missing_chars -= more
-    return seq(extended)
+        added_chars = int(min(missing_chars, high - low))
+        extended_parts[i] = _limit_to_least(parts[i], low + added_chars) if added_chars else parts[i]
+        missing_chars -= added_chars
+    return seq(extended_parts)
 
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
@@ -136,7 +137,7 @@ DECIMAL_UNITS = 10**6
 
 
 def check_count_keywords(rules: dict[str, Any], path: str) -> None:
-    """Check minLength, maxItems and the like: they must be whole numbers, and the minimum at most the maximum."""
+    """Check minLength, maxItems and so on, and convert them to int.  A minimum must not be above its maximum."""
     for noun in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{noun}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
@@ -152,7 +153,7 @@ def check_count_keywords(rules: dict[str, Any], path: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns a string's rules as one pattern for the text between the quotes, without characters that JSON escapes."""
+    """Returns a string schema with one pattern for all rules.  It has no characters that JSON must escape."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
@@ -179,14 +180,14 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
     return {"type": "string", "pattern": regex_of(node)}
 
 
-def number_rules(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-    """Returns the rules of a number or an integer.  Bounds of an integer become integers."""
+def number_rules(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
+    """Returns the schema of a number or an integer.  An integer's bounds are rounded to integers."""
     number_schema: dict[str, Any] = {}
-    rules = _apply_integer_format(rules, name, path)
+    rules = _apply_integer_format(rules, type_name, path)
     for rule, value in rules.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise schema_error(path, f"{rule!r} is {shown(value)}", "use a number")
-        if name == "integer":
+        if type_name == "integer":
             if rule == "multipleOf" and (value != int(value) or value <= 0):
                 raise schema_error(path, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
             rounds_up = rule in ("minimum", "exclusiveMaximum")
@@ -194,23 +195,24 @@ def number_rules(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
         number_schema[rule] = value
     if "multipleOf" in number_schema:
         return _multiples_schema(number_schema, path)
-    unit = 1 if name == "integer" else DECIMAL_UNITS
-    least, most = _first_and_last(number_schema, unit)
+    unit = 1 if type_name == "integer" else DECIMAL_UNITS
+    least, most = _bounds_in_units(number_schema, unit)
     if least is not None and most is not None and least > most:
-        noun = "integer" if name == "integer" else "number with 6 decimals"
+        noun = "integer" if type_name == "integer" else "number with 6 decimals"
         raise schema_error(path, f"the bounds allow no {noun}", "widen them")
-    return {"type": name, **number_schema}
+    return {"type": type_name, **number_schema}
 
 
-def _apply_integer_format(rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-    """Returns the rules with an integer's format replaced by bounds."""
+def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
+    """Returns the rules without `format`.  An integer's format becomes bounds."""
     other_rules = {rule: value for rule, value in rules.items() if rule != "format"}
-    if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[name]:
+    if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[type_name]:
         return other_rules
-    if name != "integer" or rules["format"] not in INTEGER_BOUNDS:
-        names = ", ".join(sorted(ANNOTATION_FORMATS[name] | (INTEGER_BOUNDS.keys() if name == "integer" else set())))
+    if type_name != "integer" or rules["format"] not in INTEGER_BOUNDS:
+        bounded = INTEGER_BOUNDS.keys() if type_name == "integer" else set()
+        names = ", ".join(sorted(ANNOTATION_FORMATS[type_name] | bounded))
         raise schema_error(
-            path, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {names}"
+            path, f"format {shown(rules['format'])} of type {type_name!r} is not supported", f"use one of {names}"
         )
     least, most = INTEGER_BOUNDS[rules["format"]]
     numeric_rules = {rule: value for rule, value in other_rules.items() if isinstance(value, int | float)}
@@ -221,29 +223,29 @@ def _apply_integer_format(rules: dict[str, Any], name: str, path: str) -> dict[s
     }
 
 
-def is_known_format(name: str, format: Any) -> bool:
-    """Returns whether a format is known for the type `name`."""
+def is_known_format(type_name: str, format: Any) -> bool:
+    """Returns whether the type `type_name` has this format."""
     names = {
-        *(FORMATS if name == "string" else INTEGER_BOUNDS if name == "integer" else ()),
-        *ANNOTATION_FORMATS.get(name, ()),
+        *(FORMATS if type_name == "string" else INTEGER_BOUNDS if type_name == "integer" else ()),
+        *ANNOTATION_FORMATS.get(type_name, ()),
     }
     return isinstance(format, str) and format in names
 
 
 def list_values(schema: dict[str, Any]) -> list[Any] | None:
-    """Returns all values of an enforceable schema without references; None if they are too many or cannot be listed."""
+    """Returns all values of an enforceable schema without $ref; None if there are too many or they cannot be listed."""
     if "enum" in schema or schema.get("type") in ("boolean", "null"):
         return schema.get("enum") or ([True, False] if schema["type"] == "boolean" else [None])
     if schema.get("type") != "integer":
         return None
-    least, most = _first_and_last(schema, 1)
+    least, most = _bounds_in_units(schema, 1)
     if least is None or most is None or most - least >= MAX_ENUM_SIZE:
         return None
     return list(range(least, most + 1))
 
 
 def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, path: str) -> dict[str, Any]:
-    """Returns an enum of all arrays of `minimum` to `maximum` different items.  Raises EspalierError for too many."""
+    """Returns an enum of the arrays with `minimum` to `maximum` different items.  Raises EspalierError for too many."""
     values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
     maximum = len(values) if maximum is None else min(maximum, len(values))
     if minimum > maximum:
@@ -259,7 +261,7 @@ def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, 
 
 
 def _json_equality_key(value: Any) -> Any:
-    """Returns a key that is equal for JSON values that are equal by JSON Schema: 1.0 equals 1, but True does not."""
+    """Returns a key that is the same for values that JSON Schema calls equal: for 1.0 and 1, but not for True."""
     if isinstance(value, list):
         return [_json_equality_key(item) for item in value]
     if isinstance(value, dict):
@@ -267,26 +269,26 @@ def _json_equality_key(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _first_and_last(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
-    """Returns the least and the greatest allowed numerator of a fraction with this denominator; None if unbounded."""
-    least = [math.ceil(_scaled_bound(bounds, "minimum", denominator))] if "minimum" in bounds else []
-    most = [math.floor(_scaled_bound(bounds, "maximum", denominator))] if "maximum" in bounds else []
+def _bounds_in_units(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
+    """Returns the (least, greatest) allowed value in units of 1/denominator; None for a missing bound."""
+    least = [math.ceil(_bound_in_units(bounds, "minimum", denominator))] if "minimum" in bounds else []
+    most = [math.floor(_bound_in_units(bounds, "maximum", denominator))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
-        least.append(math.floor(_scaled_bound(bounds, "exclusiveMinimum", denominator)) + 1)
+        least.append(math.floor(_bound_in_units(bounds, "exclusiveMinimum", denominator)) + 1)
     if "exclusiveMaximum" in bounds:
-        most.append(math.ceil(_scaled_bound(bounds, "exclusiveMaximum", denominator)) - 1)
+        most.append(math.ceil(_bound_in_units(bounds, "exclusiveMaximum", denominator)) - 1)
     return max(least, default=None), min(most, default=None)
 
 
-def _scaled_bound(bounds: dict[str, Any], rule: str, denominator: int) -> Fraction:
-    """Returns a bound times the denominator, computed from the bound's decimal text instead of its binary float."""
+def _bound_in_units(bounds: dict[str, Any], rule: str, denominator: int) -> Fraction:
+    """Returns a bound in units of 1/denominator.  Its decimal text is exact; its binary float is not."""
     return Fraction(repr(bounds[rule])) * denominator
 
 
 def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns the rules of integers with a multipleOf.  Bounded integers become an enum."""
+    """Returns the schema of integers with a multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
-    least, most = _first_and_last(rules, 1)
+    least, most = _bounds_in_units(rules, 1)
     if least is None and most is None:
         if step > MAX_MULTIPLE_OF:
             raise schema_error(

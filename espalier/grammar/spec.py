@@ -1,4 +1,4 @@
-"""The grammar of a request as plain values.  espalier/masking makes token masks from it."""
+"""The grammar of a request as plain values.  espalier/masking makes the token masks of a grammar."""
 
 import json
 import math
@@ -23,8 +23,8 @@ class Grammar:
     regex, a grammar in xgrammar's EBNF for ebnf, "" for json_object.
     strict: True refuses a JSON schema whose objects may have unnamed properties.  False accepts the schema, and the
     output has only named properties.
-    after: text that ends the model's reasoning, such as "</think>".  The grammar applies after this text; None: from
-    the first token.  Raises EspalierError for a wrong value."""
+    after: text that ends the model's reasoning, such as "</think>".  The grammar applies only after this text; None:
+    from the first token.  Each wrong field raises EspalierError."""
 
     kind: GrammarKind = ""  # type: ignore[assignment]  # refused below, with the kinds
     spec: str = ""
@@ -70,8 +70,8 @@ EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(description: str, text: str) -> Any:
-    """Parse JSON text whose numbers and texts xgrammar can represent.  description: the noun for the text in errors.
-    Raises EspalierError for other text."""
+    """Parse JSON text whose numbers and strings xgrammar can represent.  Raises EspalierError for other text.
+    description: names the text in errors."""
     try:
         value = json.loads(
             text,

@@ -1,4 +1,4 @@
-"""Checks grammars of all kinds; rewrites choices and structural tags (free text in which triggers start grammars)."""
+"""Checks grammars of all kinds.  Rewrites choices and structural tags: text in which triggers start grammars."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -76,7 +76,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
 
 
 def ebnf_parts(value: Any) -> Iterator[str]:
-    """Yields the EBNF grammars inside a structural tag in xgrammar's form."""
+    """Yields the EBNF grammars inside a structural tag.  value: a part of the tag in xgrammar's form."""
     if isinstance(value, dict) and value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
         yield value["grammar"]
     elif isinstance(value, dict | list):

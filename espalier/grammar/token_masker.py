@@ -1,4 +1,4 @@
-"""The interface by which the engine asks a request's grammar which tokens may follow."""
+"""The interface TokenMasker: which tokens a request's grammar allows next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import numpy as np
 class ForcedTokens:
     """The tokens that a grammar forces next, and the mask of the token after them.
 
-    tokens: the tokens that must come next, in order.  mask: [words] int32, the tokens that may follow the forced tokens
-    (espalier/sampling/mask.py); None if unknown.
+    tokens: the tokens that must come next, in order.  mask: [words] int32, a bit for each token of the vocabulary
+    (espalier/sampling/mask.py), for the position after `tokens`; None if unknown.
     """
 
     tokens: list[int]
@@ -20,23 +20,23 @@ class ForcedTokens:
 
 
 class TokenMasker(Protocol):
-    """Returns the masks of the tokens that may follow in one request, by its grammar (espalier/masking/masker.py).
+    """Makes the token masks of one request by its grammar.  espalier/masking/masker.py implements this interface.
 
-    All methods except `push` may take long.  The engine calls them in threads, one at a time, and abandons slow calls.
+    All methods except `push` may be slow.  The engine calls them in threads, one at a time, and abandons slow calls.
     """
 
     def push(self, token_id: int) -> None:
         """Record an emitted token.  Returns at once; the grammar processes the token later."""
 
     def root_mask(self) -> np.ndarray:
-        """Returns the mask after the last pushed token: [words] int32, all zero if no token may follow."""
+        """Returns the mask after the last pushed token, [words] int32.  All bits are 0 if no token may follow."""
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Write the mask after each node of a tree to `out` [D, words] int32.  Before, `out` must allow all tokens.
+        """Write the mask after each node of a tree to `out` [D, words] int32.  All bits of `out` must be 1 before.
 
-        Node 0 is the root, the last pushed token.  A parent comes before its children.  Void nodes have token -1.  The
-        rows of void nodes, of forbidden tokens, and of nodes below forbidden tokens are never read, and may have any
-        value.
+        Node 0 is the root, the last pushed token.  A parent comes before its children.  Void nodes have token -1 and
+        are not part of the tree.  The rows of void nodes, of nodes with a forbidden token, and of nodes below
+        them may have any value.
         """
 
     def forced_tokens(self, max_tokens: int) -> ForcedTokens:
