@@ -172,8 +172,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: a hash of its lines, in hex.  num_lines: without blank lines.
-    last_line: the number of the last line that is not blank."""
+    """A checked input file.  digest: in hex.  num_lines: without blank lines.  last_line: the last line's number."""
 
     path: Path
     digest: str

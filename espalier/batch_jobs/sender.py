@@ -30,8 +30,7 @@ SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
-    """A line got no answer.  retry_after_s: the least pause before a retry.  is_final: a retry would fail too.
-    was_lost: the server had accepted the line."""
+    """A line got no answer.  is_final: a retry would fail too.  was_lost: the server may have accepted the line."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(reason)

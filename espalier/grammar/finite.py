@@ -78,9 +78,8 @@ def _object_can_end(schema: dict[str, Any], finite: set[str]) -> bool:
     properties = schema.get("properties", {})
     if not properties:
         return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), finite)
-    finite_properties = {name for name, value in properties.items() if _can_end(value, finite)}
-    has_required = finite_properties >= set(schema.get("required", ()))
-    return has_required and len(finite_properties) >= schema.get("minProperties", 0)
+    finite_names = {name for name, value in properties.items() if _can_end(value, finite)}
+    return finite_names >= set(schema.get("required", ())) and len(finite_names) >= schema.get("minProperties", 0)
 
 
 def check_ebnf_escapes(ebnf: str) -> str:

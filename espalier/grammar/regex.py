@@ -330,8 +330,7 @@ class _RegexParser:
             self.position += len(inside) + 1
 
     def _read_code_point(self, escape_letter: str, position: int) -> Characters:
-        num_digits = NUM_HEX_DIGITS[escape_letter]
-        digits = self.regex[self.position : self.position + num_digits]
+        digits = self.regex[self.position : self.position + (num_digits := NUM_HEX_DIGITS[escape_letter])]
         if len(digits) < num_digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
             fault = f"'\\{escape_letter}' without {num_digits} hex digits"
             raise self._refusal_at(fault, r"write \x41, \u0041 or \U00000041", position)

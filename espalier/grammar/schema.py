@@ -74,16 +74,15 @@ def _deduplicate_patterns(schema: dict[str, Any]) -> None:
         part for part in _subschemas(schema) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
     num_uses = Counter(part["pattern"] for part in string_schemas)
-    definitions = schema.get("$defs", {})
-    unused_names = (name for i in count() if (name := f"string{i}") not in definitions)
-    names = {pattern: next(unused_names) for pattern in num_uses if num_uses[pattern] > 1}
+    old_defs = schema.get("$defs", {})
+    new_names = (name for i in count() if (name := f"string{i}") not in old_defs)
+    names = {pattern: next(new_names) for pattern in num_uses if num_uses[pattern] > 1}
     for part in string_schemas:
         if (pattern := part.get("pattern")) in names:  # None: an object at two places, already replaced
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
-        string_definitions = {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
-        schema["$defs"] = definitions | string_definitions
+        schema["$defs"] = old_defs | {name: {"type": "string", "pattern": regex} for regex, name in names.items()}
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from espalier.server.run import check_options
 # The default of ReplicaOptions.tokens_per_replica.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Keys of `args` (parse_service).  The fields of the server's options have the same names, but times end with _s.
+# Keys of `args` (parse_service), which are also fields of the server's option classes.  A field of a time ends with _s.
 FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -33,9 +33,9 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONTEND_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# Larger than any queue, because the API server limits the open requests instead of Ray Serve.
+# No limit in practice, because the API server limits the open requests, and Ray Serve must not.
 MAX_ONGOING_REQUESTS = 65536
-# Health checks find a replica that hangs.  A replica whose engine has ended exits without a check.
+# Health checks find a replica that hangs.  If its engine has ended, a replica exits by itself.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 # Ray Serve logs no requests, because the API server logs each request with its id.
@@ -46,9 +46,9 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 class ReplicaOptions:
     """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
 
-    tokens_per_replica: the average open tokens (EngineReplica.open_tokens) of a replica, at which autoscaling aims.
+    tokens_per_replica: autoscaling keeps the average of EngineReplica.open_tokens near this number.
     resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
-    autoscaling: further fields of AutoscalingConfig.  router: the import path of a subclass of RequestRouter.
+    autoscaling: further fields of Ray's AutoscalingConfig.  router: the import path of a subclass of RequestRouter.
     """
 
     min_count: int
@@ -80,8 +80,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Service:
-    """The parsed options of a service.  models: at least one.  num_api_servers: the replicas of the API server.
-    drain_timeout_s: how long requests may still run on a replica that must end."""
+    """The parsed options of a service.  models: at least one.  num_api_servers: how many replicas the API server has.
+    drain_timeout_s: how long requests may go on when a replica must end."""
 
     models: tuple[ServedModel, ...]
     api: ApiOptions
@@ -104,7 +104,7 @@ def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
 def parse_service(args: Mapping[str, Any]) -> Service:
     """Parses the `args` of a Serve config file.  Raises EspalierError.
 
-    `args` has either one `model` with its settings, or `models`, a list of such objects.  Other settings are shared.
+    `args` has either one `model` with its settings, or `models`, a list of such objects that share the other settings.
     """
     shared = {name: value for name, value in args.items() if name not in ("models", *SERVICE_OPTIONS)}
     models = args.get("models", [{}])
@@ -112,14 +112,14 @@ def parse_service(args: Mapping[str, Any]) -> Service:
         raise EspalierError("models is not supported with this value; use a list of objects, each with its `model`")
     for name in (name for model in models for name in model if name in SERVICE_OPTIONS):
         raise EspalierError(f"{name} is the API server's, and all models have one API server; put it beside `models`")
-    level = _option_or(args, "log_level", "info")
-    if level not in LOG_LEVELS:
-        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LOG_LEVELS)}")
+    log_level = _option_or(args, "log_level", "info")
+    if log_level not in LOG_LEVELS:
+        raise EspalierError(f"log_level={shown(log_level)} is not supported; use {', '.join(LOG_LEVELS)}")
     check_options(args)
-    key = args.get("api_key")
-    if key is not None and not (isinstance(key, str) and key):
+    api_key = args.get("api_key")
+    if api_key is not None and not (isinstance(api_key, str) and api_key):
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
-    log_options = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
+    log_options = {"log_level": log_level, "log_json": _option_or(args, "log_json", False)}
     return Service(
         tuple(_parse_model({**shared, **model}, log_options) for model in models),
         ApiOptions(**_option_fields(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
@@ -153,7 +153,7 @@ def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedMod
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the engine's settings, which are plain values, before a replica starts.  Raises EspalierError."""
+    """Check the settings of an engine before a replica starts.  Raises EspalierError.  settings: plain values."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
@@ -166,7 +166,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the given options by field name.  null means not given; a limit of 0 seconds means no limit."""
+    """Returns the options `names` by field name, without missing and null options.  0 seconds mean no time limit."""
     options = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -274,8 +274,8 @@ def _scaling_options(model: ServedModel) -> dict[str, Any]:
 def resources_of(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
-    The default is a GPU for each rank, and nothing on a CPU, whose cores replicas may share.  All resources of a
-    replica are on one machine.  Raises EspalierError for fewer GPUs than ranks.
+    The default is a GPU for each rank; on a CPU nothing, so that replicas share the cores.  All resources of a replica
+    are on one machine.  Raises EspalierError for several ranks with another number of GPUs.
     """
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:

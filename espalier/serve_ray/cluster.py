@@ -17,7 +17,7 @@ from espalier.server.run import bind_listener
 
 log = logging.getLogger("espalier.server")
 APP_NAME = "espalier"
-# Bytes of Ray's object store in a new cluster.  It is small, because replicas' messages do not use the store.
+# The size of Ray's object store in a new cluster: small, because messages of replicas do not use the store.
 OBJECT_STORE_BYTES = 2**28
 # The environment of a new cluster.  gRPC between Serve's processes halves the cost of a streamed token
 # (docs/deploy.md).  RAY_worker_niceness=0 gives the processes normal priority.
@@ -33,7 +33,7 @@ OWN_CLUSTER_ENV = MappingProxyType(
 CONNECT_TIMEOUT_S = 10.0
 # The time for Ray Serve to kill replicas that still run after drain_timeout_s.
 KILL_TIMEOUT_S = 20.0
-# Matches the reason in a replica's traceback, which Ray Serve reports.
+# Matches the reason of a refusal in the traceback of a replica.
 REFUSAL_PATTERN = re.compile(r"EspalierError: (.+)")
 
 
@@ -75,16 +75,16 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
-    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A used
-    port is refused before a cluster is started, because the start takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError, for a used
+    port before the cluster starts, which takes ten seconds.
     """
-    quiet = {"logging_level": logging.WARNING}
+    log_options = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
     if address != "local":
         if address is not None:
             _require_listening(address)
         try:
-            ray.init(address=address or "auto", **quiet)
+            ray.init(address=address or "auto", **log_options)
             log.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
             return False
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -93,7 +93,7 @@ def _connect(ray: Any, host: str, port: int) -> bool:
     _bindable_port(host, port)
     for name, value in OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
-    ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **log_options)
     log.info("started a Ray cluster on this machine")
     return True
 
@@ -118,20 +118,20 @@ def _no_cluster_error(address: str, error: Exception) -> EspalierError:
 
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  All GPUs of a replica must be on one machine.  Raises EspalierError."""
-    each = [num_gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
-    needed = sorted(filter(None, each), reverse=True)
-    free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
-    total, fitting = sum(free), 0
+    replicas = [model for model in service.models for _ in range(model.replicas.max_count)]
+    needed = sorted(filter(None, (num_gpus_of(model.settings) for model in replicas)), reverse=True)
+    free_gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
+    total, num_placed = sum(free_gpus), 0
     for gpus in needed:
-        freest = free.index(max(free))
-        free[freest] -= gpus
-        fitting += free[freest] >= 0
-    if fitting < len(needed):
+        node = free_gpus.index(max(free_gpus))
+        free_gpus[node] -= gpus
+        num_placed += free_gpus[node] >= 0
+    if num_placed < len(needed):
         ranks = f" with --tensor-parallel {needed[0]}" if needed[0] > 1 else ""
         place = f", {needed[0]} on one machine for each," if ranks else ""
         raise EspalierError(
             f"--replicas {len(needed)}{ranks} needs {sum(needed)} GPUs{place} and the Ray cluster has {total}; "
-            + (f"use --replicas {fitting}" if fitting else "use a smaller one" if total else "use --device cpu")
+            + (f"use --replicas {num_placed}" if num_placed else "use a smaller one" if total else "use --device cpu")
             + ", or add nodes with GPUs"
         )
 
@@ -141,12 +141,12 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
     from ray.serve.config import HTTPOptions
     from ray.serve.context import _get_global_client
 
-    running = _get_global_client(raise_if_no_controller_running=False)
-    if running is None:
+    serve_client = _get_global_client(raise_if_no_controller_running=False)
+    if serve_client is None:
         port = _bindable_port(host, port)
         serve.start(http_options=HTTPOptions(host=host, port=port))
         return port
-    http_config = running.http_config
+    http_config = serve_client.http_config
     if port not in (0, http_config.port):
         raise EspalierError(
             f"Ray Serve runs on this cluster already and listens at {http_config.host}:{http_config.port}, not at port "
@@ -156,7 +156,7 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """Returns the port, or a free port for 0.  Raises EspalierError if this machine cannot listen on it."""
+    """Returns `port`, or a free port if `port` is 0.  Raises EspalierError if this machine cannot listen on it."""
     with bind_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
@@ -191,8 +191,8 @@ def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> No
 
 
 def _reason_of_failure(message: str) -> str:
-    """Returns the reason of a failed deployment, one line of Ray Serve's message."""
-    found = REFUSAL_PATTERN.findall(message)
+    """Returns one line of Ray Serve's message: why a deployment failed."""
+    reason = REFUSAL_PATTERN.findall(message)
     return (
-        f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
+        f"a replica cannot load: {reason[-1]}" if reason else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
     )

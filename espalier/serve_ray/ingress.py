@@ -35,7 +35,7 @@ class ApiServerIngress:
         self.frontends: MultiModelFrontend | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the ASGI application when each model has a replica.  Ray Serve calls this hook."""
+        """Returns the ASGI application, as soon as each model has a replica.  Ray Serve calls this hook."""
         service, num_api_servers = self.service, self.service.num_api_servers
         for model, handle in zip(service.models, self.handles, strict=True):
             self.pools.append(
@@ -45,7 +45,7 @@ class ApiServerIngress:
         metrics = Metrics(self.pools)
         frontends = []
         for pool, model in zip(self.pools, service.models, strict=True):
-            # Each ingress replica may queue an equal share of `max_queue` requests.
+            # Each API server gets an equal share of the queue's length.
             options = replace(model.frontend, max_queue=-(-model.frontend.max_queue // num_api_servers))
             frontends.append(await asyncio.to_thread(ModelFrontend, pool, options, metrics))
             frontends[-1].render_in_helper_process()
@@ -70,7 +70,7 @@ def is_replica_lost(error: BaseException) -> bool:
 class AppBehindProxy:
     """Adapts the app to Ray Serve's proxy.
 
-    The proxy adds the request id to the response, so the app's own header is removed.  Paths lose their route prefix.
+    The proxy adds the header x-request-id, so the app's own is removed.  The app gets paths without the route prefix.
     """
 
     def __init__(self, app: ASGIApp):

@@ -1,7 +1,7 @@
 """The pool of engine replicas of an API server.  Ray Serve's router chooses a replica for each submitted prompt.
 
-If a replica ends before a prompt's first token, the prompt is sent to another replica.  If the replica ends later, the
-request fails with EngineGone.  Each prompt of an HTTP request is routed separately.
+If a replica ends before a prompt's first output token, the prompt is sent to another replica.  If it ends later, the
+request fails with EngineGone.  Each prompt of an HTTP request may go to another replica.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from espalier.server import protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# One prompt is sent to at most this number of replicas.
+# The most replicas to which a prompt is sent, one after another.
 MAX_REPLICAS_TRIED = 3
 # Seconds between two reads of the replicas' metrics, and the time limit of a read.
 POLL_INTERVAL_S = 1.0
@@ -44,11 +44,11 @@ class PooledPrompt:
 
 @dataclass(eq=False)
 class EnginePool:
-    """The engine replicas of one model, as protocol.Engines.
+    """The engine replicas of one model.  Implements protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  slot_share: 1 / number of API servers.  is_replica_lost: returns
-    whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: 1 / number of API servers, the part of all slots that is
+    for this API server.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
@@ -110,11 +110,12 @@ class EnginePool:
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
         self.require_running()
-        submits = template.for_prompts(prompts, self._num_submitted)
+        submitted_prompts = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], template.params.n)
-        for each in submits:
-            self._open_prompts[each.name] = generation, asyncio.create_task(self._run(PooledPrompt(each, generation)))
+        generation = Generation(self, [submitted.name for submitted in submitted_prompts], template.params.n)
+        for submitted in submitted_prompts:
+            task = asyncio.create_task(self._run(PooledPrompt(submitted, generation)))
+            self._open_prompts[submitted.name] = generation, task
         return generation
 
     async def wait_until_sent(self) -> None:
@@ -122,8 +123,8 @@ class EnginePool:
 
     def abort(self, generation: Generation) -> None:
         for name in generation.num_running:
-            if (found := self._open_prompts.pop(name, None)) is not None:
-                found[1].cancel()
+            if (open_prompt := self._open_prompts.pop(name, None)) is not None:
+                open_prompt[1].cancel()
 
     def engine_stats(self) -> list[EngineStats]:
         return self._engine_stats
@@ -154,27 +155,27 @@ class EnginePool:
         message = msgspec.msgpack.encode(submitted)
         hint = RoutingHint(prefix_hashes(submitted.prompt, int(self.config["page_size"])), submitted.params.n)
         for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
-            lost = await self._stream_from_replica(prompt, message, hint)
-            if lost is None:
+            why_lost = await self._stream_from_replica(prompt, message, hint)
+            if why_lost is None:
                 return
             if num_tries == MAX_REPLICAS_TRIED or prompt.has_begun:
-                raise EngineGone(lost)
-            log.warning("%s before the first token: trying another replica", lost)
+                raise EngineGone(why_lost)
+            log.warning("%s before the first token: trying another replica", why_lost)
 
     async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
-        """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
-        # Serve's router identifies a call by the HTTP request in its context.  An empty context separates the prompts.
+        """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, or None."""
+        # Ray Serve takes a call's request id from the context.  In an empty context, each prompt gets its own id.
         stream = Context().run(self.generate_handle.remote, message, hint)
         try:
             async for data in stream:
-                sent = protocol.decode_from_engine(data)
-                if isinstance(sent, protocol.EngineFailed):
-                    return sent.error
-                if isinstance(sent, protocol.PromptRefused):
-                    raise protocol.refusal_error(sent)
-                assert isinstance(sent, protocol.StepOutput)
+                reply = protocol.decode_from_engine(data)
+                if isinstance(reply, protocol.EngineFailed):
+                    return reply.error
+                if isinstance(reply, protocol.PromptRefused):
+                    raise protocol.refusal_error(reply)
+                assert isinstance(reply, protocol.StepOutput)
                 prompt.has_begun = True
-                for part in sent.parts:
+                for part in reply.parts:
                     prompt.generation.add(part)
                 if prompt.is_done:
                     self._open_prompts.pop(prompt.submitted.name, None)
@@ -196,7 +197,7 @@ class EnginePool:
             await self._poll_engine_stats()
 
     async def _poll_engine_stats(self) -> None:
-        """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
+        """Read all replicas' metrics.  A replica without an answer, or with another version's format, is left out."""
         results: list[Any] = []
         # The call raises an error if no replica is ready.
         with suppress(Exception):

@@ -1,7 +1,7 @@
 """An engine replica: an actor of Ray Serve with one engine process.
 
-The engine has its own process, so that Ray's threads and the messages of many streams do not delay its steps.  If the
-engine process ends, the actor exits at once.  Ray Serve then starts another actor.
+The engine runs in its own process, so that Ray's threads and the messages of many streams do not delay its steps.  If
+the engine process ends, the actor exits at once, and Ray Serve starts a new actor.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# The time for the last messages of a replica whose engine has ended.
+# When its engine has ended, a replica waits for this time before it exits, so that its last messages are sent.
 LAST_MESSAGES_WAIT_S = 0.5
 EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's; "": its name in Ray Serve."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's name; "": from Ray Serve."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
@@ -38,55 +38,55 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt: its own tokens, until it has output, and the output tokens that may still follow.
+        # By prompt name: the tokens to compute: the prompt's until output arrives, and the output's up to its limit.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())
 
     async def get_model_info(self) -> bytes:
-        """Returns an EngineReady message: facts of the model, and the resolved configuration."""
+        """Returns an encoded EngineReady message."""
         assert self.client.model_info is not None
         return protocol.encode(protocol.EngineReady(self.client.model_info, self.client.config))
 
     async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
         """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        _routing_hint: for the router.  Closing the iterator early aborts the request.
+        _routing_hint: read only by the router.  To close the iterator early aborts the request.
         """
-        submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
+        submitted = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
-            generation = self.client.submit([submit.prompt], submit)
+            generation = self.client.submit([submitted.prompt], submitted)
         except EngineGone as error:
             yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
             return
-        log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
+        log.debug("%s has the prompt", self.name, extra=logs.log_extra(submitted.name))
         assert self.client.model_info is not None
-        left_in_context, max_tokens = self.client.model_info.max_context - len(submit.prompt), submit.params.max_tokens
-        num_to_come = submit.params.n * (left_in_context if max_tokens is None else min(left_in_context, max_tokens))
-        self._open_tokens[submit.name] = len(submit.prompt) + num_to_come
+        params, max_output = submitted.params, self.client.model_info.max_context - len(submitted.prompt)
+        num_outstanding = params.n * (max_output if params.max_tokens is None else min(max_output, params.max_tokens))
+        self._open_tokens[submitted.name] = len(submitted.prompt) + num_outstanding
         try:
             async for parts in generation.iter_parts(None):
                 for part in parts:
-                    part.name = submit.name
-                    num_to_come -= len(part.output.token_ids)
-                self._open_tokens[submit.name] = max(num_to_come, 0)
+                    part.name = submitted.name
+                    num_outstanding -= len(part.output.token_ids)
+                self._open_tokens[submitted.name] = max(num_outstanding, 0)
                 yield protocol.encode(protocol.StepOutput(parts))
         except EngineGone as error:
             yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
         except EspalierError as error:
-            yield protocol.encode(protocol.PromptRefused(submit.name, str(error), isinstance(error, EngineBusy)))
+            yield protocol.encode(protocol.PromptRefused(submitted.name, str(error), isinstance(error, EngineBusy)))
         finally:
-            self._open_tokens.pop(submit.name, None)
+            self._open_tokens.pop(submitted.name, None)
             generation.close()
 
     def open_tokens(self) -> int:
-        """Returns the number of tokens still to compute, in prompts and in outputs up to their limit."""
+        """Returns the number of tokens still to compute: prompts without output, and outputs up to their limits."""
         return sum(self._open_tokens.values())
 
     async def engine_stats(self) -> bytes:
         """Returns the engine's metrics (EngineStats), with the replica's name as a label."""
-        [figures] = self.client.engine_stats()
-        return msgspec.msgpack.encode(replace(figures, labels={"replica": self.name}))
+        [stats] = self.client.engine_stats()
+        return msgspec.msgpack.encode(replace(stats, labels={"replica": self.name}))
 
     # Ray Serve's hooks
 
@@ -110,7 +110,7 @@ class EngineReplica:
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the settings with a replica-specific seed: replicas with one --seed must not sample the same texts."""
+    """Returns the settings with a seed for this replica: replicas with the same --seed must sample different texts."""
     seed: Any = settings.get("seed")
     if is_unresolved(seed):
         return dict(settings)

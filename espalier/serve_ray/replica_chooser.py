@@ -1,6 +1,6 @@
 """Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each API server chooses alone.  It remembers which replica got a prefix, and counts its open samples.
+Each API server chooses alone.  It remembers to which replica it sent a prefix, and counts the open samples of replicas.
 """
 
 from collections import Counter, OrderedDict
@@ -8,21 +8,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# At most this number of pages is hashed, from the start of a prompt.
+# The most pages of a prompt that are hashed, from its start.
 MAX_HASHED_PAGES = 512
-# The default limit of remembered prefixes.  A prompt has a prefix for each whole page.
+# The default limit of remembered prefixes.  A prompt has one prefix for each full page.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """The data of a prompt for the router.  prefix_hashes: see below.  num_samples: the number of its outputs (n)."""
+    """What the router needs to know of a prompt.  prefix_hashes: see below.  num_samples: how many outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Returns a hash of each prefix of whole pages, shortest first.  All processes compute equal hashes."""
+    """Returns a hash for each prefix of full pages, shortest first.  The hashes are the same in all processes."""
     hashes: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
@@ -35,8 +35,8 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 class ReplicaChooser:
     """Ranks replicas for prompts.
 
-    imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for the
-    prefixes that it has.  max_prefixes: the limit of remembered prefixes; the least recently used is forgotten first.
+    imbalance: the prefixes that a replica has do not count if it has over `imbalance` more open samples than the least
+    busy replica.  max_prefixes: the limit of remembered prefixes; the least recently used is forgotten first.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -49,40 +49,40 @@ class ReplicaChooser:
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def rank_replicas(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
-        """Returns the replicas, best first.  prefix_hashes: of the prompt."""
+        """Returns the replicas, best first.  prefix_hashes: the hashes of the prompt."""
         if not replicas:
             return []
-        fewest = min(self.num_open_samples[each] for each in replicas)
-        held = self._pages_held(prefix_hashes, replicas)
+        fewest_samples = min(self.num_open_samples[each] for each in replicas)
+        num_pages_held = self._num_pages_held(prefix_hashes, replicas)
 
         def sort_key(replica: str) -> tuple[int, int, int, str]:
-            is_free = self.num_open_samples[replica] - fewest <= self.imbalance
-            pages = held.get(replica, 0) if is_free else 0
-            # So among equally busy replicas, all API servers choose the same one for a new prefix.
+            is_free = self.num_open_samples[replica] - fewest_samples <= self.imbalance
+            pages = num_pages_held.get(replica, 0) if is_free else 0
+            # By the hash, all API servers choose the same of equally busy replicas for a new prefix.
             tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 
         return sorted(replicas, key=sort_key)
 
-    def _pages_held(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """Returns, by replica, how many of the prompt's first pages the replica is known to have."""
-        held: dict[str, int] = {}
-        for count, key in enumerate(prefix_hashes, 1):
-            replica = self._replica_of_prefix.get(key)
+    def _num_pages_held(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
+        """Returns, by replica, how many pages from the prompt's start the replica probably has."""
+        num_pages_held: dict[str, int] = {}
+        for num_pages, prefix_hash in enumerate(prefix_hashes, 1):
+            replica = self._replica_of_prefix.get(prefix_hash)
             if replica is None:
                 break
             if replica in replicas:
-                held[replica] = count
-        return held
+                num_pages_held[replica] = num_pages
+        return num_pages_held
 
     def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  request: the name that record_ended gets too."""
+        """Record a prompt that was sent to a replica.  request: the request's id, also for record_ended."""
         self._open_samples.setdefault((replica, request), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
-        # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.
-        for key in reversed(prefix_hashes):
-            self._replica_of_prefix[key] = replica
-            self._replica_of_prefix.move_to_end(key)
+        # The shortest prefix is recorded last, and so forgotten last: _num_pages_held stops at a forgotten prefix.
+        for prefix_hash in reversed(prefix_hashes):
+            self._replica_of_prefix[prefix_hash] = replica
+            self._replica_of_prefix.move_to_end(prefix_hash)
         while len(self._replica_of_prefix) > self.max_prefixes:
             self._replica_of_prefix.popitem(last=False)
 
@@ -103,13 +103,13 @@ class ReplicaChooser:
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: the average open tokens of a replica to aim at."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: see ReplicaOptions."""
 
     tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """Returns (wanted number of replicas, state).  Without metrics, the number of replicas does not change."""
-        figures = (context.aggregated_metrics or {}).get("open_tokens")
-        if not figures:
+        open_tokens_of_replicas = (context.aggregated_metrics or {}).get("open_tokens")
+        if not open_tokens_of_replicas:
             return context.target_num_replicas, {}
-        return sum(figures.values()) / self.tokens_per_replica, {}
+        return sum(open_tokens_of_replicas.values()) / self.tokens_per_replica, {}

@@ -1,7 +1,7 @@
 """A Ray Serve router of prompts to engine replicas, by shared prefix and load.  ReplicaChooser makes the choice.
 
 Ray's own prefix-aware router (ray.serve.llm) depends on vLLM, compares texts, and calls an actor three times for each
-request.  This router compares pages of token ids, which are the units of a replica's prefix cache.
+request.  This router compares pages of token ids, as the prefix cache of a replica does.
 """
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -40,5 +40,5 @@ class PrefixRouter(RequestRouter):
 
 
 def _hint_of(request: PendingRequest) -> RoutingHint:
-    """Returns the RoutingHint among the call's arguments; an empty hint for calls of other methods."""
+    """Returns the RoutingHint in the call's arguments; an empty hint if there is none."""
     return next((each for each in request.args if isinstance(each, RoutingHint)), RoutingHint((), 0))

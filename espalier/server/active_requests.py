@@ -1,6 +1,6 @@
 """Runs one request: turns the engine's output into a whole response, or into a stream of server-sent events.
 
-When the request or the response ends, for any reason, running samples are aborted.
+When the response ends, for any reason, the samples that still run are aborted.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from espalier.server.frontend import ModelFrontend
 
 log = logging.getLogger("espalier.server")
-# After the deadline, a stream whose client does not read is ended after this time.
+# A stream whose client does not read is ended this long after the request's deadline.
 SEND_GRACE_S = 10.0
 
 
 class ActiveRequest:
-    """One request in progress.  deadline: the request's time limit, on the event loop's clock; None for no limit."""
+    """One request in progress.  deadline: when its time limit ends, on the event loop's clock; None for no limit."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ActiveRequest:
         return self.make_builder()
 
     def watch_for_disconnect(self, http: Request) -> None:
-        """From now on, a disconnect of the client ends the request with ClientDisconnect."""
+        """From now on, the request ends with ClientDisconnect if the client disconnects."""
         self.disconnect_task = asyncio.create_task(_wait_for_disconnect(http))
         self.disconnect_task.add_done_callback(self._fail_on_disconnect)
 
@@ -108,7 +108,7 @@ class ActiveRequest:
         return events
 
     def write_events_to(self, exchange: HttpExchange) -> None:
-        """From now on, write each event to the connection at once, as long as the client reads."""
+        """From now on, write events directly to the connection, as long as the client reads."""
 
         def write(parts: list[OutputPart]) -> bool:
             if not exchange.is_client_reading:
@@ -144,11 +144,11 @@ class ActiveRequest:
             if count := len(output.token_ids):
                 metrics.generated_tokens.count += count
                 key = part.name, output.index
-                last = self.last_token_at.get(key)
-                if last is None:
+                last_at = self.last_token_at.get(key)
+                if last_at is None:
                     metrics.time_to_first_token.observe(now - self.started_at)
                 else:
-                    metrics.inter_token_time.observe((now - last) / count, count)
+                    metrics.inter_token_time.observe((now - last_at) / count, count)
                 self.last_token_at[key] = now
             if part.usage is not None:
                 metrics.finished_samples.labels(output.finish_reason).inc()
@@ -172,17 +172,17 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The streaming response of a run.  first: the first event.  A later error is sent as an event.
+    """The streaming response of an ActiveRequest.  first_event, later_events: the first event, and the later events.
 
-    Waking this task for each event costs as much as the event.  So after the first event, the run writes events
-    directly, if the HTTP server supports this (http1.EXCHANGE_EXTENSION) and the client reads.
+    A later error is sent as an event.  To wake this task costs as much as to send an event.  So ActiveRequest writes
+    later events directly, if the HTTP server supports that (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
-    def __init__(self, active_request: ActiveRequest, first: bytes, rest: AsyncIterator[bytes]):
-        super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, active_request: ActiveRequest, first_event: bytes, later_events: AsyncIterator[bytes]):
+        super().__init__(later_events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.active_request = active_request
-        self.first_event = first
-        self.later_events = rest
+        self.first_event = first_event
+        self.later_events = later_events
         self.has_ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
@@ -209,7 +209,7 @@ class EventStream(StreamingResponse):
         self.has_ended = True
         if not is_last:
             await send(_body_message(b"", False))
-        # If several streams end together, end all of them before any is logged and counted.
+        # If several streams end together, all their last bytes are sent before the first stream is logged and counted.
         await asyncio.sleep(0)
 
     def _failure_event(self, error: ApiError) -> bytes:
@@ -218,9 +218,9 @@ class EventStream(StreamingResponse):
         return self.active_request.response_builder.error_event(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = None if self.active_request.deadline is None else self.active_request.deadline + SEND_GRACE_S
+        send_deadline = None if self.active_request.deadline is None else self.active_request.deadline + SEND_GRACE_S
         try:
-            async with asyncio.timeout_at(limit):
+            async with asyncio.timeout_at(send_deadline):
                 await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE_EXTENSION))
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")

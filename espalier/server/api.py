@@ -34,7 +34,7 @@ from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
 NO_EFFECT_HEADER = "x-espalier-no-effect"
-# The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
+# The schema of a server-sent event.  Its data is a chunk as JSON, or [DONE].
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAM_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT_SCHEMA}}}
 COMMON_ERRORS = (401, 500)
@@ -46,7 +46,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked chat request with its prompt.  ignored_fields: names of the request's fields without effect."""
+    """A checked chat request with its prompt.  ignored_fields: the names of the sent fields that have no effect."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -88,14 +88,14 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
 
 
 def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check_text: TextCheck) -> RenderLoop:
-    """Returns a generator that makes the token ids of a conversation.
+    """Returns a generator that makes the token ids of a chat request's prompt.  Raises EspalierError.
 
-    The generator yields renderings of the chat template, and gets their texts (chat.RenderLoop).  Raises EspalierError.
+    The generator yields what the chat template must render, and gets the rendered text (chat.RenderLoop).
     """
-    keep = body.truncate_prompt_tokens
-    check_text = inputs.require_text_fits if keep is None else check_text
+    keep_last = body.truncate_prompt_tokens
+    check_text = inputs.require_text_fits if keep_last is None else check_text
     tokens = yield from message_steps(inputs, body.messages, body.options(), check_text, plan)
-    return inputs.prompt_tokens(tokens, keep_last=keep)
+    return inputs.prompt_tokens(tokens, keep_last=keep_last)
 
 
 def message_steps(
@@ -111,18 +111,18 @@ def message_steps(
 
 
 def num_characters(value: Any) -> int:
-    """Returns the number of characters of all texts in a value of a request body."""
-    count, open_values = 0, [value]
-    while open_values:
-        inner = open_values.pop()
+    """Returns how many characters all texts in a part of a request body have."""
+    count, uncounted_values = 0, [value]
+    while uncounted_values:
+        inner = uncounted_values.pop()
         if isinstance(inner, str):
             count += len(inner)
         elif isinstance(inner, list):
-            open_values += inner
+            uncounted_values += inner
         elif isinstance(inner, dict):
-            open_values += [*inner, *inner.values()]
+            uncounted_values += [*inner, *inner.values()]
         elif not isinstance(inner, bool | int | float | None):
-            open_values += vars(inner).values()  # a record
+            uncounted_values += vars(inner).values()  # a record
     return count
 
 
@@ -130,9 +130,9 @@ def num_characters(value: Any) -> int:
 class ApiOptions:
     """Settings of the HTTP API.
 
-    api_key: None if clients need no key.  additional_keys: further valid keys, one for each further client.
-    cors_origins: origins of web pages that may call the server.  body_timeout_s: time limit for a request's headers,
-    and for its body; None for no limit.  max_file_bytes: limit for one uploaded file.
+    api_key: None if clients need no key.  cors_origins: the origins of web pages that may call the server.
+    body_timeout_s: the time limit for a request's headers, and again for its body; None for no limit.  max_file_bytes:
+    the limit for one uploaded file.  additional_keys: further valid keys, one for each further client.
     """
 
     api_key: str | None = None
@@ -155,7 +155,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns the application, and the middleware that counts open requests.  batches: None for no batches."""
+    """Returns (application, the middleware inside it, which counts open requests).  batches: None for none."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),
@@ -225,13 +225,13 @@ def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
         response = await frontend.respond(http, chat, [prepared.prompt], prepared.params, make_builder)
         return _with_no_effect_header(ignored_fields, response)
 
-    as_response = "Answer a conversation, in the form of OpenAI's Responses API"
+    responses_summary = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
         Endpoint("POST", path, handler, summary, body, GENERATION_ERRORS, STREAM_RESPONSES)
         for path, handler, summary, body in (
             ("/v1/completions", create_completion, "Continue a text", CompletionRequest),
             ("/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatRequest),
-            ("/v1/responses", create_response, as_response, ResponsesRequest),
+            ("/v1/responses", create_response, responses_summary, ResponsesRequest),
         )
     ]
 
@@ -250,19 +250,19 @@ def _prompt_ids(
     requested_params: SamplingParams,
     check_text: TextCheck,
 ) -> list[list[int]]:
-    """Returns the prompts' token ids.  check_text: raises for a too long text that will be truncated; max_context
-    limits other texts.  Raises EspalierError."""
-    keep, token_lists = body.truncate_prompt_tokens, []
+    """Returns the prompts' token ids.  check_text: refuses a text that is too long to be truncated.  Texts that are not
+    truncated must fit max_context.  Raises EspalierError."""
+    keep_last, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
-        if keep is not None and isinstance(prompt, str):
+        if keep_last is not None and isinstance(prompt, str):
             check_text(prompt)
-        token_lists.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
+        token_lists.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep_last))
         inputs.require_room(token_lists[-1], requested_params, body.output_limit_field)
     return token_lists
 
 
 def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
-    """Returns the text of each prompt.  Raises EspalierError."""
+    """Returns the text of each prompt, for echo.  Raises EspalierError."""
     return [
         prompt if isinstance(prompt, str) else inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens)
         for prompt in prompts
@@ -292,10 +292,10 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
         frontend = frontends.frontend_for(body.model)
         return await frontend.tokenizer_threads.run(_detokenize, body.tokens, size=len(body.tokens))
 
-    to_tokens, to_text = "The tokens of a text or a conversation", "The text of tokens"
+    tokenize_summary, detokenize_summary = "The tokens of a text or a conversation", "The text of tokens"
     return [
-        Endpoint("POST", "/tokenize", tokenize, to_tokens, TokenizeRequest, BODY_ERRORS),
-        Endpoint("POST", "/detokenize", detokenize, to_text, DetokenizeRequest, BODY_ERRORS),
+        Endpoint("POST", "/tokenize", tokenize, tokenize_summary, TokenizeRequest, BODY_ERRORS),
+        Endpoint("POST", "/detokenize", detokenize, detokenize_summary, DetokenizeRequest, BODY_ERRORS),
     ]
 
 
@@ -352,11 +352,11 @@ def _status_endpoints(frontends: Frontends) -> list[Endpoint]:
     async def get_metrics(http: Request) -> Response:
         return Response(frontends.metrics.exposition_text(), media_type=CONTENT_TYPE_LATEST)
 
-    healthy, text = "Whether the server accepts requests", {200: {"text/plain": {"schema": {"type": "string"}}}}
+    health_summary, text = "Whether the server accepts requests", {200: {"text/plain": {"schema": {"type": "string"}}}}
     return [
         Endpoint("GET", "/v1/models", list_models, "The served models", errors=COMMON_ERRORS),
         Endpoint("GET", "/v1/models/{name:path}", get_model, "One served model", errors=(404, *COMMON_ERRORS)),
-        Endpoint("GET", "/health", get_health, healthy, errors=(500,), responses={200: JSON, 503: JSON}),
+        Endpoint("GET", "/health", get_health, health_summary, errors=(500,), responses={200: JSON, 503: JSON}),
         Endpoint("GET", "/version", get_version, "The version of Espalier", errors=COMMON_ERRORS),
         Endpoint("GET", "/metrics", get_metrics, "Figures for Prometheus", errors=(500,), responses=text),
     ]

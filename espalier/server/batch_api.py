@@ -55,7 +55,7 @@ class TransferLimiter:
 
 
 class Download(FileResponse):
-    """The response with a stored file, or with the part of the file that a Range header requests."""
+    """The response with a stored file, or with the part of it that the request's Range header names."""
 
     def __init__(self, path: Path, transfers: TransferLimiter):
         super().__init__(path, media_type=JSONL_CONTENT_TYPE)
@@ -89,7 +89,7 @@ def _disk_errors_as_api_errors() -> Iterator[None]:
 
 
 def _require_no_transfer_encoding(file: UploadFile) -> None:
-    """Raises ApiError for a file in another encoding than binary, because the server stores the bytes unchanged."""
+    """Raises ApiError for an encoded file, such as base64, because the server stores the bytes unchanged."""
     require_utf8(file.headers.get("content-type", ""))
     encoding = file.headers.get("content-transfer-encoding", "binary")
     if encoding.lower() not in ("7bit", "8bit", "binary"):
@@ -117,7 +117,7 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
             with transfers.reserve(), _disk_errors_as_api_errors():
                 return await store_upload(http)
         except (ApiError, MultiPartException) as error:
-            # Read the rest: a client that sends the whole body before it reads would find its connection closed.
+            # A client may send the whole body before it reads the error, so the rest of the body is read.
             await http.scope["state"]["upload"].finish()
             if isinstance(error, MultiPartException):
                 raise ApiError(400, error.message) from None

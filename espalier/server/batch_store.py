@@ -48,7 +48,7 @@ class StoredFile(msgspec.Struct):
 
 
 class LineCounts(msgspec.Struct):
-    """Counts of a batch's lines.  total: all lines; completed: with status 200; failed: with an error."""
+    """The counts of a batch's lines.  completed: answered with status 200.  failed: answered with an error."""
 
     total: int = 0
     completed: int = 0
@@ -146,7 +146,7 @@ class BatchStore:
         return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove the contents without a description that a killed server left.  No client could list or delete them."""
+        """Remove files that a killed server left without a description.  No client could list or delete them."""
         described = set(self.files) | {f"{id}.jsonl" for id in self.batches}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
             if path.suffix != ".json" and path.name not in described:
@@ -155,7 +155,7 @@ class BatchStore:
                     path.unlink()
 
     def list_files(self) -> list[StoredFile]:
-        """Returns a copy of the list of files.  The copy is one atomic step, because a thread may add a file."""
+        """Returns the files as a new list, in one atomic step, because a thread may add a file at any time."""
         return list(self.files.values())
 
     def content_path(self, id: str) -> Path:
@@ -167,7 +167,7 @@ class BatchStore:
     def add_file(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
         """Copy a file into the store, completely or not at all.  May run in a thread.
 
-        id: None for a new id; with the id of a stored file, that file is replaced.  Raises OSError.
+        id: None for a new id; a stored file with this id is replaced.  Raises OSError.
         """
         id = id or new_id("file-")
         with _atomic_file(self.content_path(id)) as copy:
@@ -204,7 +204,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which becomes `path`, synced to the disk, at the end of a block without an error."""
+    """Opens a temporary file.  If the block raises no error, the file is synced to the disk and renamed to `path`."""
     unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:
@@ -219,7 +219,7 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def split_by_status(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two files: with status 200, and with errors.  Returns (file, line count) of each."""
+    """Copy a batch's answers into two files: those with status 200, and errors.  Returns (path, line count) of each."""
     paths = [folder / f"{answers.stem}.{suffix}" for suffix in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, paths[0].open("wb") as ok, paths[1].open("wb") as failed:

@@ -1,7 +1,7 @@
-"""The batches of a server.  Each batch is validated, runs when the batches before it have ended, and gets output files.
+"""Runs the batches of a server, one after another.  A batch's input is checked, its lines are answered, files are made.
 
-A batch's requests go through the server's own endpoints, at a lower priority than other requests.  The answers are
-written to a file as they come, so a server that starts again continues where it stopped.
+A batch's requests go through the server's own endpoints, at a lower priority than other requests.  Each answer is
+written to a file at once, so a server that starts again continues where it stopped.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from espalier.server.batch_store import (
 from espalier.server.frontend import without_timeout
 
 log = logging.getLogger("espalier.server")
-# The default priority of a batch's requests.  A lower value starts first; other requests have 0 by default.
+# The priority of a batch's requests that name none.  A lower value starts first; other requests have 0 by default.
 BATCH_PRIORITY = 2**20
 # The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
@@ -44,7 +44,7 @@ UNANSWERED_ERRORS = {
 
 
 class UnfinishedBatch:
-    """The state of one batch that has not ended.  earlier_batches_ended: set when all batches before it have ended."""
+    """The state of a batch that has not ended.  earlier_batches_ended: set when all earlier batches have ended."""
 
     def __init__(self) -> None:
         self.earlier_batches_ended = asyncio.Event()
@@ -53,9 +53,9 @@ class UnfinishedBatch:
 
 
 class BatchRunner:
-    """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before everything else.
+    """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before other methods.
 
-    A batch opens its files only when it runs or ends, because thousands of batches may wait.
+    Thousands of batches may wait, so a batch keeps no file open while it waits.
     """
 
     def __init__(self, store: BatchStore, concurrency: int):
@@ -64,14 +64,13 @@ class BatchRunner:
         # By batch id.  Batches run in this order.
         self._unfinished_batches: dict[str, UnfinishedBatch] = {}
         self._journals: dict[str, Journal] = {}
-        self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
+        self._scan_limit = asyncio.Semaphore(MAX_INPUT_SCANS)
         self._cancelled_batch_lock = asyncio.Lock()
 
     def start(self, app: AsgiApp, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: the application that answers their requests.
 
-        A batch's requests have no --request-timeout, because other requests run first.  The batch's 24 hours are their
-        limit.
+        A batch's requests have its 24 hours instead of --request-timeout, because all other requests run first.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
@@ -96,7 +95,7 @@ class BatchRunner:
             self._unfinished_batches[batch.id].cancelled.set()
 
     def update_counts(self, batch: Batch) -> Batch:
-        """Returns the batch with its current counts."""
+        """Update and return the batch: sets its request_counts."""
         journal = self._journals.get(batch.id)
         if journal is not None:
             _set_counts(batch, journal)
@@ -149,7 +148,7 @@ class BatchRunner:
     async def _run_to_end(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
         """Run a batch until it has ended.  Raises EspalierError or OSError if the engine or the disk fails."""
         try:
-            async with self._scan_slots:
+            async with self._scan_limit:
                 scan = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
         except EspalierError as error:
             self._mark_failed(batch, error)
@@ -161,29 +160,29 @@ class BatchRunner:
             else await self._await_unless_ended(batch, unfinished, unfinished.earlier_batches_ended.wait())
         )
         if end_status is None:
-            await self._answer_and_store_files(batch, unfinished, scan)
+            await self._answer_and_make_files(batch, unfinished, scan)
         else:
             async with self._cancelled_batch_lock:
-                await self._answer_and_store_files(batch, unfinished, scan, end_status)
+                await self._answer_and_make_files(batch, unfinished, scan, end_status)
 
     async def _await_unless_ended(
         self, batch: Batch, unfinished: UnfinishedBatch, work: Coroutine[Any, Any, Any]
     ) -> str | None:
-        """Await `work`.  Returns "cancelled" or "expired" if the batch ends before the work does, else None."""
-        running = asyncio.create_task(work)
-        cancelled = asyncio.create_task(unfinished.cancelled.wait())
+        """Await `work`.  Returns None when it is done; "cancelled" or "expired" if the batch ends before."""
+        work_task = asyncio.create_task(work)
+        cancel_task = asyncio.create_task(unfinished.cancelled.wait())
         try:
             left_s = batch.expires_at - time.time()
-            await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
+            await asyncio.wait({work_task, cancel_task}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
+            if work_task.done():
+                work_task.result()
                 return None
-            return "cancelled" if cancelled.done() else "expired"
+            return "cancelled" if cancel_task.done() else "expired"
         finally:
-            for task in (running, cancelled):
+            for task in (work_task, cancel_task):
                 task.cancel()
             with suppress(asyncio.CancelledError):
-                await running
+                await work_task
 
     @staticmethod
     async def _open_journal(path: Path, scan: InputScan) -> Journal:
@@ -196,11 +195,11 @@ class BatchRunner:
                 (await opening).close()
             raise
 
-    async def _answer_and_store_files(
+    async def _answer_and_make_files(
         self, batch: Batch, unfinished: UnfinishedBatch, scan: InputScan, end_status: str | None = None
     ) -> None:
-        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.  end_status:
-        "cancelled" or "expired" if the batch ends before its turn."""
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
+        end_status: "cancelled" or "expired" if the batch ended while it waited; None to run its requests."""
         journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), scan)
         try:
             if journal.num_unanswered and end_status is None:
@@ -220,7 +219,7 @@ class BatchRunner:
         batch.status = end_status
         setattr(batch, f"{end_status}_at", int(time.time()))
         self.store.save_batch(batch)
-        self.store.answers_path(batch.id).unlink()  # its lines are in the files now, which the user may delete
+        self.store.answers_path(batch.id).unlink()  # the output files have its lines now
         log.info(
             "%s: %s, %d of %d lines answered", batch.id, end_status, batch.request_counts.completed, scan.num_lines
         )
@@ -234,7 +233,7 @@ class BatchRunner:
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_output_files(self, batch: Batch) -> None:
-        """Store the answers as the batch's output file and error file.  No file is made for zero lines."""
+        """Store the answers as the batch's output file and error file.  A file without lines is not made."""
         file_ids: dict[str, str | None] = {"output": None, "error": None}
         answer_files = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:

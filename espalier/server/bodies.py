@@ -1,8 +1,8 @@
-"""Reads request bodies: small bodies in the API server, large ones in a separate process, the body process.
+"""Reads request bodies: small bodies in the API server, large bodies in a separate process, the body process.
 
-Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
-also the program of the body process, which exits when the API server exits.  API server and body process exchange
-frames: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
+Parsing a large body holds Python's GIL for up to a second.  Even in a thread, it would stop every stream.  This module
+is also the program of the body process, which exits when the API server exits.  A message to or from the body process
+is a frame: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
 """
 
 import json
@@ -29,7 +29,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# All lists and objects of one field have at most this number of entries.  BodyLimits limits prompt and tokens.
+# The most entries in one field, in all its lists and objects together.  BodyLimits limits prompt and tokens.
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
@@ -41,8 +41,8 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are plain values, because they are sent to the body process.
 
-    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: the
-    number of the model's positions, for an error message (errors.prompt_too_long).
+    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: how
+    many positions the model has, for the message about a too long prompt.
     """
 
     vocab_size: int
@@ -53,7 +53,7 @@ class BodyLimits(msgspec.Struct, frozen=True):
 
 
 def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """Returns the body as a record of `model`.  The text parts of each message are joined.  Raises ApiError."""
+    """Returns the body as an object of the class `model`.  Each message's text parts are joined.  Raises ApiError."""
     value = _parse_json(content_type, data)
     if not isinstance(value, dict):
         raise _not_an_object_error()
@@ -133,21 +133,21 @@ def _require_at_most(name: str, count: int, limit: int) -> None:
 
 
 def _num_entries(value: Any, limit: int) -> int:
-    """Returns how many entries all lists and objects in a value have.  Counting stops above the limit."""
-    count, open_values = 0, [value]
-    while open_values and count <= limit:
-        inner = open_values.pop()
+    """Returns how many entries all lists and objects in a value have together.  Above the limit, counting stops."""
+    count, uncounted_values = 0, [value]
+    while uncounted_values and count <= limit:
+        inner = uncounted_values.pop()
         if isinstance(inner, dict):
             inner = inner.values()
         elif not isinstance(inner, list):
             continue
         count += len(inner)
-        open_values += inner
+        uncounted_values += inner
     return count
 
 
 def _refuse_mixed_types(prompt: Any) -> None:
-    """Refuse a prompt list with entries of several types: pydantic's error would name only one.  Raises ApiError."""
+    """Refuse a list of prompts with several types, because pydantic's error would name one type.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"
@@ -157,10 +157,10 @@ def _refuse_mixed_types(prompt: Any) -> None:
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
     """Refuse token ids that are invalid or do not fit max_context.  Raises ApiError."""
     try:
-        keep = body.truncate_prompt_tokens
+        keep_last = body.truncate_prompt_tokens
         for prompt in body.prompts():
             if not isinstance(prompt, str):
-                kept = prompt if keep is None else prompt[-keep:]
+                kept = prompt if keep_last is None else prompt[-keep_last:]
                 check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
         raise bad_request_error(error, "prompt") from None
@@ -176,7 +176,7 @@ class BodyReader:
         self.helper = HelperProcess("body", MAX_WAITING_BODIES, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
-        """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
+        """Returns the body as an object of the class `model`.  Raises ApiError or ClientDisconnect."""
         # Not http.body(), which keeps the bytes until the request ends.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
@@ -184,12 +184,12 @@ class BodyReader:
         if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.call(pickle_bytes((model, content_type, data))))
+            body, error_arguments = pickle.loads(await self.helper.call(pickle_bytes((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
         self.num_large_bodies_read += 1
-        if refused is not None:
-            raise ApiError(*refused)
+        if error_arguments is not None:
+            raise ApiError(*error_arguments)
         return body
 
 
@@ -198,7 +198,7 @@ def pickle_bytes(value: Any) -> bytes:
 
 
 def parse_frame(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads a frame (model, content type, bytes).  Returns a frame (body, None), or (None, ApiError's arguments)."""
+    """Reads a frame (model, content type, bytes).  Returns a frame: (body, None), or (None, arguments of ApiError)."""
     model, content_type, data = pickle.loads(frame)
     try:
         return pickle_bytes((read_body(model, content_type, data, limits), None))

@@ -30,8 +30,8 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are parsed into a chat message.
 
-    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: those of
-    the last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
+    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: the deltas
+    of the last chunk.  deltas: all deltas so far, if keeps_deltas.  valid_calls: the indices of calls without errors.
     """
 
     make_message_stream: Callable[[], MessageStream] | None = None
@@ -42,7 +42,7 @@ class ChatChoice(Choice):
 
     @cached_property
     def stream(self) -> MessageStream:
-        """The stream that parses the tokens.  It is created with the first chunk, so that the request starts sooner."""
+        """The stream that parses the tokens.  Created with the first chunk, so that the request starts sooner."""
         assert self.make_message_stream is not None
         return self.make_message_stream()
 
@@ -71,7 +71,7 @@ class ChatChoice(Choice):
         )
 
     def finish_reason_with_calls(self, reason: str | None) -> str | None:
-        """Returns "tool_calls" for an output with tool calls and finish_reason "stop"; else `reason`."""
+        """Returns "tool_calls" instead of "stop" for an output with tool calls; else `reason` unchanged."""
         return "tool_calls" if reason == "stop" and self.valid_calls else reason
 
 
@@ -111,7 +111,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def first_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        first_delta |= self._own_api_fields(OutputChunk(""))
+        first_delta |= self._espalier_fields(OutputChunk(""))
         return [self._wrap_choices([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 class OutputItems:
-    """The output items of one answer, and the events about their changes.  Only the last item can be open."""
+    """The output items of one answer, and the events about their changes.  Only the last item may grow (is_open)."""
 
     def __init__(self, id: str):
         self.id = id
@@ -235,7 +235,7 @@ class OutputItems:
             self.close("incomplete")
 
     def close(self, status: str) -> None:
-        """Close the open item, if there is one."""
+        """Close the open item, if any.  status: the item's final status."""
         if not self.is_open:
             return
         item, self.is_open = self.items[-1], False
@@ -262,7 +262,7 @@ class OutputItems:
         self.add_event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of this type, unless such an item is open.  new_part: returns the item's empty content part."""
+        """Open an item of type `kind`, unless one is open.  new_part: returns the item's content part, without text."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open_item(kind, {**fields, "content": []})
@@ -290,12 +290,12 @@ def _empty_reasoning_text() -> dict[str, Any]:
 
 
 def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the item.  Later changes of the item do not change the copy."""
+    """Returns a copy of the item that later changes of the item do not change."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 class ResponsesApiBuilder(ChatResponseBuilder):
-    """Builds the response of /v1/responses.  request: the client's body.  chat, chat_arguments: for the base class."""
+    """Builds the response of /v1/responses.  request: the client's body.  chat: `request` as a chat completion."""
 
     end_event = b""
 
@@ -309,16 +309,16 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
         # The reasons why tool calls could not be parsed.
-        self.call_errors: list[str] = []
+        self.tool_call_errors: list[str] = []
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_output(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
         if choice.make_message_stream is not None:
-            for each in choice.new_deltas:
-                self.items.add_delta(each, [])
-            self.call_errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
+            for delta in choice.new_deltas:
+                self.items.add_delta(delta, [])
+            self.tool_call_errors += [delta.text for delta in choice.new_deltas if delta.kind == "broken"]
         elif output.text or logprobs:
             self.items.add_delta(base.Delta("content", output.text), logprobs)
         if output.finish_reason is not None:
@@ -334,7 +334,7 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns OpenAI's error event with a field `error`, which OpenAI's clients look for in every stream."""
+        """Returns OpenAI's error event with an added field `error`, which OpenAI's clients look for in all streams."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode_event({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 
@@ -350,10 +350,10 @@ class ResponsesApiBuilder(ChatResponseBuilder):
 
     def full_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
-        whole = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
-        if self.call_errors:
-            whole["tool_call_errors"] = [{"message": error} for error in self.call_errors]
-        return whole
+        response = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        if self.tool_call_errors:
+            response["tool_call_errors"] = [{"message": error} for error in self.tool_call_errors]
+        return response
 
     def _response_object(self, status: str) -> dict[str, Any]:
         request, chat = self.request, self.body

@@ -1,7 +1,7 @@
-"""The API server's client of the engine process.  Starts the process, submits prompts, and distributes its output.
+"""The API server's client of the engine process.  Starts the process, submits prompts, and distributes the output.
 
-All code runs on one event loop.  If the process exits or is silent for engine_timeout_s, every generation in flight
-fails with EngineGone.  With `restart`, a new process is then started, until several processes in a row fail to load.
+All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
+fails with EngineGone.  With `restart`, a new process is then started, at most MAX_FAILED_STARTS times without success.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from espalier.server import logs, protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
 
 # The waiting prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
-# connection needs five iterations: accept, make its transport, watch it, read, handle.
+# connection needs five iterations: accept, make the transport, watch the socket, read, handle.
 MAX_IDLE_LOOP_TURNS = 6
 MAX_SEND_DELAY_S = 0.01
 log = logging.getLogger("espalier.server")
 ENGINE_PROCESS_MODULE = "espalier.server.worker"
 SHUTDOWN_TIMEOUT_S = 10.0
-# After this number of failed starts in a row, no process is started.  The pause between two starts doubles.
+# After this number of failed starts in a row, no process is started.  The pause between two starts doubles each time.
 MAX_FAILED_STARTS = 5
 FIRST_RESTART_PAUSE_S = 1.0
 LOADING_LOG_INTERVAL_S = 30.0
@@ -44,37 +44,37 @@ LOADING_LOG_INTERVAL_S = 30.0
 class PromptBatcher:
     """Collects prompts, and sends them to the engine together.
 
-    The prompts are sent when no new request arrives, when they fill a prefill pass, or after MAX_SEND_DELAY_S.
-
+    Prompts wait until no new prompt arrives (MAX_IDLE_LOOP_TURNS), until they fill a prefill pass, or for
+    MAX_SEND_DELAY_S at most.
     send: sends prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
     """
 
     def __init__(self, send: Callable[[list[SubmittedPrompt]], None]):
         self.send = send
         self.tokens_per_prefill = 0
-        self._unsent: list[SubmittedPrompt] = []
+        self._unsent_prompts: list[SubmittedPrompt] = []
         self._num_unsent_tokens = 0
         self._send_deadline = 0.0
-        self._num_idle_turns = 0
+        self._num_idle_loop_turns = 0
         self._next_check: asyncio.Handle | None = None
         # Set when the waiting prompts are sent.  None before the first prompt.
         self._flush_event: asyncio.Event | None = None
 
     def add(self, submitted: SubmittedPrompt) -> None:
         loop = asyncio.get_running_loop()
-        if not self._unsent:
+        if not self._unsent_prompts:
             self._send_deadline, self._flush_event = loop.time() + MAX_SEND_DELAY_S, asyncio.Event()
-        self._unsent.append(submitted)
+        self._unsent_prompts.append(submitted)
         self._num_unsent_tokens += len(submitted.prompt)
-        self._num_idle_turns = 0
+        self._num_idle_loop_turns = 0
         if self._num_unsent_tokens >= self.tokens_per_prefill or loop.time() >= self._send_deadline:
             self.flush()
         elif self._next_check is None:
             self._next_check = loop.call_soon(self._flush_if_idle)
 
     async def wait_until_sent(self) -> None:
-        """Wait until the waiting prompts are sent, and for at least one iteration of the event loop."""
-        if self._unsent and self._flush_event is not None:
+        """Wait until all added prompts are sent, and for at least one iteration of the event loop."""
+        if self._unsent_prompts and self._flush_event is not None:
             await self._flush_event.wait()
         else:
             await asyncio.sleep(0)
@@ -91,16 +91,16 @@ class PromptBatcher:
             self._next_check = None
         if self._flush_event is not None:
             self._flush_event.set()
-        waiting, self._unsent, self._num_unsent_tokens = self._unsent, [], 0
+        waiting, self._unsent_prompts, self._num_unsent_tokens = self._unsent_prompts, [], 0
         return waiting
 
     def _flush_if_idle(self) -> None:
-        """Send the waiting prompts if no new prompts arrive, else check again in the loop's next iteration."""
+        """Send the waiting prompts if it is time (see the class), else check again in the loop's next iteration."""
         loop = asyncio.get_running_loop()
-        if self._num_idle_turns == MAX_IDLE_LOOP_TURNS or loop.time() >= self._send_deadline:
+        if self._num_idle_loop_turns == MAX_IDLE_LOOP_TURNS or loop.time() >= self._send_deadline:
             self.flush()
             return
-        self._num_idle_turns += 1
+        self._num_idle_loop_turns += 1
         self._next_check = loop.call_soon(self._flush_if_idle)
 
 
@@ -108,9 +108,9 @@ class PromptBatcher:
 class ClientOptions:
     """Settings of an EngineClient.
 
-    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
-    this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker_module: the
-    module that the engine process runs.  learn: see protocol.StartEngine.
+    restart: replace an engine process that ended.  heartbeat_s: an idle engine sends a message after this time.
+    engine_timeout_s: a loaded engine that sends nothing for this time is killed.  load_timeout_s: the time limit for
+    loading the model, None for no limit.  worker_module: the engine process's module.  learn: see protocol.StartEngine.
     """
 
     restart: bool = False
@@ -127,7 +127,7 @@ class EngineClient:
     """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.StartEngine.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
-    abort_steps: for each number of engine steps, how many aborts took so many steps.
+    abort_steps: by number of engine steps: how many aborts took this number of steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -187,12 +187,12 @@ class EngineClient:
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
         self.require_running()
-        submits = template.for_prompts(prompts, self._num_submitted)
+        submitted_prompts = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], template.params.n)
-        for each in submits:
-            self._generations[each.name] = generation
-            self._prompt_batcher.add(each)
+        generation = Generation(self, [submitted.name for submitted in submitted_prompts], template.params.n)
+        for submitted in submitted_prompts:
+            self._generations[submitted.name] = generation
+            self._prompt_batcher.add(submitted)
         return generation
 
     async def wait_until_sent(self) -> None:
@@ -206,7 +206,7 @@ class EngineClient:
                 self._send(protocol.AbortPrompt(name))
 
     async def wait_until_ended(self) -> str | None:
-        """Wait until no engine process runs or will be started.  Returns the reason; None after `close`."""
+        """Wait until the last engine process has ended.  Returns the reason; None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})
         return None if self.state == "closed" else self.unavailable_reason
@@ -265,22 +265,22 @@ class EngineClient:
         self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """Returns EngineReady or EngineFailed.  Raises EspalierError if the process exits or is too slow."""
+        """Returns the process's first message.  Raises EspalierError if the process exits or is too slow."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
-        limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
-        began = loop.time()
+        limit_s, loop = self.options.load_timeout_s, asyncio.get_running_loop()
+        began_at = loop.time()
         try:
             while not (message.done() or exited.done()):
-                seconds = loop.time() - began
-                if limit is not None and seconds >= limit:
+                loading_s = loop.time() - began_at
+                if limit_s is not None and loading_s >= limit_s:
                     raise EspalierError(
-                        f"the engine process (pid {process.pid}) did not load its model within {limit:g} s and was "
+                        f"the engine process (pid {process.pid}) did not load its model within {limit_s:g} s and was "
                         "ended; if the model was still being read or downloaded, raise --load-timeout"
                     )
-                if seconds >= LOADING_LOG_INTERVAL_S:
-                    log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
-                wait = LOADING_LOG_INTERVAL_S if limit is None else min(LOADING_LOG_INTERVAL_S, limit - seconds)
+                if loading_s >= LOADING_LOG_INTERVAL_S:
+                    log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, loading_s)
+                wait = LOADING_LOG_INTERVAL_S if limit_s is None else min(LOADING_LOG_INTERVAL_S, limit_s - loading_s)
                 await asyncio.wait({message, exited}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 # The last message may still be in transit.
@@ -294,28 +294,28 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         """Read messages until the process has ended.  With `restart`, start the next process and read on."""
-        num_failed = 0
+        num_failed_starts = 0
         while True:
             if self.state == "ready":
                 self._fail_all(await self._read_until_process_ends())
-                num_failed = 0
+                num_failed_starts = 0
             await self._end_process()
             self._close_socket()
-            if not self.options.restart or num_failed == MAX_FAILED_STARTS:
+            if not self.options.restart or num_failed_starts == MAX_FAILED_STARTS:
                 return
             try:
                 self.num_restarts += 1
                 await self._start()
                 log.warning("the engine process was restarted")
             except (EspalierError, OSError, msgspec.MsgspecError) as error:
-                num_failed += 1
+                num_failed_starts += 1
                 self.unavailable_reason = f"the engine process cannot be restarted: {error}"
-                log.error("%s; this was try %d of %d", self.unavailable_reason, num_failed, MAX_FAILED_STARTS)
-                if num_failed < MAX_FAILED_STARTS:
-                    await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed - 1))
+                log.error("%s; this was try %d of %d", self.unavailable_reason, num_failed_starts, MAX_FAILED_STARTS)
+                if num_failed_starts < MAX_FAILED_STARTS:
+                    await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed_starts - 1))
 
     async def _read_until_process_ends(self) -> str:
-        """Read messages until the process has ended or is silent too long.  Returns the reason."""
+        """Read messages until the process has ended, or has sent nothing for engine_timeout_s.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read_messages())
         exited = asyncio.create_task(self.process.wait())
@@ -355,7 +355,7 @@ class EngineClient:
 
     def _deliver(self, part: OutputPart) -> None:
         generation = self._generations.get(part.name)
-        if generation is None:  # the API server has closed it
+        if generation is None:  # its request was closed
             return
         generation.add(part)
         if generation.num_running[part.name] == 0:

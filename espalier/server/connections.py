@@ -1,10 +1,10 @@
-"""Keeps all open connections.  Closes those of stalled clients, and the oldest idle connection if too many are open.
+"""The open connections.  Connections of stalled clients are closed, and idle connections if too many are open.
 
 A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
-its last byte is sent.  If the client does not read, that is forever.  So all connections are checked periodically.
+its last byte is sent, which never happens if the client does not read.  So all connections are checked periodically.
 
-A journal, an upload or a new engine process needs file descriptors too.  So the process's limit on file descriptors
-decides how many connections may be open.
+The process's limit on file descriptors decides how many connections may be open.  Some descriptors are reserved for
+journals, uploads and a new engine process.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
-# A connection is closed if no data arrives for this long after its last response.
+# A connection is closed if no data arrives within this time after a response.
 KEEP_ALIVE_S = 5.0
 # The most connections that asyncio accepts in one iteration of its loop, before any can be closed.
 MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
 LOOP_TURNS_TO_CLOSE = 3
-# The most uploads and downloads at once, and the file descriptors that each of them has open.
+# The most uploads and downloads at once, and the file descriptors of one upload or download.
 MAX_TRANSFERS = 8
 DESCRIPTORS_PER_TRANSFER = 3
 # File descriptors for journals and their inputs, a new engine process with its socket, and the helper processes.
@@ -44,13 +44,12 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class OpenConnections:
     """The open connections of one server.
 
-    max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection that has
-    been idle longest is closed.  An idle connection has no request in progress and no pending output.  If none is idle,
-    the oldest connection whose client has not sent its whole request, or has not read its response, is closed.  If
-    there is no such connection, the new connection is closed.
+    max_open: the most open connections (max_connections), None for no limit.  Above the limit, one of these is closed:
+    the connection that has been idle longest, without a request in progress or pending output; if none is idle, the
+    oldest connection whose client has not sent its whole request or read its whole response; else the new connection.
 
-    send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
-    request, its headers must arrive within this time, None for no limit; middleware.LimitedReceive limits the body.
+    send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: how long a request's headers
+    may take, from its first byte or the connection's start; None for no limit.  middleware.py limits the body.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class OpenConnections:
         self.max_open = max_open
         self.send_timeout_s = send_timeout_s
         self.body_timeout_s = body_timeout_s
-        # Ordered by the time at which a connection was opened or last became idle.
+        # In the order of the times at which the connections were opened or last became idle.
         self._open: dict[Connection, None] = {}
-        # By connection with pending output: (bytes that the system has taken, the time at which it last took bytes).
+        # By connection with pending output: (bytes passed to the system so far, when bytes were last passed).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -73,15 +72,15 @@ class OpenConnections:
         return iter(list(self._open))
 
     def add(self, connection: "Connection", now: float) -> None:
-        """Count a new connection.  now: in seconds."""
+        """Add a new connection, and close a connection if too many are open.  now: the event loop's time."""
         self._open[connection] = None
         if self.max_open is None or len(self._open) <= self.max_open:
             return
         # The new connection is idle too, and last in the order.
-        older = [each for each in self._open if each is not connection]
-        idle = (each for each in older if each.is_idle and not _num_unsent_bytes(each))
-        waiting = (each for each in older if each.waits_for_client)
-        closed = next(idle, None) or next(waiting, connection)
+        older_connections = [each for each in self._open if each is not connection]
+        idle = (each for each in older_connections if each.is_idle and not _num_unsent_bytes(each))
+        waiting_for_client = (each for each in older_connections if each.waits_for_client)
+        closed = next(idle, None) or next(waiting_for_client, connection)
         del self._open[closed]
         if count := self._log_limiter.num_to_report(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
@@ -99,7 +98,7 @@ class OpenConnections:
         self._send_progress.pop(connection, None)
 
     def close_stalled(self, now: float, max_stall_s: float | None = None) -> None:
-        """Close connections with a stalled client.  now: in seconds.  max_stall_s: replaces a larger send_timeout_s."""
+        """Close connections of stalled clients.  now: the loop's time.  max_stall_s: a limit below send_timeout_s."""
         limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
             if num_unsent := _num_unsent_bytes(connection):
@@ -111,13 +110,13 @@ class OpenConnections:
     def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
         # The idle time begins when all output is sent.
         connection.idle_since = now
-        taken = connection.num_written - num_unsent
-        taken_before, since = self._send_progress.get(connection, (taken, now))
-        since = now if taken > taken_before else since
-        self._send_progress[connection] = taken, since
-        if limit is not None and now - since >= limit:
+        num_taken = connection.num_written - num_unsent
+        num_taken_before, last_taken_at = self._send_progress.get(connection, (num_taken, now))
+        last_taken_at = now if num_taken > num_taken_before else last_taken_at
+        self._send_progress[connection] = num_taken, last_taken_at
+        if limit is not None and now - last_taken_at >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-            _log_and_abort(connection, message, now - since, num_unsent)
+            _log_and_abort(connection, message, now - last_taken_at, num_unsent)
             self.metrics.stalled_readers.inc()
 
     def _abort_if_not_sending(self, connection: "Connection", now: float) -> None:
@@ -151,23 +150,23 @@ def peer_address(transport: Any) -> str:
 
 
 def max_connections() -> int | None:
-    """Returns how many connections may be open; None for no limit.
+    """Returns how many connections may be open: the file descriptors that are neither open nor reserved.
 
-    It is the limit on file descriptors less RESERVED_DESCRIPTORS and the open ones.  Raises EspalierError if too low.
+    None: the system has no limit.  Raises EspalierError for less than MIN_CONNECTIONS.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return None
-    used = len(os.listdir("/dev/fd"))
-    room = limit - used - RESERVED_DESCRIPTORS
-    if room < MIN_CONNECTIONS:
-        least = used + RESERVED_DESCRIPTORS + MIN_CONNECTIONS
+    num_used = len(os.listdir("/dev/fd"))
+    num_free = limit - num_used - RESERVED_DESCRIPTORS
+    if num_free < MIN_CONNECTIONS:
+        least = num_used + RESERVED_DESCRIPTORS + MIN_CONNECTIONS
         raise EspalierError(f"the limit of {limit} open files is too low; set it to {least} or more (ulimit -n)")
-    return room
+    return num_free
 
 
 def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs at most once a minute, without tracebacks, that accepts fail for want of descriptors or memory."""
+    """From now on, log failed accepts for want of descriptors or memory at most once a minute, without tracebacks."""
     log_limiter = LogLimiter()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ ERROR_TYPES = {
 BODY_MODELS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
+# Matches the name of a body's field at the start of an error message.
 LEADING_FIELD_PATTERN = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
 # Messages quote the client's values, which may be very long.
 MAX_MESSAGE_CHARS = 1000
@@ -40,7 +41,7 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: after this time a retry may succeed; None if not.  retry: False tells OpenAI's clients not to retry.
+    retry_after_s: the header retry-after; None for no header.  retry: False tells OpenAI's clients not to retry.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ def queue_full_error(message: str) -> ApiError:
 
 
 def _shorten_middle(text: str, limit: int) -> str:
-    """Cuts the middle out of a long message.  The start names the problem, and the end tells what to do."""
+    """Removes the middle of a long message: its start names the problem, and its end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -98,17 +99,17 @@ class ErrorBody(BaseModel):
 
 
 def bad_request_error(error: EspalierError, field: str | None = None) -> ApiError:
-    """Returns status 400 for an EspalierError.  Its `param`: the field that begins the message, else `field`."""
+    """Returns the ApiError of an EspalierError, with status 400.  field: its param if the message names none."""
     match = LEADING_FIELD_PATTERN.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns status 400 for a body that pydantic refused.  The message reports one error, in one line."""
+    """Returns the ApiError of a body that pydantic refused, with status 400.  The message reports only one error."""
     first = errors[0]
     if first["type"] == "missing":
-        # An unknown field is reported first: it shows that the client meant another endpoint, or misspelt a name.
+        # An unknown field comes before a missing field: the client misspelt the name, or meant another endpoint.
         first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_path_in_body(e)) == 1), first)
     error_path = _path_in_body(first)
     if first["type"] == "json_invalid":
@@ -120,8 +121,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
         return ApiError(400, f"the body is invalid: {_reason_of_error(first)}")
     if first["type"] == "extra_forbidden" and len(error_path) == 1:
         name = str(error_path[0])
-        return ApiError(400, _unknown_field(model, name), param=name)
-    # For a union field, pydantic reports an error for each type.  The client meant the type with the deepest error.
+        return ApiError(400, _unknown_field_message(model, name), param=name)
+    # For a union field, pydantic reports an error for each member.  The deepest error belongs to the member meant.
     path = _error_location(model, error_path).path
     locations = [(each, _error_location(model, _path_in_body(each))) for each in errors]
     first, location = max(
@@ -142,8 +143,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     return ApiError(400, f"{problem} ({description})" if description else problem, param=str(error_path[0]))
 
 
-def _unknown_field(model: type[BaseModel], name: str) -> str:
-    """Returns the message for an unknown field, which another endpoint may have."""
+def _unknown_field_message(model: type[BaseModel], name: str) -> str:
+    """Returns the message for an unknown field.  It names another endpoint that has the field, if any."""
     if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
@@ -152,10 +153,10 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 
 
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
-    """Returns the valid fields, as clients name them, of the object with the unknown field at `error_path`."""
+    """Returns the valid field names of the object that has the unknown field at `error_path`."""
     location = _error_location(model, error_path[:-1])
-    models = _models_in(location.owner_model.model_fields[location.name].annotation)
-    # If the field `type` selects the model, pydantic's location has the type before the unknown field.
+    models = _models_in_annotation(location.owner_model.model_fields[location.name].annotation)
+    # If the field `type` selects the model, the path has the value of `type` before the unknown field.
     typed = [
         m for m in models if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
     ]
@@ -177,8 +178,8 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
 
 
 class ErrorLocation(NamedTuple):
-    """The place of an error in a body.  owner_model: the innermost model around the error.  name: the model's field.
-    path: the names on the way to the field, as the client wrote them."""
+    """The place of an error in a body.  owner_model: the innermost model around the error.  name: the field of this
+    model.  path: the names from the body to the error, as the client wrote them."""
 
     owner_model: type[BaseModel]
     name: str
@@ -193,7 +194,7 @@ def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorL
             is_type_next = False
             continue
         path.append(str(part))
-        models = _models_in(owner.model_fields[name].annotation) if name in owner.model_fields else []
+        models = _models_in_annotation(owner.model_fields[name].annotation) if name in owner.model_fields else []
         nested = next((m for m in models if isinstance(part, str) and part in m.model_fields), None)
         if nested is not None and _refused_field(owner, name) is None:
             owner, name = nested, str(part)
@@ -216,10 +217,10 @@ def _union_members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _models_in_annotation(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _models_in(part)]
+    return [model for part in get_args(annotation) for model in _models_in_annotation(part)]
 
 
 def _refused_field(model: type[BaseModel], name: str) -> RefusedField | None:

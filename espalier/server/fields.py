@@ -1,8 +1,8 @@
-"""Shared parts of the pydantic models of request bodies: how fields are declared, and the checks of a whole body.
+"""Base classes of the pydantic models of request bodies, and the fields for structured outputs.
 
-The fields for structured outputs are here too: OpenAI's, vLLM's and SGLang's all become one Grammar.  A field is
-honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, because some clients
-always send the field.  Another value is an error that gives the reason.
+A field is honoured, accepted without effect (NoEffect), or refused (RefusedField).  Some clients always send all
+fields, so a refused field still accepts values that request nothing, such as null.  The fields for structured outputs,
+OpenAI's, vLLM's and SGLang's, all become one Grammar.
 """
 
 import json
@@ -22,9 +22,9 @@ CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
 CACHE_FIELDS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING_REASON = "the server chooses the engine"
 
-# Fields of other servers and clients that are accepted without effect, and named in a response header.  The response
-# must be the same without the field.  A field that changes tokens, extends the response or separates users (such as
-# vLLM's cache_salt) must be refused by name.
+# Fields of other servers and clients that are accepted without effect, and listed in a response header.  The response
+# must be right without them.  A field that changes tokens, extends the response or separates users (such as vLLM's
+# cache_salt) must be refused by name.
 NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER_REASON,
@@ -58,28 +58,28 @@ NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class RefusedField:
-    """Declares that a field is refused.  reason: the end of the error message, which tells what to do."""
+    """Marks a refused field.  reason: the end of the error message.  It tells what to do."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Declares that a field has no effect.  neutral: a value that requests nothing, and is not reported."""
+    """Marks a field without effect.  neutral: a value that requests nothing, so that it is not reported."""
 
     reason: str
     neutral: Any = None
 
 
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-# The check of a list stops at the first wrong entry.  A million errors would block the server.
+# The check of a list stops at the first wrong entry, because a million errors would block the server.
 FAIL_FAST: Any = Field(fail_fast=True)
 NUMBER_TYPES = frozenset((int, float))
 SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
 def max_entries(max_count: int) -> BeforeValidator:
-    """Returns a check that refuses an object with too many entries.  pydantic has no fail_fast for objects."""
+    """Returns a pydantic check that refuses an object with too many entries.  pydantic has fail_fast only for lists."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > max_count:
@@ -103,7 +103,7 @@ NO_EFFECT_VERBOSITY = NoEffect("ask for short or long answers in the messages")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:
-    """Refuse a lone surrogate anywhere in a value.  JSON can contain it, but UTF-8 cannot encode it."""
+    """Refuse a lone surrogate (half of a character) in any text of a value.  UTF-8 cannot encode a surrogate."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -139,15 +139,15 @@ class RequestBody(StrictModel):
             raise ValueError("the body is nested too deeply; use fewer levels") from None
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields
-        unknown = [name for name in value if name not in known]
-        if not unknown:
+        known_fields = cls.model_fields
+        unknown_names = [name for name in value if name not in known_fields]
+        if not unknown_names:
             return value
         # Keep only one unknown field, because the error names only one.
-        return {name: each for name, each in value.items() if name in known or name == unknown[0]}
+        return {name: each for name, each in value.items() if name in known_fields or name == unknown_names[0]}
 
     def fields_without_effect(self) -> list[str]:
-        """Returns the names of the sent fields that have no effect, in the model's order."""
+        """Returns the names of the sent fields that have no effect, in the order of the class."""
         sent_fields = self.model_fields_set
         return [
             name
@@ -157,7 +157,7 @@ class RequestBody(StrictModel):
 
 
 def nested_fields_without_effect(name: str, bodies: Iterable[RequestBody]) -> list[str]:
-    """Returns the names of fields without effect in the objects of field `name`, each name once."""
+    """Returns the names, once each, of fields without effect in `bodies`, the objects of the field `name`."""
     return [
         f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
     ]
@@ -219,7 +219,7 @@ Schema = dict[str, Any] | str
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's object for structured outputs.  Exactly one field must be set."""
+    """vLLM's object for structured outputs.  Exactly one of its fields must be set."""
 
     # Not named "json", which is a method of pydantic's models.
     json_: Schema | None = Field(None, alias="json")
@@ -258,11 +258,11 @@ class GrammarFields(StrictModel):
 
     def requested_grammar(self) -> Grammar | None:
         """Returns the grammar of the output, None for free text.  Raises EspalierError if two fields are sent."""
-        found = list(self._requested_grammars())
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
+        grammars = list(self._requested_grammars())
+        if len(grammars) > 1:
+            names = " and ".join(name for name, _ in grammars)
             raise EspalierError(f"{names} both ask for a form of the output; send only one")
-        return found[0][1] if found else None
+        return grammars[0][1] if grammars else None
 
     def _requested_grammars(self) -> Iterator[tuple[str, Grammar]]:
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
@@ -275,12 +275,12 @@ class GrammarFields(StrictModel):
                 yield name, _grammar_of(name, value)
 
 
-# The kinds of Grammar for which vLLM's fields have other names.
+# By name of vLLM's field: the kind of Grammar, where the names differ.
 VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar of a field.  A JSON schema is not strict: these fields cannot set `strict`."""
+    """Returns the grammar that a field requests.  strict is False, because these fields cannot set it."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(
         VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False

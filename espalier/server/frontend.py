@@ -1,6 +1,6 @@
 """The layer between the endpoints and the engine process of a model: admission, tokenization and time limits.
 
-Clients share the queue: one client cannot fill it, because room is kept for other clients.
+Clients share the queue.  If one client fills the queue, other clients can still send some requests (ClientShares).
 """
 
 import asyncio
@@ -48,10 +48,10 @@ MAX_CACHED_PARAMS = 256
 class FrontendOptions:
     """Settings of the frontend of a model.
 
-    names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's.
-    max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
-    strict_fields: refuse fields without effect.  tool_format, reasoning_format: names from espalier/tool_calls/formats;
-    "auto" chooses the formats by the chat template.
+    names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's
+    chat template.  max_queue: how many samples may wait for a slot.  request_timeout_s: the time limit of a request,
+    None for no limit.  strict_fields: refuse fields without effect.  tool_format, reasoning_format: names from
+    espalier/tool_calls/formats, or "auto": found by the chat template.
     """
 
     names: tuple[str, ...]
@@ -71,14 +71,14 @@ class FrontendOptions:
 
 # The client name of the requests of batches.
 BATCH_CLIENT = "batches"
-# 1/SHARE_DIVISOR of the queue's length is added to the queue, for clients that have at most that many samples.
+# When the queue is full, 1/SHARE_DIVISOR of max_queue more samples are accepted, from clients with at most so many.
 SHARE_DIVISOR = 4
-# A key in the state of an ASGI scope.  It marks a request without time limit.
+# A key of the state in an ASGI scope.  The key marks a request without a time limit.
 NO_TIMEOUT = "unlimited"
 
 
 class ClientShares:
-    """Counts the samples of each client in the server, and decides whether a client may submit more."""
+    """Counts each client's samples that wait or run, and decides whether a client may submit more samples."""
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
@@ -87,8 +87,8 @@ class ClientShares:
     def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
 
-        num_held: samples of all clients in the server.  capacity: the most samples of all clients together.  Above the
-        capacity, only clients with few samples may submit (SHARE_DIVISOR).
+        num_held: the samples of all clients that wait or run.  capacity: the limit of num_held for all clients.  Above
+        the capacity, only clients with few samples may submit (SHARE_DIVISOR), and no batch.
         """
         if num_held + num_samples <= capacity:
             return True
@@ -97,7 +97,7 @@ class ClientShares:
         return is_small and name != BATCH_CLIENT and num_held + num_samples <= capacity + share
 
     def num_samples_of(self, name: str) -> int:
-        """Returns the number of a client's samples that are being tokenized, wait or run."""
+        """Returns the number of a client's samples: reserved (being tokenized), waiting or running."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
         return running + self._reserved[name]
 
@@ -105,7 +105,7 @@ class ClientShares:
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:
-        """Undo `add_reserved` when the samples are submitted or refused."""
+        """Undo `add_reserved`, when the samples have been submitted or refused."""
         name = client_name.get()
         self._reserved[name] -= num_samples
         if not self._reserved[name]:
@@ -126,7 +126,7 @@ class ClientShares:
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:
-    """Returns the app without --request-timeout."""
+    """Returns an app that answers like `app`, but without the limit --request-timeout."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": {NO_TIMEOUT: True}}, receive, send)
@@ -134,17 +134,17 @@ def without_timeout(app: ASGIApp) -> ASGIApp:
     return call_app
 
 
-def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+def unknown_model_error(name: str, served: Sequence[str]) -> ApiError:
     """Returns the error for a model that is not served."""
     message = f"this server has no model {name!r}; use {', '.join(served)}"
     return ApiError(404, message, "model", "model_not_found")
 
 
 class ModelFrontend:
-    """The API server's part for one model: checks, tokenization, admission and responses.
+    """Serves one model in the API server: checks, tokenization, admission and responses.
 
-    engines: must be ready.  metrics: shared by all models of the server; None for a server with one model.  draining:
-    new requests are refused, and running requests finish.
+    engines: already started.  metrics: shared by all models of the server; None for a server with one model.  draining:
+    new requests are refused, and requests in progress finish.
     """
 
     def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
@@ -171,10 +171,10 @@ class ModelFrontend:
         self.template_process: TemplateProcess | None = None
         self.client_shares = ClientShares()
         self._logged_fields: set[str] = set()
-        self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
+        self._resolved_params: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
     def render_in_helper_process(self) -> None:
-        """From now on, render chat templates in a separate process.  By default the tokenizer threads render them."""
+        """From now on, render chat templates in a separate process, and not in the tokenizer threads."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
             self.template_process = TemplateProcess(hf)
@@ -205,7 +205,7 @@ class ModelFrontend:
     def frontend_for(self, model: str | None) -> "ModelFrontend":
         """Returns this frontend.  Raises ApiError if `model` is the name of another model."""
         if model is not None and model not in self.names:
-            raise unknown_model(model, self.names)
+            raise unknown_model_error(model, self.names)
         return self
 
     def report_no_effect(self, names: Sequence[str]) -> None:
@@ -220,16 +220,16 @@ class ModelFrontend:
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns InputProcessor.resolve(params), from a cache if possible.  Raises EspalierError."""
-        cached_params, resolved = self._resolved.get(id(params), (None, None))
+        cached_params, resolved = self._resolved_params.get(id(params), (None, None))
         if resolved is None or cached_params is not params:
             resolved = self.inputs.resolve(params)
-            if len(self._resolved) >= MAX_CACHED_PARAMS:
-                self._resolved.clear()
-            self._resolved[id(params)] = params, resolved
+            if len(self._resolved_params) >= MAX_CACHED_PARAMS:
+                self._resolved_params.clear()
+            self._resolved_params[id(params)] = params, resolved
         return resolved
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse a too long text of a request that max_context does not limit.  Raises EspalierError."""
+        """Refuse a text too long to tokenize, in a request that max_context does not limit.  Raises EspalierError."""
         limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.model_info.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
@@ -242,27 +242,28 @@ class ModelFrontend:
         params: ResolvedParams,
         make_builder: Callable[[], ResponseBuilder],
     ) -> Response:
-        """Returns the response.  Raises ApiError or ClientDisconnect; a stream raises only before its first event.
+        """Returns the response.  Raises ApiError or ClientDisconnect; for a stream, only before its first event.
 
-        make_builder: called when the prompts have been sent to the engine.
+        make_builder: makes the builder of the response.  Called when the prompts have been sent to the engine.
         """
         loop = asyncio.get_running_loop()
-        limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
+        limit_s = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
-        run = ActiveRequest(self, make_builder, generation, None if limit is None else loop.time() + limit)
+        deadline = None if limit_s is None else loop.time() + limit_s
+        active_request = ActiveRequest(self, make_builder, generation, deadline)
         try:
             # Build the answer while the engine computes.
             await self.engines.wait_until_sent()
-            run.watch_for_disconnect(http)
+            active_request.watch_for_disconnect(http)
             if not body.stream:
-                return await run.full_response()
-            events = run.events()
+                return await active_request.full_response()
+            events = active_request.events()
             # Wait for the first event before the status is sent, because the engine may refuse the request.
-            first = await anext(events)
+            first_event = await anext(events)
         except BaseException:
-            run.close()
+            active_request.close()
             raise
-        return EventStream(run, first, events)
+        return EventStream(active_request, first_event, events)
 
     @contextmanager
     def reserve_capacity(self, num_samples: int) -> Iterator[None]:
@@ -275,7 +276,7 @@ class ModelFrontend:
             self.client_shares.remove_reserved(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
-        """Refuse samples for which neither slots nor the queue have room.  Raises ApiError."""
+        """Refuse samples if all slots and the queue are full, or the engine cannot run.  Raises ApiError."""
         if self.draining:
             message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
@@ -293,10 +294,10 @@ class ModelFrontend:
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
-        waits = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
+        prompt_fields = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False
         try:
-            return self.engines.submit(prompts, SubmittedPrompt(request_id.get(), [], params, *waits, private))
+            return self.engines.submit(prompts, SubmittedPrompt(request_id.get(), [], params, *prompt_fields, private))
         except EngineGone as error:
             raise _engine_gone_error(error) from None
 
@@ -314,8 +315,8 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 class MultiModelFrontend:
     """The frontends of several models of one server, with the attributes of a ModelFrontend that endpoints use.
 
-    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the largest
-    model's limits are checked first, and then the limits of the body's own model.
+    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the reader checks
+    the largest limits of all models, and the model's frontend checks its own limits later.
     """
 
     def __init__(self, frontends: Sequence[ModelFrontend], metrics: Metrics):
@@ -323,13 +324,14 @@ class MultiModelFrontend:
         self.metrics = metrics
         self.names = tuple(name for frontend in frontends for name in frontend.names)
         self._by_name = {name: frontend for frontend in frontends for name in frontend.names}
-        if twice := [name for name in self._by_name if self.names.count(name) > 1]:
-            raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
+        if repeated_names := [name for name in self._by_name if self.names.count(name) > 1]:
+            name = repeated_names[0]
+            raise EspalierError(f"two models are served as {name!r}; give them different names (served_model_name)")
         limits = [frontend.body_reader.limits for frontend in frontends]
         names = ("vocab_size", "max_prompts", "max_token_ids")
-        largest = {name: max(getattr(each, name) for each in limits) for name in names}
-        longest = max(limits, key=lambda each: each.max_context)
-        self.body_reader = BodyReader(msgspec.structs.replace(longest, **largest))
+        largest_limits = {name: max(getattr(each, name) for each in limits) for name in names}
+        longest_context = max(limits, key=lambda each: each.max_context)
+        self.body_reader = BodyReader(msgspec.structs.replace(longest_context, **largest_limits))
 
     def frontend_for(self, model: str | None) -> ModelFrontend:
         """Returns the frontend of `model`.  Raises ApiError."""
@@ -338,7 +340,7 @@ class MultiModelFrontend:
         if model is None:
             return self.frontends[0]
         if model not in self._by_name:
-            raise unknown_model(model, self.names)
+            raise unknown_model_error(model, self.names)
         return self._by_name[model]
 
     @property

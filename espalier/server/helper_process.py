@@ -1,6 +1,6 @@
-"""A helper process of the API server, for work that would block the event loop.  It answers each frame with one frame.
+"""A helper process of the API server, for work that would block the event loop.  The process answers frame by frame.
 
-A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the API server exits.
+A frame is a length and bytes.  The first frame starts the process.  The process exits when the API server exits.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ def as_frame(data: bytes) -> bytes:
 
 
 class HelperProcessFailed(Exception):
-    """The helper process ended, or did not answer in time.  The next frame starts another process."""
+    """The helper process ended, or did not answer in time.  The next frame starts a new process."""
 
 
 class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
-    process_name: the process's name in the log.  max_waiting: the most frames that may wait; further frames are refused
-    with `refusal_reason`.  program: a module that calls run_helper_loop, and its command-line arguments.
+    process_name: the process's name in the log.  max_waiting: how many frames may wait.  refusal_reason: the end of the
+    error for more frames, after the number.  program: a module that calls run_helper_loop, and its arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -37,23 +37,23 @@ class HelperProcess:
         self.max_waiting = max_waiting
         self.refusal_reason = refusal_reason
         self.program = program
-        self._num_open = 0
+        self._num_unanswered = 0
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
     async def call(self, data: bytes, limit_s: float | None = None) -> bytes:
         """Send a frame and return the answer.  Raises HelperProcessFailed, or ApiError if too many frames wait."""
-        if self._num_open > self.max_waiting:
+        if self._num_unanswered > self.max_waiting:
             raise queue_full_error(f"{self.max_waiting} {self.refusal_reason}")
-        self._num_open += 1
+        self._num_unanswered += 1
         try:
             async with self._lock:
                 return await self._exchange(data, limit_s)
         finally:
-            self._num_open -= 1
+            self._num_unanswered -= 1
 
     async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
-        """Send a frame and return the answer.  The caller holds `_lock`.  A failure ends the process."""
+        """Like `call`, while the caller holds `_lock`.  Any failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
@@ -97,7 +97,7 @@ class HelperProcess:
 
 
 def run_helper_loop(answer: Callable[[bytes], bytes]) -> None:
-    """Answers frames from stdin until the API server has exited.  The main function of a helper process."""
+    """The main loop of a helper process: answers frames from stdin, until the API server has exited."""
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):
         answers.write(as_frame(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))

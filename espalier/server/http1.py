@@ -1,7 +1,7 @@
 """One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
-A request's head is checked before h11 parses it, because h11 accepts more than this server, and is slow for many lines.
-`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is no request gets one log line.
+The head of a request is its first line and its headers.  The head is checked before h11 parses it, because h11 accepts
+more than this server, and is slow for many lines.  `Upgrade` is ignored (RFC 9110, section 7.8).
 """
 
 import asyncio
@@ -29,14 +29,14 @@ MALFORMED_HTTP = (
     "send plain HTTP/1.1 (http://, not https://)"
 )
 HEAD_END = b"\r\n\r\n"
-# Matches the beginning of a request, of which only a part may have arrived.
-REQUEST_PREFIX = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# Matches a line feed without carriage return, or a line that continues the line before.
-BAD_LINE_BREAK = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
+# Matches the beginning of a request, even if only a part of the first line has arrived.
+BEGINNING_PATTERN = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
+# Matches a line feed without carriage return, or a header line that continues the header before.
+BAD_LINE_BREAK_PATTERN = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
 # The limit of a chunk's first line, and of the trailers.  h11 gets chunked bodies in pieces of this size.
 MAX_LINE_BYTES = 4096
-# The chunks of a body with more chunks must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
+# A body with more chunks must have MIN_CHUNK_BYTES per chunk on average: a chunk costs the event loop 0.01 ms.
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
 # The most unread bytes of one body.  More bytes wait in the socket until the application reads.
@@ -46,13 +46,13 @@ STATUS_LINES = MappingProxyType(
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  The FIRST_PROBE_CHECK-th check sends an
-# interim response, and then every CHECKS_PER_PROBE-th check.
+# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  Check FIRST_PROBE_CHECK, counted from 0, sends
+# an interim response as a probe, and after it every CHECKS_PER_PROBE-th check.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The key of the ASGI extension that holds the HttpExchange, by which the application writes events at once.
+# The name of an ASGI extension: the HttpExchange, with which the application writes events directly.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
@@ -64,23 +64,23 @@ def head_length(data: bytes) -> int | None:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
     if head.count(b"\n") > MAX_HEAD_LINES:
         raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
-    if not REQUEST_PREFIX.match(head) or (end >= 0 and BAD_LINE_BREAK.search(head)):
+    if not BEGINNING_PATTERN.match(head) or (end >= 0 and BAD_LINE_BREAK_PATTERN.search(head)):
         raise ApiError(400, MALFORMED_HTTP)
     if end < 0:
         return None
     if head.startswith(b"CONNECT "):
         raise ApiError(405, "CONNECT is not served: this server is no proxy")
     first, *lines = head.lower().split(b"\r\n")[:-2]
-    fields = [line.partition(b":") for line in lines]
-    if first.endswith(b"1.1") and [name for name, *_ in fields].count(b"host") != 1:
+    headers = [line.partition(b":") for line in lines]
+    if first.endswith(b"1.1") and [name for name, *_ in headers].count(b"host") != 1:
         raise ApiError(400, "an HTTP/1.1 request has one Host header; send it once")
-    codings = [value.strip() for name, _, value in fields if name == b"transfer-encoding"]
+    codings = [value.strip() for name, _, value in headers if name == b"transfer-encoding"]
     if codings and codings != [b"chunked"]:
         # RFC 9112, section 6.1.
-        given = b",".join(codings)
-        *_, last = names = [name.strip(b" \t") for name in given.split(b",")]
+        joined = b",".join(codings)
+        *_, last = names = [name.strip(b" \t") for name in joined.split(b",")]
         if last == b"chunked" and names.count(last) == 1:
-            raise ApiError(501, f"transfer-encoding {given.decode('latin-1')} is not supported; use chunked alone")
+            raise ApiError(501, f"transfer-encoding {joined.decode('latin-1')} is not supported; use chunked alone")
         raise ApiError(400, "transfer-encoding must be chunked alone, or left out: the body's end would not be known")
     return len(head)
 
@@ -88,10 +88,10 @@ def head_length(data: bytes) -> int | None:
 class Connection(asyncio.Protocol):
     """One HTTP/1 connection.  app: the ASGI application.  connections: all open connections of the server.
 
-    A client that sends FIN after a whole request still gets its response.  FIN does not tell whether the client still
-    reads.  Data for a client that has gone causes a TCP reset.  So the connection writes the stream's events or, before
-    the response starts, interim responses.  In three cases FIN counts as a disconnect: inside a request, on HTTP/1.0,
-    which has no interim responses, and if several requests are pipelined.
+    A client may send FIN after its whole request (half-closed), and still read the response.  FIN alone does not tell
+    whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on to
+    write events, and before the response starts, interim responses as probes.  In three cases FIN counts as a
+    disconnect: inside a request, on HTTP/1.0, which has no interim responses, and if further requests have arrived.
     """
 
     transport: asyncio.Transport
@@ -100,10 +100,10 @@ class Connection(asyncio.Protocol):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
-        # The part of a request's head that has arrived.  h11 parses the complete head.
+        # The part of the next request's head that has arrived.
         self.head = b""
         self.h11_connection: h11.Connection | None = None
-        # The last request.
+        # The request in progress, or the last request.
         self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
         self.can_write = asyncio.Event()
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         self.is_closing_after_error = False
         # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # For OpenConnections: when the last request ended, and whether no data arrived since the last response.
+        # For OpenConnections: when the connection became idle, and whether no data arrived since the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
             self._send_error_and_close(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
     def _pass_to_h11(self, data: bytes) -> None:
-        """Pass data to h11.  Chunked data is passed in pieces, because h11 limits only incomplete lines."""
+        """Pass data to h11, chunked data in pieces: h11 limits a line's length only while the line is incomplete."""
         while True:
             is_chunked = self.h11_connection is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _reset_for_next_request(self) -> None:
-        """Prepare for the next request, after a whole request and its whole response."""
+        """Prepare for the next request, when the last request has been read and answered completely."""
         assert self.h11_connection is not None
         self.head, self.h11_connection = self.h11_connection.trailing_data[0], None
 
@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
         if self.is_idle:
             self.transport.close()
 
-    def _check_half_closed(self, count: int) -> None:
+    def _check_half_closed(self, check_number: int) -> None:
         exchange = self.exchange
         assert exchange is not None
         if self.transport.is_closing() or exchange.is_ended:
@@ -280,13 +280,13 @@ class Connection(asyncio.Protocol):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE_CHECK:
+        if not exchange.is_started and check_number % CHECKS_PER_PROBE == FIRST_PROBE_CHECK:
             # A client ignores any number of interim responses that it did not request (RFC 9110, section 15.2).
             self.write(CONTINUE_RESPONSE)
-        self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
+        self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, check_number + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close.  If a response has started, only close: the error would look like a response."""
+        """Send an error and close.  If a response has started, only close: the error would become a part of it."""
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
@@ -295,7 +295,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _close_after_error(self) -> None:
-        """Close for writing, and read for LINGER_S: a TCP reset while the client sends would destroy the response."""
+        """Close for writing, and read for LINGER_S.  Otherwise a TCP reset could destroy the error response."""
         self.is_closing_after_error = True
         # Nothing may be written after the error.
         self._disconnect()
@@ -306,8 +306,8 @@ class Connection(asyncio.Protocol):
 class HttpExchange:
     """One request and its response, with the `receive` and `send` of the ASGI application.
 
-    more_body: a part of the request's body is still missing.  is_started, is_ended: the state of the response.
-    keeps_alive: another request may follow on the connection.
+    more_body: a part of the request's body has not arrived.  is_started, is_ended: whether the response has started,
+    and has ended.  keeps_alive: another request may follow on the connection.
     """
 
     def __init__(self, connection: Connection, request: h11.Request):
@@ -319,9 +319,9 @@ class HttpExchange:
         self.scope = _asgi_scope(request, connection.transport)
         self.scope["extensions"] = {EXCHANGE_EXTENSION: self}
         self.is_chunked = b"transfer-encoding" in headers
-        self.is_1_1 = request.http_version == b"1.1"
-        self.keeps_alive = self.is_1_1 and b"close" not in headers.get(b"connection", b"").lower()
-        self.awaits_continue = self.is_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
+        self.is_http_1_1 = request.http_version == b"1.1"
+        self.keeps_alive = self.is_http_1_1 and b"close" not in headers.get(b"connection", b"").lower()
+        self.awaits_continue = self.is_http_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
         self.body = bytearray()
         self.more_body, self.is_body_delivered = True, False
         self.is_started = self.is_ended = self.is_disconnected = False
@@ -361,8 +361,7 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Waits until the client has read enough of the earlier parts, or has disconnected.  Then sends a message of
-        ASGI."""
+        """Send a message, as ASGI defines.  First waits until the client has read enough, or has disconnected."""
         await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return
@@ -379,19 +378,19 @@ class HttpExchange:
 
     def _response_head(self, message: Message) -> bytes:
         status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
-        given = dict(headers)
-        if self.sends_body and b"content-length" not in given and status not in (204, 304):
-            self.sends_chunked = self.is_1_1
-            self.keeps_alive &= self.is_1_1
+        value_of_header = dict(headers)
+        if self.sends_body and b"content-length" not in value_of_header and status not in (204, 304):
+            self.sends_chunked = self.is_http_1_1
+            self.keeps_alive &= self.is_http_1_1
             headers += [(b"transfer-encoding", b"chunked")] * self.sends_chunked
-        self.keeps_alive &= given.get(b"connection") != b"close"
-        if not self.keeps_alive and b"connection" not in given:
+        self.keeps_alive &= value_of_header.get(b"connection") != b"close"
+        if not self.keeps_alive and b"connection" not in value_of_header:
             headers.append((b"connection", b"close"))
         return _head_bytes(status, headers)
 
     @property
     def is_client_reading(self) -> bool:
-        """Whether written data is sent at once or soon, because the client reads."""
+        """Whether the client reads, so that written data does not pile up."""
         connection = self.connection
         return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
 
@@ -439,7 +438,7 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
-    """Returns the whole error response, with a new request id.  The context's own request id is restored."""
+    """Returns the bytes of an error response with a new request id.  The request id of the context does not change."""
     context_token = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", peer_address(transport), error.status_code, error.detail)
     response, extra = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
-# The client's API key if the server has several keys, else the client's address.  An unchecked key is not used: a
-# client could send many keys, and get many shares of the queue (frontend.ClientShares).
+# The name of the client whose request is handled: "key N" for the Nth API key if the server has several keys, else the
+# address.  An invalid key names no client: with many keys, a client would get many shares of the queue (ClientShares).
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -53,7 +53,7 @@ def set_up_logging(level: str, as_json: bool) -> None:
 
 
 def log_extra(name: str) -> dict[str, str]:
-    """Returns the `extra` argument of a log call for request `name`, outside the request's context."""
+    """Returns the argument `extra` of a log call about the request `name`, where request_id is not set."""
     return {"request_id": name}
 
 
@@ -65,7 +65,7 @@ class LogLimiter:
         self._count = 0
 
     def num_to_report(self, now: float) -> int:
-        """Count an event.  Returns the number of events since the last log line if a new line is due, else 0."""
+        """Count an event.  Returns 0, or once a minute how many events occurred since the last log line."""
         self._count += 1
         if now < self._next_at:
             return 0

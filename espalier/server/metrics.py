@@ -22,7 +22,7 @@ ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 class Metrics:
     """The metrics of one server.  Each server has its own registry, because one process may have several servers.
-    engines: the Engines of each model."""
+    engines: one Engines object for each model."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.started_at = time.time()
@@ -76,7 +76,7 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  upper_limits: upper limits of the buckets, in order."""
+    """A histogram that counts many equal values in one call.  upper_limits: the buckets' upper limits, ascending."""
 
     def __init__(self, name: str, documentation: str, upper_limits: Sequence[float]):
         self.name = name
@@ -96,7 +96,7 @@ class WeightedHistogram(Collector):
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """Reads the engines' last reports at each scrape.  The counters restart at 0 with a new engine process."""
+    """Reads the engines' last reports when Prometheus reads /metrics.  A new engine process counts from 0 again."""
 
     engines: Sequence[Engines]
 
@@ -185,22 +185,21 @@ def _counter(name: str, documentation: str, value: float) -> Metric:
 
 
 def _labelled_metric(
-    kind: type[MetricFamily], name: str, documentation: str, label: str, values: Iterable[LabelledValue]
+    family_type: type[MetricFamily], name: str, documentation: str, label: str, values: Iterable[LabelledValue]
 ) -> Metric:
-    family = kind(f"espalier_{name}", documentation, labels=[label])
-    for each, value in values:
-        family.add_metric([str(each)], value)
+    family = family_type(f"espalier_{name}", documentation, labels=[label])
+    for label_value, value in values:
+        family.add_metric([str(label_value)], value)
     return family
 
 
-def _abort_steps_metric(steps: Mapping[int, int]) -> Metric:
+def _abort_steps_metric(num_aborts_by_steps: Mapping[int, int]) -> Metric:
     counts = [0] * (len(ABORT_BUCKETS) + 1)
-    for step, count in steps.items():
-        counts[bisect_left(ABORT_BUCKETS, step)] += count
+    for num_steps, num_aborts in num_aborts_by_steps.items():
+        counts[bisect_left(ABORT_BUCKETS, num_steps)] += num_aborts
     documentation = "engine steps from an abort's arrival to the release of its pages"
-    return _histogram(
-        "abort_steps", documentation, ABORT_BUCKETS, counts, sum(step * count for step, count in steps.items())
-    )
+    total = sum(num_steps * num_aborts for num_steps, num_aborts in num_aborts_by_steps.items())
+    return _histogram("abort_steps", documentation, ABORT_BUCKETS, counts, total)
 
 
 def _histogram(name: str, documentation: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:

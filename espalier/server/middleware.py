@@ -26,9 +26,9 @@ CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 STATUS_CLIENT_DISCONNECTED = 499
 # The number of digits of 2**63, the largest content-length.
 MAX_LENGTH_DIGITS = 19
-# A too large body is read and dropped up to this multiple of its limit (LimitedReceive.max_bytes).
+# A body above its limit (LimitedReceive.max_bytes) is read and dropped, up to this multiple of the limit.
 MAX_DROPPED_BODY_MULTIPLE = 4
-# Uploads to this path have a size limit of their own.
+# Bodies for this path have their own size limit (max_file_bytes).
 FILES_PATH = "/v1/files"
 # Paths that need no API key: load balancers, Prometheus and browsers (routes.py) read them.
 PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
@@ -38,9 +38,9 @@ PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
 class RequestMiddleware:
     """The ASGI middleware that checks and logs every request.
 
-    on_response_end(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None
-    for no limit.  max_file_bytes: limit for one uploaded file, None for a server without files.  additional_keys: keys
-    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: open requests.
+    on_response_end(path, status): called at the end of each response.  body_timeout_s: limits the time for reading a
+    body; None for no limit.  max_file_bytes: limits an uploaded file; None: a server without files.  additional_keys:
+    keys that are valid beside api_key; with several keys, a client is identified by its key.  num_open: open requests.
     """
 
     app: ASGIApp
@@ -58,7 +58,7 @@ class RequestMiddleware:
         self.keys = [key.encode() for key in (self.api_key, *self.additional_keys) if key is not None]
 
     def drain(self) -> None:
-        """From now on, refuse requests whose body has not completely arrived."""
+        """From now on, refuse requests whose body has not arrived completely."""
         self.draining = True
         for timeout in self.body_timeouts:
             if not timeout.expired():
@@ -76,7 +76,7 @@ class RequestMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
         api_error: ApiError | None = None
-        began, response_sender, limited_receive = (
+        began_at, response_sender, limited_receive = (
             time.perf_counter(),
             ResponseSender(send),
             LimitedReceive(self, receive, scope["path"]),
@@ -97,7 +97,7 @@ class RequestMiddleware:
                 await api_error.response()(scope, receive, response_sender)
         finally:
             self.num_open -= 1
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began_at
             # No status was sent if the client disconnected, or if the batch was stopped.
             status = response_sender.status or STATUS_CLIENT_DISCONNECTED
             # Health probes are logged at DEBUG, because they would fill the log.
@@ -120,7 +120,7 @@ class RequestMiddleware:
 
 
 def _quoted_path(scope: Scope) -> str:
-    """Returns the quoted path for a log line: a line break in the path must not forge a log line."""
+    """Returns the path for a log line, quoted, so that a line break in the path cannot forge a log line."""
     return quote(scope["path"])
 
 
@@ -142,7 +142,7 @@ class LimitedReceive:
         if path == FILES_PATH and middleware.max_file_bytes is not None:
             self.max_bytes, self.limit_flag = middleware.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
-        self.has_arrived = False
+        self.is_complete = False
         limit = middleware.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
@@ -160,19 +160,19 @@ class LimitedReceive:
             await self._refuse_too_large(number)
 
     async def finish(self) -> None:
-        """Read and drop the rest of the body, because a client does not read while it sends.  Raises ApiError."""
-        while not self.has_arrived:
+        """Read and drop the rest of the body: a client may read no error before it has sent all.  Raises ApiError."""
+        while not self.is_complete:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Raises ApiError, after dropping a moderately large body, because a client does not read while it sends."""
+        """Raises ApiError.  A body that is little too large is read before (see `finish`).  length: content-length."""
         limit = self.max_bytes
-        while not self.has_arrived and max(self.num_received, length) <= MAX_DROPPED_BODY_MULTIPLE * limit:
+        while not self.is_complete and max(self.num_received, length) <= MAX_DROPPED_BODY_MULTIPLE * limit:
             await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
     async def _next_message(self) -> Message:
-        if self.has_arrived:  # the next message reports the client's disconnect, and may come at any time
+        if self.is_complete:  # the next message is the client's disconnect, at any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.middleware.draining else self.deadline
         try:
@@ -186,7 +186,7 @@ class LimitedReceive:
         except TimeoutError:
             raise self._body_too_slow_error() from None
         self.num_received += len(message.get("body", b""))
-        self.has_arrived = not message.get("more_body", False)
+        self.is_complete = not message.get("more_body", False)
         return message
 
     def _body_too_slow_error(self) -> ApiError:
@@ -202,7 +202,7 @@ class LimitedReceive:
 
 @dataclass
 class ResponseSender:
-    """An ASGI `send` that adds the request id to the headers, and keeps the status.  status: 0 before the response."""
+    """An ASGI `send` that adds the request id to the headers.  status: the response's status, 0 before it starts."""
 
     send: Send
     status: int = 0

@@ -1,6 +1,6 @@
 """The request bodies of completions, chats and tokenization: OpenAI's fields, and the fields of SamplingParams.
 
-fields.py declares which fields have no effect.  docs/server.md's tables are made from these models.
+fields.py declares which fields have no effect.  The tables of docs/server.md are made from these models.
 """
 
 import types
@@ -56,7 +56,7 @@ def _join_text_parts(content: str | list[TextPart]) -> str:
 
 
 class FunctionCall(RequestBody):
-    """The called function.  arguments: JSON text.  The text of a call that was cut off is accepted too."""
+    """The called function.  arguments: JSON text, or the beginning of JSON text if the call was cut off."""
 
     name: str
     arguments: str | None = None
@@ -132,7 +132,7 @@ class Message(RequestBody):
             self.content = self.text
 
     def as_template_dict(self) -> dict[str, Any]:
-        """Returns the message as a dict for chat templates.  The arguments of calls stay JSON text."""
+        """Returns the message as a dict for chat templates.  The arguments of calls are still JSON text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_template_dict() for call in self.tool_calls]
@@ -142,7 +142,7 @@ class Message(RequestBody):
 
 
 def _json_type(annotation: Any) -> Any:
-    """Returns the JSON type of a SamplingParams field."""
+    """Returns the type of a body's field for the type of a SamplingParams field."""
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
@@ -163,9 +163,9 @@ SamplingAndNoEffectFields: Any = create_model("SamplingAndNoEffectFields", __bas
 
 @lru_cache(maxsize=256)
 def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns one shared object for equal values, because checking a new object takes as long as parsing the body.
+    """Returns the same object for equal values: to make and check a new object takes as long as to parse the body.
 
-    Each field has only one type, so equal values have the same meaning.
+    Each field has only one type, so equal values (such as 1 and 1.0) cannot mean different things.
     """
     return SamplingParams(**dict(values))
 
@@ -232,15 +232,15 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """Returns SamplingParams from the body's fields.  values: fields with other names at this endpoint."""
-        given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
+        """Returns the body's SamplingParams.  values: further values, of fields with other names in the body."""
+        param_values = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
-            given["max_tokens"] = self.max_completion_tokens
-        given |= values
+            param_values["max_tokens"] = self.max_completion_tokens
+        param_values |= values
         grammar = self.requested_grammar()
-        if grammar is None and all(type(value) in SCALAR_TYPES for value in given.values()):
-            return _shared_params(frozenset(given.items()))
-        return SamplingParams(**given, grammar=grammar)
+        if grammar is None and all(type(value) in SCALAR_TYPES for value in param_values.values()):
+            return _shared_params(frozenset(param_values.items()))
+        return SamplingParams(**param_values, grammar=grammar)
 
     def require_compatible_fields(self) -> None:
         """Refuse combinations of fields that are not supported.  Raises EspalierError."""
@@ -248,7 +248,7 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # This check names the client's field in errors.  Without it, resolve would name max_tokens.
+        # Without this check, the later check in `resolve` would name max_tokens in its error.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -366,7 +366,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # This check names the client's field in errors.  Without it, resolve would name logprobs.
+        # Without this check, the later check in `resolve` would name logprobs in its error.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:

@@ -1,11 +1,10 @@
-"""The interface `Engines` of an API server to a model's engines, and the messages between API server and engine
-process.
+"""The messages between API server and engine process, and the interface `Engines` of a model's engines.
 
-The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
-SpeculationStats are parts of messages, so no field is declared twice.  Log-probabilities are sent as rows of numbers
+A message is a typed struct, encoded with msgpack, in one ZeroMQ frame.  Messages contain ResolvedParams, OutputChunk,
+Usage and SpeculationStats, so no field is declared twice.  Log-probabilities are sent as rows of numbers
 (espalier/logprobs.py).  The API server binds a PAIR socket and starts the engine process, which connects to the socket.
 
-Two classes implement Engines: client.EngineClient with one engine process, and serve_ray/pool.py:EnginePool.
+Two classes implement Engines: client.EngineClient for one engine process, serve_ray/pool.py:EnginePool for replicas.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ SHUTTING_DOWN = "the server is shutting down"
 class StartEngine(msgspec.Struct, tag=True):
     """The first message from the API server.
 
-    settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
-    between messages of an idle engine.  learn: the fields of LearnConfig; None for an engine without online learning.
+    settings: the keywords of EngineConfig, as plain values.  heartbeat_s: an idle engine sends a message after this
+    time.  learn: the fields of LearnConfig; None for an engine without online learning.
     """
 
     settings: dict[str, Any]
@@ -43,8 +42,8 @@ class StartEngine(msgspec.Struct, tag=True):
 class SubmittedPrompt(msgspec.Struct):
     """A prompt, of which the engine generates n samples.
 
-    detokenize: the engine process makes the text, to find stop strings.  client: the client's name, for fair order
-    among clients.  streamed: whether the client gets a stream.  private: not for online learning.
+    detokenize: the engine process makes the text, to find stop strings.  client: the client's name, for a fair
+    order among clients.  streamed: the client gets a stream.  private: online learning must not keep the text.
     """
 
     name: str
@@ -56,10 +55,10 @@ class SubmittedPrompt(msgspec.Struct):
     streamed: bool = False
     private: bool = False
 
-    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[SubmittedPrompt]":
-        """Returns a copy for each prompt.  The copy's name ends with the prompt's number, counted from `first`."""
-        named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
-        return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
+    def for_prompts(self, prompts: Sequence[list[int]], first_number: int) -> "list[SubmittedPrompt]":
+        """Returns a copy for each prompt.  A copy's name ends with the prompt's number, counted from `first`."""
+        names_and_prompts = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first_number))
+        return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in names_and_prompts]
 
 
 class SubmitPrompts(msgspec.Struct, tag=True):
@@ -109,10 +108,10 @@ class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
     num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
-    rounds_by_bucket: (batch bucket, whether a CUDA graph was used, number of rounds).  rounds_by_tree: (sizes of a
-    tree, number of rounds).  tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.counts_by_source
-    by name.  abort_steps: for each abort since the last report, the engine steps from the abort's arrival to the
-    release of the pages.  learn_stats: None without online learning.
+    rounds_by_bucket: (padded batch size, whether it has CUDA graphs, number of rounds).  rounds_by_tree: (sizes of a
+    tree, number of rounds).  tree_changes: how often another tree was chosen.  by_source: by source of draft tokens:
+    [tokens verified, acceptances that the scores predict, tokens accepted].  abort_steps: for each abort since the last
+    report: engine steps until its pages were released.  learn_stats: None without online learning.
     """
 
     num_steps: int = 0
@@ -133,15 +132,15 @@ class EngineReport(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The output of one engine step.  A message without parts is a heartbeat.  report: None if the engine is busy and
-    the last report is younger than worker.REPORT_INTERVAL_S."""
+    """The output of one engine step.  A message without parts is a heartbeat.  report: None in most messages of a busy
+    engine, which reports only every worker.REPORT_INTERVAL_S."""
 
     parts: list[OutputPart]
     report: EngineReport | None = None
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: the engine refused its settings."""
+    """The last message of an engine process that cannot go on.  refused: its settings were wrong."""
 
     error: str
     refused: bool
@@ -151,7 +150,7 @@ MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns the rows of log-probabilities as bytes.  The API server builds objects from the rows."""
+    """Returns TokenLogprobs as (of_prompt, row width, bytes).  The API server decodes the rows."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -169,7 +168,7 @@ decode_from_engine = msgspec.msgpack.Decoder(MessageFromEngine, dec_hook=_decode
 
 
 class EngineGone(Exception):
-    """The engine process has ended.  Requests in flight and new requests raise this error."""
+    """No engine can answer: its process has ended or is being started, or the server shuts down."""
 
 
 class EngineBusy(EspalierError):
@@ -184,9 +183,8 @@ def refusal_error(refused: PromptRefused) -> EspalierError:
 class EngineStats:
     """The metrics of one engine process, for /metrics.
 
-    labels: distinguish the engine from others; {} for a single engine.  is_ready: whether the engine is up.
-    num_restarts: processes started after the first.  abort_steps: for each number of engine steps, how many aborts took
-    so many.
+    labels: metric labels that tell this engine from other engines; {} for a single engine.  num_restarts: how many
+    processes were started after the first.  abort_steps: by number of engine steps: how many aborts took this number.
     """
 
     labels: Mapping[str, str]
@@ -199,9 +197,9 @@ class EngineStats:
 class Engines(Protocol):
     """The engines of one model.
 
-    model_info: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
-    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: how many samples all
-    engines together can run now.  max_slots: num_slots with all possible engines.  open_samples: queued or running.
+    model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
+    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: how many samples all engines
+    can run now.  max_slots: num_slots if all possible engines run.  open_samples: the samples queued or running.
     """
 
     @property
@@ -221,13 +219,13 @@ class Engines(Protocol):
         """Raises EngineGone if the engines cannot run prompts."""
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
-        """Queue prompts.  template: their other fields; its name begins each prompt's name.  Raises EngineGone."""
+        """Queue prompts.  template: the other fields; its name begins each prompt's name.  Raises EngineGone."""
 
     async def wait_until_sent(self) -> None:
         """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
 
     def abort(self, generation: "Generation") -> None:
-        """Abort the running samples and drop their output."""
+        """Abort the generation's running samples, and drop their output."""
 
     def engine_stats(self) -> list[EngineStats]: ...
 
@@ -238,12 +236,12 @@ class Engines(Protocol):
 class Generation:
     """The output of one HTTP request's prompts.
 
-    num_running: the number of running samples by prompt name, in the order of the prompts.  The generation buffers
-    unread parts, at most max_tokens for each sample, so a slow reader does not block other requests.  The caller must
-    always call `close`, which aborts the running samples.
+    num_running: by prompt name, in the order of the prompts: how many samples still run.  Output parts that are not yet
+    read are kept here, so a slow reader does not block other requests.  The caller must always call `close`, which
+    aborts the running samples.
 
-    listener: called with new parts while the reader of `iter_parts` waits, because waking the reader costs as much as
-    sending the parts.  The listener returns whether it took the parts.  If not, and at the end, the reader gets them.
+    listener: called with new parts while the reader of `iter_parts` waits: to wake the reader costs as much as to send
+    the parts.  It returns whether it took the parts; the reader gets the other parts, and always the last parts.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
@@ -253,7 +251,7 @@ class Generation:
         self.error: Exception | None = None
         self.has_new_outputs = asyncio.Event()
         self.listener: Callable[[list[OutputPart]], bool] | None = None
-        self._is_waiting = False
+        self._is_reader_waiting = False
 
     @property
     def has_ended(self) -> bool:
@@ -264,16 +262,16 @@ class Generation:
 
         deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError for a refused prompt.
         """
-        # One timer for all waits, because asyncio.timeout_at for each wait would cost more than the rest of the loop.
+        # One timer serves all waits: asyncio.timeout_at in each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False
             while not ended:
-                self._is_waiting = True
+                self._is_reader_waiting = True
                 try:
                     await self.has_new_outputs.wait()
                 finally:
-                    self._is_waiting = False
+                    self._is_reader_waiting = False
                 self.has_new_outputs.clear()
                 parts, ended = self.unread_outputs, self.has_ended
                 self.unread_outputs = []
@@ -293,20 +291,20 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # After an error, earlier parts may be missing, so this part is dropped.
+            # After an error, parts before this part may be missing, so this part is dropped too.
             return
         self.unread_outputs.append(part)
         if self.listener is None or self.has_ended:
             self.has_new_outputs.set()
         elif len(self.unread_outputs) == 1:
-            # All parts of a message arrive in one iteration of the event loop, and are offered together in the next.
+            # The listener is called in the next iteration of the event loop, when all parts of a message are here.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
     def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
         """Call the listener with the unread parts.  If the listener does not take them, wake the reader."""
         parts, self.unread_outputs = self.unread_outputs, []
         try:
-            is_taken = self._is_waiting and not self.has_ended and listener(parts)
+            is_taken = self._is_reader_waiting and not self.has_ended and listener(parts)
         except Exception as error:
             self.fail(error)
             return
@@ -316,7 +314,7 @@ class Generation:
             self.has_new_outputs.set()
 
     def fail(self, error: Exception) -> None:
-        """Make the reader raise an error.  num_running still counts the samples, which run until `close`."""
+        """Make the reader raise an error.  The samples still run, and num_running counts them, until `close`."""
         self.error = error
         self.has_new_outputs.set()
 

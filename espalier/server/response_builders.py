@@ -18,7 +18,7 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# The text of an event until the real text is known.
+# Stands for the text in an event from which event_affixes are made.
 TEXT_PLACEHOLDER = "\0"
 
 
@@ -28,7 +28,7 @@ def sse_event(chunk: dict[str, Any]) -> bytes:
 
 
 def engine_detokenizes(params: ResolvedParams) -> bool:
-    """Returns whether the engine process makes the text.  The engine process needs the text to find stop strings."""
+    """Returns whether the engine process makes the text, which it needs to find stop strings."""
     return bool(params.stop)
 
 
@@ -37,9 +37,9 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
-    before and after the text in an event.  For the text offsets of log-probabilities: text_length, the
-    characters so far; character_decoder, for the bytes of incomplete characters; has_text, whether a token had text.
+    keep_stop: the text includes the stop token's text.  chunks: all chunks so far, if there is no stream.
+    event_affixes: the bytes before and after the text in an event, if all other fields stay the same.
+    For text_offset: text_length, the characters so far; has_text, whether a token had text; character_decoder.
     """
 
     index: int
@@ -57,11 +57,11 @@ class Choice:
 
     @cached_property
     def text_stream(self) -> TextStream | None:
-        """The stream that makes the text.  It is created with the first chunk, so that the request starts sooner."""
+        """The stream that makes the text.  Created with the first chunk, so that the request starts sooner."""
         return self.make_text_stream()
 
     def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
-        """Returns the chunk with its text and finish reasons.  accumulate: keep it for `output`."""
+        """Returns the chunk with its text and finish reasons.  accumulate: also keep the chunk in `chunks`."""
         self.num_tokens += len(output.token_ids)
         text = self.new_text(output)
         finish_reason, stop_reason = self.finish_reasons(output)
@@ -72,7 +72,7 @@ class Choice:
 
     @cached_property
     def output(self) -> OutputChunk:
-        """The kept chunks, joined into one.  Read this attribute only after the last chunk."""
+        """All `chunks`, joined into one.  Read this attribute only after the last chunk."""
         logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
         entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
         return replace(
@@ -85,7 +85,7 @@ class Choice:
         )
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of a chunk.  Call new_text for the chunk before."""
+        """Returns (finish_reason, stop_reason) of a chunk.  First call new_text for this chunk."""
         return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
@@ -100,7 +100,7 @@ class Choice:
 class ResponseBuilder:
     """Builds the response of one HTTP request.  Each prompt has n choices, in the order of the prompts.
 
-    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, or ().
+    tokenizer: None if the model has none; all texts are then empty.  echoed_prompts: the prompts' texts, for echo.
     """
 
     response_object = ""
@@ -122,7 +122,7 @@ class ResponseBuilder:
         self.echoed_prompts = echoed_prompts
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.reports_usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        # True if all events but the last one of a choice, and those with log-probabilities, differ only in their text.
+        # Whether a choice's events, except the last and events with log-probabilities, differ only in their text.
         self.events_differ_only_in_text = not (self.reports_usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
@@ -143,12 +143,12 @@ class ResponseBuilder:
         return text_stream(self.tokenizer, prompt, self.params, ())
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
-        """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
+        """Add a part of a prompt's output.  Returns (the sample's choice, the part's chunk with its text)."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
             # All n samples share the prompt, so the prompt's tokens are counted only from the first sample's usage.
-            first = part.output.index == 0
-            self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
+            is_first = part.output.index == 0
+            self.usages.append(part.usage if is_first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
         return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
@@ -156,8 +156,8 @@ class ResponseBuilder:
     def add_output_as_event(self, prompt_index: int, part: OutputPart) -> bytes:
         """Add a part of a prompt's output.  Returns the part's stream event; b"" for an empty part."""
         output = part.output
-        has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
-        if self.events_differ_only_in_text and not has_more:
+        has_other_fields = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
+        if self.events_differ_only_in_text and not has_other_fields:
             choice = self.choices[prompt_index * self.params.n + output.index]
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
@@ -165,11 +165,11 @@ class ResponseBuilder:
         return b"" if chunk is None else sse_event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """Returns the event of a chunk that has only text.  The bytes around the text are built only once."""
+        """Returns the event of a chunk that has only text.  The bytes around the text are made once for each choice."""
         if choice.event_affixes is None:
             chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
-            # Values that the client chose come before the text, so the last placeholder is the text's.
+            # The client's own values, such as the model's name, come before the text, so the last placeholder is right.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
@@ -177,17 +177,17 @@ class ResponseBuilder:
 
     def make_chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
         """Returns the stream chunk of an output chunk from `add_output`; None if the stream chunk would be empty."""
-        quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
-        if quiet and not (self.body.return_token_ids or self.body.from_draft):
+        is_empty = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
+        if is_empty and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._wrap_choices([self._chunk_choice(choice, output) | self._own_api_fields(output)])
+        return self._wrap_choices([self._chunk_choice(choice, output) | self._espalier_fields(output)])
 
     def encode_event(self, chunk: dict[str, Any]) -> bytes:
         """Returns the event of a chunk that `first_chunks` or `last_chunks` returned."""
         return sse_event(chunk)
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns the event of an error in a stream that has begun.  error: the body of an error response."""
+        """Returns the event of an error after the start of a stream.  error: the body of an error response."""
         return sse_event(error)
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -200,15 +200,15 @@ class ResponseBuilder:
 
     def full_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
-        choices = [self._full_choice(choice) | self._own_api_fields(choice.output) for choice in self.choices]
+        choices = [self._full_choice(choice) | self._espalier_fields(choice.output) for choice in self.choices]
         return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
     def _first_choice_of_same_prompt(self, choice: Choice) -> Choice:
-        """Returns the first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
+        """Returns the first choice of the same prompt, which alone has the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
-        """Returns the field prompt_logprobs in vLLM's form: null, then for each token an object by token id."""
+        """Returns the field prompt_logprobs in vLLM's form: null for the first token, then an object for each token."""
         count, entries = self.body.prompt_logprobs, self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
@@ -255,14 +255,14 @@ class ResponseBuilder:
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**chunk, "usage": usage}
 
-    def _own_api_fields(self, source: OutputChunk) -> dict[str, Any]:
+    def _espalier_fields(self, output: OutputChunk) -> dict[str, Any]:
         """Returns Espalier's own fields of a choice, which OpenAI's API does not have."""
-        extra: dict[str, Any] = {"stop_reason": source.stop_reason}
+        fields: dict[str, Any] = {"stop_reason": output.stop_reason}
         if self.body.return_token_ids:
-            extra["token_ids"] = source.token_ids
+            fields["token_ids"] = output.token_ids
         if self.body.from_draft:
-            extra["from_draft"] = source.from_draft
-        return extra
+            fields["from_draft"] = output.from_draft
+        return fields
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         raise NotImplementedError
@@ -271,9 +271,9 @@ class ResponseBuilder:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
-        """Returns the text of one token, a special token's name, or the id if the model has no tokenizer.
+        """Returns one token's text, or token_id:ID if the model has no tokenizer.
 
-        Bytes of an incomplete character are written in OpenAI's form: bytes:\\xe6\\x97.
+        Bytes that are no whole character are written in OpenAI's form: bytes:\\xe6\\x97.
         """
         if self.tokenizer is None:
             return f"token_id:{token}"
@@ -291,7 +291,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the echoed prompt has log-probabilities.  A stream sends the text together with them."""
+        """Whether the echoed prompt has log-probabilities.  A stream sends the prompt's text together with them."""
         return bool(self.body.echoes_logprobs)
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -299,7 +299,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             return []
         echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
         return [
-            self._wrap_choices([self._chunk_choice(choice, echo) | self._own_api_fields(echo)])
+            self._wrap_choices([self._chunk_choice(choice, echo) | self._espalier_fields(echo)])
             for choice, echo in echoes
         ]
 
@@ -339,7 +339,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns log-probabilities by token text.  Of equal texts, only the likeliest has its text as key."""
+        """Returns log-probabilities by token text.  A text that a likelier token has too is replaced by token_id:ID."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
@@ -347,7 +347,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return by_text
 
     def _advance_text_offset(self, choice: Choice, token: int) -> int:
-        """Returns the token's offset in the text, in characters, and moves choice.text_length past the token.
+        """Returns the token's offset in the text, in characters, and adds its length to choice.text_length.
 
         A token that continues an incomplete character has the offset of that character.
         """

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses without stored state, and its conversion to the body of a chat completion."""
+"""The body of POST /v1/responses, for a server that stores nothing, and its conversion to a chat completion's body."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,15 +31,16 @@ from espalier.server.openai import (
 )
 
 INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Fields of SamplingParams that have another name at this endpoint, or do not exist there.
-NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
-_SAMPLING_FIELDS = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
-_SamplingFields: Any = create_model("ResponsesSampling", __base__=RequestBody, **_SAMPLING_FIELDS, **NO_EFFECT_FIELDS)
+# Fields of SamplingParams that /v1/responses lacks, or has under another name.
+CHAT_ONLY_PARAMS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
+_RESPONSES_PARAMS = {name: each for name, each in SAMPLING_FIELDS.items() if name not in CHAT_ONLY_PARAMS}
+_ResponsesParams: Any = create_model("ResponsesSampling", __base__=RequestBody, **_RESPONSES_PARAMS, **NO_EFFECT_FIELDS)
+# Fields with the same name and meaning in a chat completion.
 SHARED_FIELDS = (
-    *(*_SAMPLING_FIELDS, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
+    *(*_RESPONSES_PARAMS, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
 )
-# Fields of a chat completion that have another name at this endpoint.
+# By field of a chat completion: its other name at this endpoint.
 RESPONSES_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -50,7 +51,7 @@ RESPONSES_FIELD_NAMES: Mapping[str, str] = {
 
 @contextmanager
 def renaming_error_fields() -> Iterator[None]:
-    """Renames fields in errors of the chat completion to this endpoint's names."""
+    """In an ApiError that leaves the block, replaces a chat completion's field name by this endpoint's name."""
     try:
         yield
     except ApiError as error:
@@ -77,7 +78,7 @@ class StreamOptions(RequestBody):
     include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
-class ResponsesRequest(_SamplingFields, ToolFields, CommonFields):
+class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
     """POST /v1/responses"""
 
     input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
@@ -119,7 +120,7 @@ class ResponsesRequest(_SamplingFields, ToolFields, CommonFields):
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
-        if self.store is False:  # store=true has no effect, which this body's own field reports
+        if self.store is False:  # fields_without_effect of this body reports store=true
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
@@ -155,7 +156,7 @@ ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Fields without effect in an item or a content part.  phase: whether a message was commentary or the final answer.
+# Fields of an item or a content part without effect.  phase: whether a message was commentary or the final answer.
 NO_EFFECT_ITEM_FIELDS = (*CACHE_FIELDS, "phase")
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -174,23 +175,23 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the input as chat messages.  Items of one answer become one message.  Raises EspalierError."""
+    """Returns the input as chat messages.  An answer's items become one message if possible.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(response_input, str):
         return [*messages, {"role": "user", "content": response_input}]
-    names: dict[str, str] = {}
+    function_names: dict[str, str] = {}
     for i, item in enumerate(response_input):
         location = f"input[{i}]"
         kind = _checked_item_type(location, item)
         if kind == "function_call_output":
             output = _joined_text(f"{location}.output", item["output"])
-            name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name})
+            name_field = {"name": function_names[item["call_id"]]} if item["call_id"] in function_names else {}
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name_field})
         elif kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _joined_text(f"{location}.content", item["content"])})
         else:
             if kind == "function_call":
-                names[item["call_id"]] = item["name"]
+                function_names[item["call_id"]] = item["name"]
             if not _is_repeated_by_next(item, f"input[{i + 1}]", response_input[i + 1 : i + 2]):
                 _add_to_answer(messages, location, kind, item)
     return messages
@@ -217,25 +218,25 @@ def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    has_content = last is not None and (last["content"] is not None or "tool_calls" in last)
+    """Add an assistant's item to the last message.  Items in an order that a message cannot have get a new message."""
+    answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    has_content = answer is not None and (answer["content"] is not None or "tool_calls" in answer)
     # A message has one reasoning item, then one content, then calls.
-    is_late = has_content or (kind == "reasoning" and last is not None and "reasoning_content" in last)
-    if last is None or (kind in ("message", "reasoning") and is_late):
-        messages.append(last := {"role": "assistant", "content": None})
+    is_late = has_content or (kind == "reasoning" and answer is not None and "reasoning_content" in answer)
+    if answer is None or (kind in ("message", "reasoning") and is_late):
+        messages.append(answer := {"role": "assistant", "content": None})
     if kind == "message":
-        last["content"] = _joined_text(f"{location}.content", item["content"])
+        answer["content"] = _joined_text(f"{location}.content", item["content"])
     elif kind == "reasoning":
         content = item.get("content") or item.get("summary") or ""
-        last["reasoning_content"] = _joined_text(f"{location}.content", content)
+        answer["reasoning_content"] = _joined_text(f"{location}.content", content)
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
-        last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        answer.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
 def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether an item is a cut-off call whose text is in the next item too.  location: for errors."""
+    """Returns whether an item is a cut-off call whose text the next item repeats.  location: the next item's place."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in next_items if each.get("role") == "assistant")

@@ -1,7 +1,7 @@
-"""Routes requests to endpoints by path and method, and serves the pages that describe the endpoints.
+"""Routes requests to endpoints by path and method, and serves descriptions of the endpoints.
 
 /openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
-fields.  The pages fetch nothing, so they work offline.  They need no API key, because a browser cannot send one.  If
+fields.  Both pages fetch nothing, so they work offline.  They need no API key, because a browser cannot send a key.  If
 the server has a key, the pages name no model.
 """
 
@@ -30,7 +30,7 @@ Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# OpenAI's paths that are not served, each with the reason for the error message.
+# By path of OpenAI that is not served: the reason, for the error message.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
@@ -54,7 +54,7 @@ REFUSED_PATHS = {
 OBJECT_SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": True}
 JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT_SCHEMA}}
 TEMPLATE_FOLDER = "server/html"
-# These headers forbid the browser to fetch anything.
+# With these headers, the browser fetches nothing for a page.
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 EXAMPLE_MAX_TOKENS = 64
@@ -65,9 +65,9 @@ PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 class Endpoint:
     """An HTTP endpoint: one method of one path.
 
-    handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's model.
-    The other fields are for /openapi.json.  summary: one line; "" leaves the endpoint out.  responses: by success
-    status, the content types and their schemas.  errors: the error statuses.
+    handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's class.
+    For /openapi.json: summary: one line; "" leaves the endpoint out.  errors: the error statuses.  responses: by status
+    of success: the content types and their schemas.
     """
 
     method: str
@@ -80,13 +80,13 @@ class Endpoint:
 
 
 def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the ASGI application inside the middleware, which turns the application's ApiErrors into responses."""
+    """Returns the application that calls the endpoints.  It raises ApiErrors; the middleware answers them."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
 
     async def raise_not_served(scope: Scope, receive: Receive, send: Send) -> None:
-        raise path_not_served(scope["path"], by_path)
+        raise path_not_served_error(scope["path"], by_path)
 
     # No redirects for a trailing slash, because their URL would be wrong behind a proxy.
     routes = [Route(path, PathEndpoints(frontends, path, by_method)) for path, by_method in by_path.items()]
@@ -109,7 +109,7 @@ class PathEndpoints:
             allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
             message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
             raise ApiError(405, message, headers={"allow": allowed})
-        # The middleware counts requests by this route.
+        # The middleware counts requests by route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         try:
@@ -121,24 +121,24 @@ class PathEndpoints:
             await response(scope, receive, send)
 
 
-def path_not_served(path: str, served: Collection[str]) -> ApiError:
-    """Returns the error for an unknown path.  served: the known paths."""
+def path_not_served_error(path: str, served: Collection[str]) -> ApiError:
+    """Returns the error for a path that is not served.  served: the served paths."""
     if (without_slash := path.rstrip("/")) != path and without_slash in served:
         return ApiError(404, f"{path} is not served; use {without_slash}, without the slash at the end")
-    refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
-    why = next((why for prefix, why in refused if path.startswith(prefix)), None)
+    refused_paths = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
+    why = next((why for prefix, why in refused_paths if path.startswith(prefix)), None)
     if why is not None:
         return ApiError(404, f"OpenAI's {path} is not supported: {why}", code="unsupported")
     batches = "/v1/files, /v1/batches, " if "/v1/batches" in served else ""
-    use = (
+    advice = (
         f"use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, {batches}/tokenize, /detokenize, "
         "/health, /metrics, /version, /openapi.json or /docs"
     )
-    # The client's base URL may lack /v1, or /v1 may be doubled.
-    near = [one for one in served if one.strip("/") and (one == f"/v1{path}" or path.endswith(one))]
-    if near:
-        use = f"use {max(near, key=len)}, and check the client's base URL"
-    return ApiError(404, f"{path} is not served; {use}")
+    # The client's base URL may lack /v1, or have it twice.
+    similar_paths = [one for one in served if one.strip("/") and (one == f"/v1{path}" or path.endswith(one))]
+    if similar_paths:
+        advice = f"use {max(similar_paths, key=len)}, and check the client's base URL"
+    return ApiError(404, f"{path} is not served; {advice}")
 
 
 class FieldRow(NamedTuple):
@@ -149,7 +149,7 @@ class FieldRow(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation of the page /docs.  body: the name of the body's schema; "" for no body."""
+    """A method of a path on the page /docs.  body: the name of the body's schema; "" for no body."""
 
     method: str
     path: str
@@ -162,7 +162,7 @@ def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_ke
     """Returns the endpoints of the pages that describe `endpoints`."""
     environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
-    def page(name: str, **values: Any) -> HTMLResponse:
+    def render_page(name: str, **values: Any) -> HTMLResponse:
         text = environment.get_template(name).render(version=__version__, **values)
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
@@ -171,44 +171,44 @@ def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_ke
         return openapi(endpoints, frontends.names)
 
     @cache
-    def fields() -> HTMLResponse:
-        return page("docs.html", operations=operations_of(openapi_json()), schemas=schemas_of(openapi_json()))
+    def docs_page() -> HTMLResponse:
+        return render_page("docs.html", operations=operations_of(openapi_json()), schemas=schemas_of(openapi_json()))
 
-    async def describe(http: Request) -> Response:
+    async def get_openapi(http: Request) -> Response:
         return json_response(openapi_json())
 
-    async def docs(http: Request) -> Response:
-        return fields()
+    async def get_docs(http: Request) -> Response:
+        return docs_page()
 
-    async def start(http: Request) -> Response:
+    async def get_start(http: Request) -> Response:
         names = () if needs_key else frontends.names
         models = [(name, frontends.frontend_for(name).inputs.model_info.max_context) for name in names]
-        # The browser's address of this server.  Special characters are escaped, because a shell reads the address.
+        # The address by which the browser reached this server, quoted, because users copy it into a shell.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         examples = list(example_requests(frontends, needs_key))
-        return page(
+        return render_page(
             "start.html", models=models, operations=operations_of(openapi_json()), origin=origin, examples=examples
         )
 
-    handles = {"/": start, "/docs": docs, "/openapi.json": describe}
-    return [Endpoint("GET", path, handler) for path, handler in handles.items()]
+    handler_of_path = {"/": get_start, "/docs": get_docs, "/openapi.json": get_openapi}
+    return [Endpoint("GET", path, handler) for path, handler in handler_of_path.items()]
 
 
 def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, Any]:
     """Returns the OpenAPI description.  names: the names of the served models."""
-    listed = [each for each in endpoints if each.summary]
-    bodies = [each.body for each in listed if each.body is not None]
+    described = [each for each in endpoints if each.summary]
+    bodies = [each.body for each in described if each.body is not None]
     models: list[type[BaseModel]] = [*bodies, ErrorBody]
-    refs, found = models_json_schema(
+    refs, schema_definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
-    schemas = found["$defs"]
+    schemas = schema_definitions["$defs"]
     for body in bodies:
         model = schemas[refs[body, "validation"]["$ref"].rpartition("/")[2]]["properties"]["model"]
         if model.get("type") == "string":
             model["enum"] = list(names)
     paths: dict[str, Any] = {}
-    for each in listed:
+    for each in described:
         error_content = {"application/json": {"schema": refs[ErrorBody, "validation"]}}
         responses = {status: ("an answer", content) for status, content in each.responses.items()}
         operation: dict[str, Any] = {
@@ -232,7 +232,7 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 
 
 def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[str, str]]:
-    """Yields (path, the rest of a curl command).  The command works in a shell whose environment has the key."""
+    """Yields (path, further arguments of curl).  The key is read from the shell's variable ESPALIER_API_KEY."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return

@@ -45,7 +45,7 @@ CLOSE_TIMEOUT_S = 5
 MAX_STALL_AT_CLOSE_S = 1.0
 MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
-# Whether the template process starts before the first chat request.
+# True: the template process starts with the server, not with the first chat request.
 PRESTARTS_TEMPLATE_PROCESS = True
 # The most bytes that the system buffers for a slow client.
 MAX_UNSENT_BYTES = 65536
@@ -83,12 +83,12 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
     options: values by option name; None for an option that was not given.  name_in_errors: the option's name in errors.
     """
-    for name, low in MIN_OPTION_VALUES.items():
+    for name, least in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
-            wanted = f"seconds, {low} or more"
-            require_number(name_in_errors(name), options.get(name), partial(le, low), wanted, optional=True)
+            allowed = f"seconds, {least} or more"
+            require_number(name_in_errors(name), options.get(name), partial(le, least), allowed, optional=True)
         else:
-            require_int(name_in_errors(name), options.get(name), low, optional=True)
+            require_int(name_in_errors(name), options.get(name), least, optional=True)
     for name in BOOLEAN_OPTIONS:
         if (value := options.get(name)) is not None:
             check_bool(name_in_errors(name), value)
@@ -96,7 +96,7 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 @dataclass(eq=False)
 class HttpServer:
-    """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
+    """Accepts connections until `should_exit` is set.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
     frontend: ModelFrontend
@@ -135,12 +135,12 @@ class HttpServer:
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Answer requests until a signal arrives, and then until all output is sent."""
+        """Answer requests until `should_exit` is set.  Then send pending output, for CLOSE_TIMEOUT_S at most."""
         log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTS_PER_LOOP_TURN connections at once.  `listener` lets more connections wait.
+        # asyncio accepts `backlog` connections in a loop iteration.  More connections wait in the listener.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
@@ -159,7 +159,7 @@ class HttpServer:
             self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.frontend.draining else None)
 
     async def _close_connections(self) -> None:
-        """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
+        """Send pending output for CLOSE_TIMEOUT_S at most, and close all connections."""
         for connection in self.connections:
             connection.close_after_response()
         with suppress(TimeoutError):
@@ -189,7 +189,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # The API server's tokenizer module is slow to import, so it is imported while the engine process loads.
+        # The tokenizer's module is slow to import, so it is imported while the engine process loads the model.
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         frontend = await asyncio.to_thread(ModelFrontend, client, options.frontend)
         loop.remove_signal_handler(signal.SIGTERM)
@@ -257,9 +257,9 @@ async def _shut_down_without_engine(client: EngineClient, server: HttpServer) ->
 
 
 def _batch_concurrency(frontend: ModelFrontend) -> int:
-    """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
+    """Returns how many requests of a batch run at once: 3/4 of the slots, but at most half of slots and queue together.
 
-    A batch must not fill all slots, because other requests would wait for the end of running requests.
+    A batch must not fill all slots, because other requests would wait until a running request ends.
     """
     slots = frontend.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + frontend.options.max_queue) // 2))
@@ -275,9 +275,9 @@ def _import_tokenizer(model: str | None) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Returns the bound socket.  Call this before the model is loaded, so that a used port fails at once."""
-    # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
-    # with it, because the old connections of a server that has ended keep its port for a minute.
+    """Returns a bound socket.  Call this before the model is loaded, so that a used port is refused at once."""
+    # The first try is without SO_REUSEADDR, with which two servers that load could bind the same port.  The second try
+    # has this option, because old connections keep the port of an ended server for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse_address=False)
     try:
@@ -289,11 +289,11 @@ def bind_listener(host: str, port: int) -> socket.socket:
 def _bind(host: str, port: int, reuse_address: bool) -> socket.socket:
     """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only on such sockets.  Without TCP_NODELAY, an event waits
-    # up to 40 ms for the acknowledgement of the event before.
+    # IPPROTO_TCP is given, because asyncio sets TCP_NODELAY only on sockets that name it.  Without TCP_NODELAY, an
+    # event waits up to 40 ms for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
-    # Connections inherit this option.  The system then buffers little, so bytes that it takes are read by the client.
+    # Connections inherit this option: the system buffers little, so bytes that it takes are soon read by the client.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

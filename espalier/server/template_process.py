@@ -1,6 +1,6 @@
 """Renders chat templates in a helper process, one at a time, within limits of time and memory.
 
-A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
+A chat template is a program by the checkpoint's author, with input from the client.  It may run forever, or
 exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
 are JSON, not pickles: a malicious template could send a pickle that runs code in the API server.
 """
@@ -39,7 +39,7 @@ class TemplateProcess:
         self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.template_process")
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError for too many."""
+        """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError if many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self.helper.call(data, MAX_WALL_S))
@@ -51,7 +51,7 @@ class TemplateProcess:
 
 
 class CpuTimeExceeded(BaseException):
-    """The CPU time limit was reached.  A BaseException, because handlers of Exception in between must not catch it."""
+    """The CPU time limit was reached.  Not an Exception, so that no `except Exception` in libraries catches it."""
 
 
 class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
@@ -94,7 +94,7 @@ def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
 
 
 class TemplateWorker:
-    """Answers frames in the helper process.  The compiled template is kept until another template's source arrives."""
+    """Answers frames in the helper process.  Keeps the compiled template until a frame has another template."""
 
     def __init__(self) -> None:
         self._source: Any = None

@@ -1,6 +1,6 @@
 """Tokenizes prompts in two threads: one for short prompts, so that they never wait for a long prompt.
 
-Each thread has its own tokenizer.  encode_batch of the tokenizers library releases the GIL, so the event loop goes on.
+Each thread has its own tokenizer.  In encode_batch, the tokenizers library releases the GIL, so the event loop goes on.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
-# The thread for short texts takes at most this number of characters or tokens: a few milliseconds of work.
+# The most characters or tokens of work for the short-text thread: a few milliseconds.
 MAX_SHORT_SIZE = 16384
 MAX_WAITING_PROMPTS = 32
-# Work of at most this size runs on the event loop, because switching to a thread and back takes longer.
+# Work of at most this size runs on the event loop, because a switch to a thread and back takes longer.
 MAX_INLINE_SIZE = 2048
 
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, even if they are cancelled."""
+    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their awaiter has gone."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -41,7 +41,7 @@ class TokenizerThread:
 
 
 class TokenizerThreads:
-    """Runs tokenization in the thread for short or for long texts.  inputs: the long-text thread gets a copy."""
+    """Runs tokenization in the thread for short texts or for long texts.  inputs: for short texts; a copy for long."""
 
     def __init__(self, inputs: InputProcessor):
         self._short_text_thread = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
@@ -55,7 +55,7 @@ class TokenizerThreads:
         """
         try:
             if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_unfinished_calls:
-                # The thread is idle, so it does not use its tokenizer now.
+                # The thread has no work, so its tokenizer is free.
                 return work(self._short_text_thread.inputs, *values)
             if size <= MAX_SHORT_SIZE:
                 return await self._short_text_thread.run(work, *values)

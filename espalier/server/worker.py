@@ -40,6 +40,7 @@ START_TIMEOUT_MS = 60_000
 API_SERVER_CHECK_MS = 500
 # Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_INTERVAL_S = 0.1
+# The longest wait for a message while a grammar is being compiled.
 GRAMMAR_CHECK_MS = 5
 EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
@@ -48,8 +49,8 @@ EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    num_unfinished: requests that still run.  private: no part of the prompt or output is stored.  abort_step: the
-    engine step at which an abort arrived, None without an abort.
+    num_unfinished: requests that still run.  private: online learning must not keep the text.  abort_step: num_steps
+    when an abort arrived, None without an abort.
     """
 
     requests: list[Request]
@@ -61,8 +62,8 @@ class RunningPrompt:
 class EngineWorker:
     """Runs the engine for an API server.
 
-    socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process;
-    the worker ends when the API server ends.  learner: attached to the engine; None without online learning.
+    socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process
+    id; `run` returns when this process has ended.  learner: attached to the engine; None without online learning.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class EngineWorker:
         self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
+        """Run until Shutdown.  If the engine raises an error, send the chunks made so far, and raise it again."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.swap_between_steps(self.llm.engine)
@@ -98,7 +99,7 @@ class EngineWorker:
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all received messages.  If no request runs, wait for a message.  Returns False at Shutdown."""
+        """Handle all received messages.  If no request runs, first wait for a message.  Returns False at Shutdown."""
         wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
@@ -137,14 +138,14 @@ class EngineWorker:
     def _start(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
         values = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
-            group = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)
-            for request in group:
+            requests = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)
+            for request in requests:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
+            # A refusal does not depend on the sample, so no sample of this prompt was added.
             self.socket.send(protocol.encode(PromptRefused(submitted.name, str(error))))
             return
-        self.running_prompts[submitted.name] = RunningPrompt(group, len(group), submitted.private)
+        self.running_prompts[submitted.name] = RunningPrompt(requests, len(requests), submitted.private)
 
     def _abort(self, name: str) -> None:
         self.compiling_prompts.pop(name, None)
@@ -200,17 +201,17 @@ class EngineWorker:
         )
 
     def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
-        """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
+        """Returns (padded batch size, whether it has CUDA graphs, number of rounds) for each padded batch size."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[padded_batch(batch, self.batch_buckets)] += count
         return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
-def unpack_settings(sent: dict[str, Any]) -> dict[str, Any]:
+def unpack_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments of LLM for the plain values of StartEngine.settings."""
-    tree = sent.get("speculation")
-    return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
+    speculation = settings.get("speculation")
+    return {**settings, "speculation": SpeculationConfig(**speculation)} if isinstance(speculation, dict) else settings
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
@@ -218,7 +219,7 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model with an attached learner.  Raises EspalierError; for a bad folder, before weights are loaded."""
+    """Load the model and attach a learner.  Raises EspalierError; for a wrong folder, before weights are loaded."""
     # The trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
@@ -227,7 +228,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
-    # The learner uses the engine's thread, so it is closed before the engine.
+    # The learner uses the engine's thread, so the stack closes the learner before the engine.
     stack.callback(learner.close)
     learner.attach(llm)
     return llm, learner
@@ -243,7 +244,7 @@ def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> i
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output, because a slow API server must not block the engine.  At exit, 1 s remains.
+        # Unread output has no limit, because a slow API server must not block the engine.  At exit, it is sent for 1 s.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -288,7 +289,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
-    """Ends this process as soon as the API server has ended, even while the block loads a model for minutes."""
+    """During the block, which may load a model for minutes, ends this process soon after the API server has ended."""
     is_over = threading.Event()
 
     def watch() -> None:

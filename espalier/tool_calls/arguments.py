@@ -1,4 +1,4 @@
-"""Parses a call's arguments: a JSON object, or plain text between tags with types from the tool's schema."""
+"""Parses a call's arguments: a JSON object, or values as text between tags, whose types the tool's schema tells."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# JSON's constants, by Python's constants, which some models write.
+# Some models write Python's constants.  By Python's constant: JSON's constant.
 JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
@@ -21,14 +21,14 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-# Schema keywords that a text may violate only because of white space around it.
+# Schema keywords that may fit a text only without the white space around it.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_SCHEMA_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
 def property_schemas(schema: Schema, name: str) -> list[Schema]:
-    """Returns the alternative schemas of a property; {} allows all values.  References and unions are resolved."""
+    """Returns the schemas of a property, of which a value must fit one.  {} fits all.  $ref and anyOf are resolved."""
     properties = schema.get("properties")
     return _resolved_schemas(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
@@ -54,10 +54,10 @@ def allowed_types(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _allowed_types(schema: Schema) -> set[str]:
-    kind = schema.get("type")
-    if kind is not None:
-        kinds = kind if isinstance(kind, list | tuple) else [kind]
-        return {each for each in kinds if isinstance(each, str)}
+    type_value = schema.get("type")
+    if type_value is not None:
+        type_names = type_value if isinstance(type_value, list | tuple) else [type_value]
+        return {each for each in type_names if isinstance(each, str)}
     if "const" in schema:
         return {JSON_TYPE_NAMES[type(schema["const"])]}
     if isinstance(schema.get("enum"), list):
@@ -70,7 +70,7 @@ def _limiting_keywords(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
-    """Returns the text, without the white space around it if that may violate the schemas."""
+    """Returns the text, without the white space around it if the text may fit the schemas only so."""
     limits = _limiting_keywords(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
     fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
@@ -79,15 +79,15 @@ def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
 
 @dataclass
 class XmlArguments:
-    """Writes tagged arguments as a JSON object, one value after another."""
+    """Writes the arguments of one call, read from tagged text, as a JSON object."""
 
     call: CallWriter
     num_values: int = 0
 
     def read_value(self, reader: TextReader, name: str, end_marker: str, strip_chars: str = "") -> Steps[None]:
-        """Read a value up to its closing tag.  A string is written while it arrives.  Raises BrokenCall.
+        """Read a value up to `end_marker`, and write it.  A string is written while it arrives.  Raises BrokenCall.
 
-        strip_chars: text that belongs to the tags if it is next to the value, at most once on each side.
+        strip_chars: text that is removed once from each end of the value, because it belongs to the tags.
         """
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
@@ -98,7 +98,7 @@ class XmlArguments:
             yield from reader.read_literal(strip_chars)
         if types == {"string"} and not _limiting_keywords(schemas):
             self.call.write_arguments('"')
-            yield from self._read_until(
+            yield from self._read_value_text(
                 reader,
                 end_marker,
                 strip_chars,
@@ -107,18 +107,18 @@ class XmlArguments:
             self.call.write_arguments('"')
             return
         parts: list[str] = []
-        yield from self._read_until(reader, end_marker, strip_chars, parts.append)
+        yield from self._read_value_text(reader, end_marker, strip_chars, parts.append)
         text = "".join(parts)
         self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
-    def _read_until(self, reader: TextReader, end_marker: str, strip_chars: str, on_text: Any) -> Steps[None]:
-        held = ""
+    def _read_value_text(self, reader: TextReader, end_marker: str, strip_chars: str, on_text: Any) -> Steps[None]:
+        held_back = ""
 
         def pass_on(text: str) -> None:
-            nonlocal held
-            text, held = held + text, ""
+            nonlocal held_back
+            text, held_back = held_back + text, ""
             if strip_chars and text.endswith(strip_chars):
-                text, held = text[: -len(strip_chars)], strip_chars
+                text, held_back = text[: -len(strip_chars)], strip_chars
             if text:
                 on_text(text)
 
@@ -131,14 +131,14 @@ class XmlArguments:
 
 def _json_value(name: str, text: str, types: set[str]) -> str:
     """Returns the JSON text of a value.  Raises BrokenCall for a type that the schema does not allow."""
-    written = JSON_OF_PYTHON_CONSTANT.get(text.strip(), text.strip())
+    json_text = JSON_OF_PYTHON_CONSTANT.get(text.strip(), text.strip())
     try:
-        value = decode_json(written)
+        value = decode_json(json_text)
     except BrokenCall:
         value = None
-        written = "" if written != "null" else written
-    if written and (not types or _has_type(value, types)):
-        return written
+        json_text = "" if json_text != "null" else json_text
+    if json_text and (not types or _has_type(value, types)):
+        return json_text
     if not types or "string" in types:
         return json.dumps(text, ensure_ascii=False)
     raise BrokenCall(f"the argument {name!r} of the tool call is not of type {' or '.join(sorted(types))}")
@@ -155,8 +155,8 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
-    """Read a call that is one JSON object with name and arguments.  Arguments are written while they arrive.  Other
-    keys are skipped.  Raises BrokenCall."""
+    """Read a call that is a JSON object with a name and arguments.  Other keys are skipped.  Arguments are written
+    while they arrive.  Raises BrokenCall."""
     yield from reader.expect("{")
     yield from reader.read_space()
     if (yield from reader.read_literal("}")):
@@ -179,14 +179,14 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
         yield from reader.expect(",")
 
 
-def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[None]:
+def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> Steps[None]:
     """Read arguments: a JSON object, or a JSON object inside a string, which some models write.  Raises BrokenCall.
 
-    ends: markers that end the call.  If such a marker or the output's end comes first, the call has no arguments.
+    end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments.
     """
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")
-    if ends and ((yield from call_ends_here(reader, *ends)) or (yield from reader.read_literal("null"))):
+    if end_markers and ((yield from call_ends_here(reader, *end_markers)) or (yield from reader.read_literal("null"))):
         return
     if (yield from reader.peek()) == "{":
         yield from reader.read_json_value(call.write_arguments)
@@ -200,10 +200,10 @@ def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[No
         call.write_arguments(text if is_utf8(text) else json.dumps(value))
 
 
-def call_ends_here(reader: TextReader, *ends: str) -> Steps[bool]:
-    """Returns whether a call ends without arguments.  Raises BrokenCall if the output is cut off."""
+def call_ends_here(reader: TextReader, *end_markers: str) -> Steps[bool]:
+    """Returns whether the call ends here, at a marker or the output's end.  Raises BrokenCall at a cut-off."""
     if (yield from reader.peek()):
-        return (yield from reader.peek_literal(*ends)) is not None
+        return (yield from reader.peek_literal(*end_markers)) is not None
     if reader.is_cut:
         raise BrokenCall(CUT_OFF_REASON)
     return True

@@ -1,4 +1,4 @@
-"""Shared parts of the parsers of tool calls and reasoning: deltas, declarations of formats, and the parser of reasoning
+"""What the parsers of tool calls and reasoning share: deltas, the classes of formats, and the parser of reasoning
 between two markers."""
 
 import secrets
@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, decode_json
 
-# The kinds of deltas.  content: text of the answer.  reasoning: text of the reasoning.  call: the name of a new call.
-# arguments: text of its arguments.  called: the call's end.  broken: the reason why a call is broken.  The whole text
-# of a broken call follows as content.
+# The kind of a delta tells what its text is.  content: a piece of the answer.  reasoning: a piece of the reasoning.
+# call: the name of a new call.  arguments: a piece of the call's arguments.  called: the call has ended; no text.
+# broken: why the call cannot be parsed; the whole text of the call follows as content.
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a streamed message.  index: the number of the call; -1 for text outside calls, and for a broken call
-    whose name was not sent.  id: the id of a new call."""
+    """A piece of a streamed message.  index: the number of the call, from 0; -1 outside calls, and for a broken call
+    without a delta of its name.  id: the id of a new call."""
 
     kind: DeltaKind
     text: str = ""
@@ -27,7 +27,7 @@ class Delta:
     id: str = ""
 
 
-def call_id() -> str:
+def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -38,7 +38,7 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.  schemas: the parameters' JSON schema of each callable tool.
+    """Collects the deltas that a parser makes.  schemas: by callable tool: the JSON schema of its parameters.
     in_reasoning, may_reason: see OutputParser."""
 
     schemas: Mapping[str, Mapping[str, Any]]
@@ -62,7 +62,7 @@ class DeltaWriter:
         self.add_delta("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the deltas of a prompt that begins the answer.  Only an open call's deltas are kept."""
+        """Continue after `deltas`, of the prompt's text that begins the answer.  Only an open call's are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -74,7 +74,7 @@ class DeltaWriter:
 
 
 class CallWriter:
-    """Writes the deltas of one tool call.  The arguments are held back until the name is known."""
+    """Writes the deltas of one tool call.  Arguments that come before the name are held back until the name."""
 
     def __init__(self, writer: DeltaWriter):
         self.writer = writer
@@ -109,7 +109,7 @@ class CallWriter:
         return bool(self._argument_parts)
 
     def end_call(self) -> None:
-        """Write the call's end.  Raises BrokenCall without a name, or if the arguments are no JSON object."""
+        """Write the call's end.  Raises BrokenCall if the name is missing, or the arguments are no JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._argument_parts:
@@ -124,7 +124,7 @@ def read_call(
 ) -> Steps[bool]:
     """Read one call.  If the call is broken, write its whole text as content and return False.
 
-    opening_marker: the beginning of the call, which is already read.  read_body: reads the rest of the call.
+    opening_marker: the text of the call that is already read.  read_body: reads the rest of the call.
     """
     reader.start_recording(opening_marker)
     call = CallWriter(writer)
@@ -146,8 +146,8 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 class CallSyntax:
     """The syntax of a call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
 
-    separator: the text between calls.  calls_begin, calls_end: the text before and after all calls.  arguments_style:
-    xgrammar's style of the arguments' JSON schema."""
+    separator: the text between two calls.  calls_begin, calls_end: the texts before the first and after the last call.
+    arguments_style: how arguments are written, as a `style` of a JSON schema in xgrammar."""
 
     before_name: str
     after_name: str
@@ -163,9 +163,9 @@ class ToolFormat:
     """The format in which a family of models writes tool calls.
 
     template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
-    parser needs in its text.  parse: parses a whole answer.  call_ends_output: the output ends after a call.
-    make_call_id: returns the id of a new call.  arguments_as_text: the chat template takes the arguments of earlier
-    calls as text, not as an object."""
+    parser's text must contain.  parse: parses an answer after its reasoning.  call_ends_output: the output ends after
+    a call.  make_call_id: returns the id of a new call.  arguments_as_text: the chat template takes the arguments of
+    earlier calls as text, not as an object."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -173,7 +173,7 @@ class ToolFormat:
     parse: ParseOutput
     syntax: CallSyntax
     call_ends_output: bool = False
-    make_call_id: Callable[[], str] = call_id
+    make_call_id: Callable[[], str] = new_call_id
     arguments_as_text: bool = False
 
 
@@ -181,10 +181,10 @@ class ToolFormat:
 class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
-    begin_marker, end_marker: the texts around the reasoning.  answer_marker: text between the reasoning and an answer
-    without call.  template_switches: variables of chat templates.  If the template reads such a variable, the model may
-    reason even if the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the
-    reasoning, and the model may always reason.  message_marker: the text that begins each message of such a model."""
+    template_signs, special_tokens: as in ToolFormat.  begin_marker, end_marker: the texts around the reasoning.
+    answer_marker: the text before an answer without call.  template_switches: variables of chat templates; if the
+    template reads one, the model may reason even if the prompt does not begin the reasoning.  includes_calls: the tool
+    format of this name also parses the reasoning.  message_marker: then the text that begins a message of the model."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -201,8 +201,8 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.  Newlines beside a marker belong to the marker.  A begin_marker
-    inside reasoning or an end_marker outside reasoning is dropped."""
+    """Read all reasoning that comes next.  Newlines before and after a marker are dropped with it, and so is a
+    begin_marker inside reasoning, or an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker
@@ -215,7 +215,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
 
 
 def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and a reasoning marker.  Returns the marker; None, with nothing read, for other text."""
+    """Read white space and a reasoning marker, and return the marker.  For other text, read nothing and return None."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

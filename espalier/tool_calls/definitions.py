@@ -21,8 +21,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class RequestTools:
     """The checked tools and tool_choice of a request.
 
-    definitions: the client's tools.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is the
-    name of the tool that must be called.  parallel: whether one answer may have several calls.
+    definitions: the client's tools.  choice: "auto", "none", "required", or the name of the tool that must be called.
+    is_named: `choice` is a name.  parallel: whether one answer may have several calls.
     """
 
     definitions: tuple[Mapping[str, Any], ...] = ()
@@ -49,8 +49,8 @@ class RequestTools:
 
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> RequestTools:
-    """Check a request's tools in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.  Raises
-    EspalierError, whose message begins with the field's name."""
+    """Check a request's fields tools, tool_choice and parallel_tool_calls in OpenAI's form.  Raises EspalierError,
+    whose message begins with the field's name."""
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
     definitions = _checked_definitions(tools)
@@ -65,8 +65,8 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
         return RequestTools(definitions, choice if definitions else "none", False, parallel is not False)
     names = [each["function"]["name"] for each in definitions]
     if name not in names:
-        known = ", ".join(names)[:200] or "none"
-        raise EspalierError(f"tool_choice={shown(name)} is not the name of a tool; use one of: {known}")
+        known_names = ", ".join(names)[:200] or "none"
+        raise EspalierError(f"tool_choice={shown(name)} is not the name of a tool; use one of: {known_names}")
     return RequestTools(definitions, name, True, parallel is not False)
 
 

@@ -1,6 +1,6 @@
 """Parses a request's tokens into the deltas of a message, and finds stop strings in the content.
 
-The engine process and the API server run equal streams over the same tokens.  The engine process ends the request at
+The engine process and the API server each run a stream over the same tokens.  The engine process ends the request at
 the token that completes a stop string.  The API server ends the content before the stop string.
 """
 
@@ -16,9 +16,9 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """A request.IncrementalDetokenizer that finds stop strings only in the content.
+    """Makes deltas from tokens.  Implements request.IncrementalDetokenizer, and finds stop strings only in the content.
 
-    text_stream: makes text from tokens.  num_reasoning_tokens: the number of reasoning tokens so far."""
+    text_stream: makes text from tokens.  num_reasoning_tokens: how many tokens of reasoning so far."""
 
     def __init__(self, text_stream: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text_stream = text_stream
@@ -31,7 +31,7 @@ class MessageStream:
         self._deltas: list[Delta] = []
 
     def push_token(self, token_id: int) -> str | None:
-        """Add a token.  Returns the stop string that it completes in the content, else None."""
+        """Add a token.  Returns the stop string that the token completes in the content, else None."""
         was_reasoning = self.parser.in_reasoning
         self.text_stream.push_token(token_id)
         self._parse_text(final=False)
@@ -39,13 +39,13 @@ class MessageStream:
         return self.stop_string_finder.found_stop
 
     def take_text(self, final: bool) -> str:
-        """Returns the text since the last call, with the markers of calls and reasoning, and with the stop string."""
+        """Returns all text since the last call: also reasoning, calls, their markers, and a stop string."""
         self._parse_text(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text
 
     def read_deltas(self, output: OutputChunk | Output) -> list[Delta]:
-        """Returns the deltas of an output, up to a stop string in the content.  A stop token has no text."""
+        """Returns an output's deltas, up to a stop string in the content.  A stop token has text only if keep_stop."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
@@ -58,14 +58,14 @@ class MessageStream:
         self._parse_text(is_last)
         if is_last:
             self._add_deltas(self.parser.finish(is_cut=output.finish_reason != "stop"))
-            self._flush()
+            self._end_content_piece()
         deltas, self._texts, self._deltas = self._deltas, [], []
         return deltas
 
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
-        They may differ from the output's fields: the text of a broken call becomes content, and may have a stop string.
+        The text of a broken call becomes content.  If it has a stop string, the reasons may differ from `output`'s.
         """
         if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
             return "stop", self.stop_string_finder.found_stop
@@ -82,17 +82,17 @@ class MessageStream:
                 return
             if delta.kind == "content":
                 self.stop_string_finder.add(delta.text, is_searched=self.text_stream.num_pushed > self.min_tokens)
-                self._put_content(self.stop_string_finder.take_text(final=False))
+                self._add_content(self.stop_string_finder.take_text(final=False))
                 continue
             if delta.kind == "call":
-                # Content before a call and content after it are separate.
-                self._flush()
+                # A stop string may not begin before a call and end after it.
+                self._end_content_piece()
             self._deltas.append(delta)
 
-    def _flush(self) -> None:
-        self._put_content(self.stop_string_finder.take_text(final=True))
+    def _end_content_piece(self) -> None:
+        self._add_content(self.stop_string_finder.take_text(final=True))
 
-    def _put_content(self, content: str) -> None:
+    def _add_content(self, content: str) -> None:
         if content:
             self._deltas.append(Delta("content", content))
 
@@ -106,8 +106,8 @@ def parser_for_form(form: OutputForm) -> OutputParser:
 class ChatOutput(Output):
     """The answer to a conversation.
 
-    text: the model's whole text, with the special tokens of calls and reasoning, and with a stop string that ended the
-    content.  message: the parsed answer.  finish_reason: also "tool_calls", instead of "stop" for an answer with calls.
+    text: the model's whole text, also the special tokens of calls and reasoning, and the stop string that ended the
+    content.  message: the parsed answer.  finish_reason: "tool_calls" instead of "stop" for an answer with calls.
     """
 
     message: Message = field(default_factory=Message)
@@ -116,9 +116,9 @@ class ChatOutput(Output):
 def chat_output(
     plan: ChatPlan, prompt: Sequence[int], output: Output, new_stream: Callable[[], MessageStream] | None = None
 ) -> ChatOutput:
-    """Returns the output with its parsed message.  The output's choices get messages too.
+    """Returns the output with its parsed message.  Each of the output's choices gets its message too.
 
-    new_stream: makes a stream that parses the output's tokens up to a stop string; None to parse the output's text.
+    new_stream: returns a stream that parses the output's tokens, up to a stop string; None to parse the output's text.
     """
     values = {f.name: getattr(output, f.name) for f in fields(Output)}
     choices = [chat_output(plan, prompt, each, new_stream) for each in output.choices]

@@ -4,27 +4,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.tool_calls.base import Delta, DeltaWriter, call_id, parse_reasoning
+from espalier.tool_calls.base import Delta, DeltaWriter, new_call_id, parse_reasoning
 from espalier.tool_calls.formats import Formats, harmony
 from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output.  The joined deltas do not depend on how the text was divided into parts.
+    """Parses the text of one output, which arrives in pieces.  The joined deltas do not depend on the pieces.
 
-    schemas: the parameters' JSON schemas, by callable tool.  answer_start: the prompt's text that begins the answer.
+    schemas: by callable tool: its parameters' JSON schema.  answer_start: the end of a prompt that begins the answer.
     """
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
-        self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else call_id)
+        self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else new_call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
-        # Text of answer_start that was held back, because it may begin a marker.
-        self._prompt_text_held = ""
+        # The end of answer_start, which was held back because it may begin a marker.  It is no output.
+        self._held_prompt_text = ""
         self._parse_new_text()
         if answer_start:
             self._writer.resume(self.feed(answer_start))
-            self._prompt_text_held = self._reader.buffer
+            self._held_prompt_text = self._reader.buffer
 
     @property
     def in_reasoning(self) -> bool:
@@ -51,16 +51,16 @@ class OutputParser:
     def _parse_new_text(self) -> list[Delta]:
         next(self._steps, None)
         deltas = self._writer.pop_deltas()
-        return self._without_prompt_text(deltas) if self._prompt_text_held and deltas else deltas
+        return self._without_prompt_text(deltas) if self._held_prompt_text and deltas else deltas
 
     def _without_prompt_text(self, deltas: list[Delta]) -> list[Delta]:
-        """Returns the deltas without the text of answer_start at their beginning."""
+        """Returns the deltas without _held_prompt_text at their beginning."""
         first = deltas[0]
-        size = min(len(self._prompt_text_held), len(first.text))
-        if first.kind not in ("content", "reasoning") or first.text[:size] != self._prompt_text_held[:size]:
-            self._prompt_text_held = ""
+        size = min(len(self._held_prompt_text), len(first.text))
+        if first.kind not in ("content", "reasoning") or first.text[:size] != self._held_prompt_text[:size]:
+            self._held_prompt_text = ""
             return deltas
-        self._prompt_text_held, rest = self._prompt_text_held[size:], first.text[size:]
+        self._held_prompt_text, rest = self._held_prompt_text[size:], first.text[size:]
         return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
@@ -94,7 +94,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A parsed assistant message.  errors: the reasons why calls are broken; the content has their text."""
+    """A parsed assistant message.  errors: why calls could not be parsed; the content has their text."""
 
     content: str = ""
     reasoning: str = ""
@@ -103,7 +103,7 @@ class Message:
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
-    """Returns the message that all these deltas make."""
+    """Returns the message that consists of all these deltas."""
     content: list[str] = []
     reasoning: list[str] = []
     errors: list[str] = []

@@ -1,6 +1,5 @@
-"""Plans a chat request: how tools and formats change its prompt, its parameters and the parsing of its output.
-
-LLM.chat and the server's endpoints share this module.
+"""Plans a chat request: how its tools and the model's formats change the prompt, the parameters and the parsing of the
+output.  LLM.chat and the server's endpoints use this module.
 """
 
 import json
@@ -31,8 +30,8 @@ def output_grammar(
 ) -> Grammar | None:
     """Returns the grammar of an output that may or must have tool calls; None for an unrestricted output.
 
-    answer: the grammar of an answer without calls.  reasoning: the format of optional reasoning before the answer; None
-    without reasoning.  after: the text after which the grammar applies.  Raises EspalierError.
+    format: how the model writes calls.  answer: the grammar of an answer without calls.  reasoning: the format of
+    reasoning that may come before the answer; None for no reasoning.  after: see Grammar.  Raises EspalierError.
     """
     node = None if answer is None else _answer_node(answer, reasoning)
     if format is not None and tools.callable_functions:
@@ -47,7 +46,7 @@ def output_grammar(
         elif any(each.get("strict") for each in tools.callable_functions) or not (
             tools.parallel or format.call_ends_output
         ):
-            # Free text may also be reasoning, so the grammar needs no node for reasoning.
+            # The free text of this grammar includes reasoning, so there is no node for reasoning.
             return _structural_tag(_free_text_with_calls(tools, format, is_single), True, after)
     if node is None:
         return None
@@ -85,12 +84,12 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
-    # xgrammar allows any white space between tags, which a model might write without end.
+    # Without this limit, xgrammar allows any white space between tags, which a model might write without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
 def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a call's arguments.  For an optional call, only a strict tool's schema is enforced."""
+    """Returns the schema of a call's arguments.  If calls are optional, only strict tools' schemas are enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
@@ -141,10 +140,10 @@ def _grammar_node(grammar: Grammar) -> GrammarNode:
 
 
 def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
-    """Returns a message whose calls have arguments as objects, or as JSON text if the chat template takes text.
+    """Returns a message whose calls have arguments as objects, or as JSON text if arguments_as_text.
 
-    If a call was cut off, so that its arguments are no JSON object, it becomes content, as in the answer.  Raises
-    EspalierError for an entry that is no call.
+    A call whose arguments are no JSON object was cut off.  Its text becomes content, as in the answer.  Raises
+    EspalierError for an entry of tool_calls that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -187,7 +186,7 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# A reasoning marker is searched in at most this number of tokens at the prompt's end.
+# Without a turn token, a reasoning marker is searched in this number of tokens at the prompt's end.
 MAX_SEARCHED_TOKENS = 16
 
 
@@ -197,7 +196,7 @@ class ChatPlan:
     def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer
         self.tools = tools
-        # A cache of _last_turn: (prompt, turn).
+        # The last result of _last_turn_text: (prompt, text).
         self._cached_turn: tuple[Sequence[int], str] | None = None
         self._arguments_as_text = formats.tools is not None and formats.tools.arguments_as_text
         calls = bool(tools.callable_functions)
@@ -235,9 +234,7 @@ class ChatPlan:
         return message
 
     def params_with_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the grammar of the calls, and with the special tokens that the parser needs.
-        Raises EspalierError.
-        """
+        """Returns the parameters with the output's grammar, and what the parser needs.  Raises EspalierError."""
         if not self.has_parser or self.tokenizer is None:
             return params
         formats = self.formats.tools, self.formats.reasoning
@@ -254,18 +251,18 @@ class ChatPlan:
 
     def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
-        # If the user chose the text after which the grammar applies, this choice is used.
+        # The user's own choice of `after` comes first.
         after = None if answer is None else answer.after
         may_reason = reasoning is not None and after is None and self._will_reason(prompt)
         if reasoning is not None and may_reason and self._is_in_reasoning(prompt):
-            # With includes_calls, further reasoning messages may come before the answer.
+            # If includes_calls, more messages of reasoning may come before the answer.
             after, may_reason = reasoning.end_marker, reasoning.includes_calls
         if tools is None and not may_reason:
             return None if answer is None else replace(answer, after=after)
         return output_grammar(self.tools, tools, answer, reasoning if may_reason else None, after)
 
     def _will_reason(self, prompt: Sequence[int]) -> bool:
-        """Returns whether the model is expected to reason before its answer."""
+        """Returns whether the model may begin, or go on with, reasoning before its answer."""
         reasoning = self.formats.reasoning
         if reasoning is None or self.tokenizer is None:
             return False
@@ -282,7 +279,7 @@ class ChatPlan:
         return parser is not None and parser.in_reasoning
 
     def answer_start(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text that begins the answer: open reasoning, or a message if includes_calls."""
+        """Returns the end of the prompt that begins the answer: open reasoning, or a message if includes_calls."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin_marker or self.tokenizer is None:
             return ""
@@ -293,9 +290,9 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end_marker in turn[start:] else turn[start:]
 
     def _last_turn_text(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text from its last turn token: the last special token that is no marker of the formats.
+        """Returns the prompt's text from its last turn token on: the last special token that is no format's marker.
 
-        Without a turn token, only a reasoning marker at the prompt's end counts: earlier markers may be the user's.
+        Without a turn token, returns a reasoning marker at the prompt's end, else "": the user may have written others.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)
@@ -305,13 +302,13 @@ class ChatPlan:
         reasoning, tokenizer = self.formats.reasoning, self.tokenizer
         assert reasoning is not None and tokenizer is not None
         markers = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
-        found = tokenizer.last_turn(prompt, {m for m in markers if not reasoning.message_marker.startswith(m)})
-        if found is not None:
-            return found
+        last_turn = tokenizer.last_turn(prompt, {m for m in markers if not reasoning.message_marker.startswith(m)})
+        if last_turn is not None:
+            return last_turn
         tail = tokenizer.decode(prompt[-MAX_SEARCHED_TOKENS:], skip_special_tokens=False)
         at_end = (marker for marker in (reasoning.begin_marker, reasoning.end_marker) if tail.rstrip().endswith(marker))
         return next((tail[tail.rindex(marker) :] for marker in at_end), "")
 
     def new_parser(self, prompt: Sequence[int]) -> OutputParser | None:
-        """Returns a parser for one output; None if the whole output is content."""
+        """Returns a parser for one output; None if all output is content."""
         return OutputParser(self.formats, self.tools.schemas, self.answer_start(prompt)) if self.has_parser else None

@@ -1,7 +1,6 @@
-"""Lets parsers read an output that arrives in parts as if the whole text were there.
+"""Reads the text of an output for parsers.  The text arrives in pieces, on which a parser's results do not depend.
 
-A parser is a generator.  It reads the text from start to end, and yields when it needs more text.  Its results do not
-depend on how the text is divided into parts.
+A parser is a generator (Steps).  It reads the text from start to end, and yields when it needs more text.
 """
 
 import json
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from espalier.grammar.spec import refuse_json_constant
 
 T = TypeVar("T")
+# A function of a parser: a generator that yields None when it needs more text, and returns a T.
 Steps = Generator[None, None, T]
 TextCallback = Callable[[str], None]
 WHITE_SPACE = " \t\r\n"
@@ -28,8 +28,8 @@ CUT_OFF_REASON = "the output ends inside the tool call"
 
 
 class Markers:
-    """Marker texts at which reading stops.  No marker may be inside another.  strip_before: characters that belong to a
-    marker if they stand directly before it."""
+    """Texts at which reading stops.  No marker may be a part of another.  strip_before: characters directly before a
+    marker that are dropped with the marker."""
 
     def __init__(self, *texts: str, strip_before: str = ""):
         self.texts = texts
@@ -38,42 +38,42 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held_back(self, text: str) -> int:
-        """Returns how many characters at the end of a text may begin a marker.  text: has no whole marker."""
-        held = 0
+        """Returns how many characters at the end of `text`, which has no whole marker, may begin a marker."""
+        num_held = 0
         for marker in self.texts:
-            for size in range(min(len(marker) - 1, len(text)), held, -1):
+            for size in range(min(len(marker) - 1, len(text)), num_held, -1):
                 if marker.startswith(text[-size:]):
-                    held = size
+                    num_held = size
                     break
         if not self.strip_before:
-            return held
-        return len(text) - len(text[: len(text) - held].rstrip(self.strip_before))
+            return num_held
+        return len(text) - len(text[: len(text) - num_held].rstrip(self.strip_before))
 
 
 @dataclass
 class TextReader:
-    """The text of an output, with the methods of a parser.  buffer: text that has arrived and is not yet read.  is_cut:
-    the output did not end with a stop token."""
+    """The text of an output, with methods to read it.  buffer: text that has arrived and is not yet read.  has_ended:
+    no more text will arrive.  is_cut: the output did not end with a stop token."""
 
     buffer: str = ""
     has_ended: bool = False
     is_cut: bool = False
-    _recorded: list[str] | None = None
+    _recorded_texts: list[str] | None = None
 
     def start_recording(self, text: str) -> None:
-        """From now on, record the text that is read.  text: the beginning of the record, which was already read."""
-        self._recorded = [text]
+        """Record the text that is read from now on.  text: the beginning of the record, already read."""
+        self._recorded_texts = [text]
 
     def stop_recording(self) -> str:
-        """Stop recording, and return the text that was read since `start_recording`."""
-        kept, self._recorded = self._recorded or [], None
+        """Stop recording, and return the record."""
+        kept, self._recorded_texts = self._recorded_texts or [], None
         return "".join(kept)
 
     def take_characters(self, num_characters: int) -> str:
         """Read and return `num_characters` characters of the buffer."""
         text, self.buffer = self.buffer[:num_characters], self.buffer[num_characters:]
-        if self._recorded is not None:
-            self._recorded.append(text)
+        if self._recorded_texts is not None:
+            self._recorded_texts.append(text)
         return text
 
     def put_back(self, text: str) -> None:
@@ -103,7 +103,7 @@ class TextReader:
             held = markers.num_held_back(self.buffer)
             if text := self.take_characters(len(self.buffer) - held):
                 on_text(text)
-            # A model may write strip_before characters without end.  They are held back, but searched only once.
+            # A model may write strip_before characters without end.  All are held back, but not searched again.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.wait_for_text()):
                 if rest := self.take_characters(len(self.buffer)):
@@ -156,9 +156,9 @@ class TextReader:
                 return None
 
     def read_literal(self, *texts: str) -> Steps[str | None]:
-        """Read and return one of the texts if it comes next; None for other text.  No text may begin with another."""
-        found = yield from self.peek_literal(*texts)
-        return None if found is None else self.take_characters(len(found))
+        """Read and return one of `texts` if it comes next, else return None.  No text may begin with another text."""
+        literal = yield from self.peek_literal(*texts)
+        return None if literal is None else self.take_characters(len(literal))
 
     def expect(self, text: str) -> Steps[None]:
         """Read `text`.  Raises BrokenCall if other text comes next."""
@@ -167,15 +167,15 @@ class TextReader:
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
     def read_json_value(self, on_text: TextCallback) -> Steps[None]:
-        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall if it is cut off.
+        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall at a cut-off.
 
         Only brackets and quotes are interpreted, so the value may be invalid JSON.
         """
-        end = _JsonEndFinder()
+        end_finder = _JsonEndFinder()
         while True:
-            if size := end.scan(self.buffer):
+            if size := end_finder.scan(self.buffer):
                 on_text(self.take_characters(size))
-            if end.is_found:
+            if end_finder.is_found:
                 return
             if not (yield from self.wait_for_text()):
                 raise BrokenCall(CUT_OFF_REASON)
@@ -196,7 +196,7 @@ def decode_json(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether UTF-8 can encode the text, because it has no lone surrogates."""
+    """Returns whether UTF-8 can encode the text.  It cannot encode a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -206,7 +206,7 @@ def is_utf8(text: str) -> bool:
 
 @dataclass
 class _JsonEndFinder:
-    """Finds the end of a JSON value that arrives in parts."""
+    """Finds the end of a JSON value that arrives in pieces."""
 
     is_found: bool = False
     _depth: int = 0
@@ -215,7 +215,7 @@ class _JsonEndFinder:
     _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
-        """Returns how many characters of the next part belong to the value."""
+        """Returns how many characters of `text`, the next piece, belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or char != '"'

@@ -83,7 +83,7 @@ def test_what_is_remembered_are_the_pages_used_last_and_of_one_prompt_its_first(
         newest = [*keys, *(key for key in newest if key not in keys)][:max_prefixes]
     for keys in PROMPTS:
         held = next((count for count, key in enumerate(keys) if key not in newest), len(keys))
-        assert chooser._pages_held(keys, ("a",)).get("a", 0) == held == sum(key in newest for key in keys)
+        assert chooser._num_pages_held(keys, ("a",)).get("a", 0) == held == sum(key in newest for key in keys)
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,7 @@ from espalier.batch_jobs.files import DEFAULT_URLS, MAX_LINE_BYTES, Journal, sca
 from espalier.cli.main import main
 from espalier.server.batch_store import BatchRequest, BatchStore
 from espalier.server.batches import BatchRunner
-from espalier.server.routes import path_not_served
+from espalier.server.routes import path_not_served_error
 from espalier.server.run import _batch_concurrency
 from tests import warm
 from tests.batch_jobs.sample import line, outcomes, write
@@ -375,14 +375,14 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/batches"])
 def test_a_server_without_a_place_for_batches_says_how_to_have_one(path):
-    refused = path_not_served(path, [])
+    refused = path_not_served_error(path, [])
     assert refused.code == "unsupported" and "start it with --batch-dir DIR" in refused.detail
-    assert "--batch-dir" not in path_not_served(path, ["/v1/files", "/v1/batches"]).detail
+    assert "--batch-dir" not in path_not_served_error(path, ["/v1/files", "/v1/batches"]).detail
 
 
 def test_a_wrong_path_is_told_the_paths_of_batches_where_they_are_served():
-    assert "/v1/batches" not in path_not_served("/nowhere", []).detail
-    served = path_not_served("/nowhere", ["/v1/files", "/v1/batches"])
+    assert "/v1/batches" not in path_not_served_error("/nowhere", []).detail
+    served = path_not_served_error("/nowhere", ["/v1/files", "/v1/batches"])
     assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in served.detail
 
 

@@ -30,7 +30,7 @@ def sent_by(work, tokens_per_prefill=1000):
         box = PromptBatcher(lambda submits: messages.append([submit.name for submit in submits]))
         box.tokens_per_prefill = tokens_per_prefill
         await work(box)
-        while box._unsent:
+        while box._unsent_prompts:
             await asyncio.sleep(0)
 
     asyncio.run(run())
@@ -63,7 +63,7 @@ def test_a_full_prefill_pass_leaves_at_once():
     async def work(box):
         for i in range(5):
             box.add(prompt(i))
-        assert len(box._unsent) == 1
+        assert len(box._unsent_prompts) == 1
 
     assert sent_by(work, tokens_per_prefill=20) == [["0", "1"], ["2", "3"], ["4"]]
 
@@ -125,7 +125,7 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         client._fail_all("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
-        assert len(sent) == 3 and client._prompt_batcher._unsent == []
+        assert len(sent) == 3 and client._prompt_batcher._unsent_prompts == []
         await client.close()
 
     asyncio.run(run())

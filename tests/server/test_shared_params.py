@@ -28,7 +28,7 @@ def test_bodies_with_equal_values_share_their_parameters():
 
 def test_an_object_that_many_bodies_share_is_resolved_once(monkeypatch):
     frontend, asked = ModelFrontend.__new__(ModelFrontend), []
-    frontend._resolved = {}
+    frontend._resolved_params = {}
     frontend.inputs = SimpleNamespace(resolve=lambda params: asked.append(params) or ResolvedParams(seed=params.seed))
     one, other = SamplingParams(seed=1), SamplingParams(seed=2)
     assert [frontend.resolve(params).seed for params in (one, other, one, SamplingParams(seed=1))] == [1, 2, 1, 1]
@@ -36,4 +36,4 @@ def test_an_object_that_many_bodies_share_is_resolved_once(monkeypatch):
     # The memory has an end, and an object whose place in memory is used again is another one.
     for seed in range(1000):
         assert frontend.resolve(SamplingParams(seed=seed)).seed == seed
-    assert len(frontend._resolved) <= MAX_CACHED_PARAMS
+    assert len(frontend._resolved_params) <= MAX_CACHED_PARAMS

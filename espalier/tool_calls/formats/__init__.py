@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  A model's formats are found by its chat template."""
+"""The formats of tool calls and of reasoning, by name.  By default, the chat template tells a model's formats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# A template gets the first format of this order whose signs are all in the template.  So a format whose signs include
-# the signs of another format comes before that format.
+# A template gets the first format in this order with all its template_signs in the template.  So a format comes before
+# another format that has only a part of its signs.
 _TOOL_FORMATS = (
     harmony.TOOL_FORMAT,
     tagged.GLM_FORMAT,
@@ -31,7 +31,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 @dataclass(frozen=True)
 class Formats:
-    """A model's formats; None for a model without tool calls or without reasoning."""
+    """A model's formats.  tools: None without tool calls.  reasoning: None without reasoning."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

@@ -15,15 +15,15 @@ FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 
 def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[None]:
     while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.add_content))) is not None:
-        opening = marker
+        opening_marker = marker
         if marker == CALLS_BEGIN:
             space = yield from reader.read_space()
             if (yield from reader.read_literal(CALL_BEGIN)) is None:
                 writer.add_delta("broken", f"{CALL_BEGIN} is missing in the tool call")
                 writer.add_content(CALLS_BEGIN + space)
                 continue
-            opening += space + CALL_BEGIN
-        yield from _read_calls(reader, writer, opening, has_fence)
+            opening_marker += space + CALL_BEGIN
+        yield from _read_calls(reader, writer, opening_marker, has_fence)
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, has_fence: bool) -> Steps[None]:

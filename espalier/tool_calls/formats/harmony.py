@@ -1,7 +1,7 @@
 """GPT-OSS's format (harmony): messages in channels.
 
 A message in the channel `analysis` is reasoning, a message to functions.NAME is a call, and other messages are content.
-GPT-OSS sometimes addresses a message for the user to `assistant`.
+GPT-OSS sometimes addresses a message to `assistant` that is for the user.
 
 The package openai-harmony is not used, because it reads token ids of its own vocabulary, which it downloads.
 """
@@ -19,10 +19,10 @@ SPECIAL_TOKENS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 MESSAGE_ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
 RECIPIENT_NAME_PATTERN = re.compile(r"\bto=([^\s<]+)")
-CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"(\w+)")
-RECIPIENT = r"(?: *to=[^\s<]*)?"
+CHANNEL_NAME_PATTERN = re.compile(re.escape(CHANNEL) + r"(\w+)")
+RECIPIENT_REGEX = r"(?: *to=[^\s<]*)?"
 HEADER_PATTERN = re.compile(
-    rf"^(?:{re.escape(START)})?\w*{RECIPIENT}(?:{re.escape(CHANNEL)}\w*)?{RECIPIENT}"
+    rf"^(?:{re.escape(START)})?\w*{RECIPIENT_REGEX}(?:{re.escape(CHANNEL)}\w*)?{RECIPIENT_REGEX}"
     rf"(?: *{re.escape(CONSTRAIN)}\w*| json)?"
 )
 FUNCTIONS_PREFIX = "functions."
@@ -31,18 +31,18 @@ NON_TOOL_RECIPIENTS = ("assistant", "user", "system", "developer", "all")
 
 
 def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    """Parses an output after a prompt that ends with <|start|>assistant."""
-    opening = yield from reader.read_literal(CHANNEL, START, " to=")
+    """Parses an output.  The prompt ends with <|start|>assistant, so the output begins inside a header."""
+    opening_marker = yield from reader.read_literal(CHANNEL, START, " to=")
     while True:
-        if opening is None:
-            # Text outside of a message is content.
-            opening = yield from reader.read_until(MESSAGE_ENDS, writer.add_content)
-        if opening is None:
+        if opening_marker is None:
+            # Text outside messages is content.
+            opening_marker = yield from reader.read_until(MESSAGE_ENDS, writer.add_content)
+        if opening_marker is None:
             return
-        if opening in (END, CALL, RETURN):
-            opening = yield from reader.read_literal(CHANNEL, START)
+        if opening_marker in (END, CALL, RETURN):
+            opening_marker = yield from reader.read_literal(CHANNEL, START)
         else:
-            opening = yield from _read_message(reader, writer, opening)
+            opening_marker = yield from _read_message(reader, writer, opening_marker)
 
 
 def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[str | None]:
@@ -50,7 +50,7 @@ def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) 
     parts = [opening_marker]
     marker = yield from reader.read_until(HEADER_ENDS, parts.append)
     header = "".join(parts)
-    recipient, channel = RECIPIENT_NAME_PATTERN.search(header), CHANNEL_NAME.search(header)
+    recipient, channel = RECIPIENT_NAME_PATTERN.search(header), CHANNEL_NAME_PATTERN.search(header)
     if recipient is not None and recipient[1] not in NON_TOOL_RECIPIENTS:
         return (yield from _read_call(reader, writer, header, marker, recipient[1]))
     if marker != MESSAGE:
@@ -69,7 +69,7 @@ def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) 
 def _read_call(
     reader: TextReader, writer: DeltaWriter, header: str, marker: str | None, recipient: str
 ) -> Steps[str | None]:
-    """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _read_message."""
+    """Read a call after its header.  marker: the header's end.  Returns like _read_message."""
 
     def read(call: CallWriter) -> Steps[None]:
         call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))
