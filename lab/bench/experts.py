@@ -184,13 +184,14 @@ def expert_case(
     down: ExpertMatrix,
     dtype: torch.dtype,
     rows: int,
+    activation: Activation = SILU,
 ) -> KernelCase:
     """A case: the product of one layer's experts with `rows` rows.  Only the bytes of experts that have rows count.
 
     gate_up, down: as in grouped_experts.  dtype: the dtype of the rows."""
     inputs = ChainInputs(shape, rows, dtype, down.device)
     calls = [
-        partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights)
+        partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights, activation=activation)
         for expert_ids in inputs.expert_ids
     ]
     num_bytes = inputs.mean_active_experts * (gate_up.nbytes + down.nbytes) / shape.num_experts
