@@ -12,6 +12,7 @@ from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_fla
 # The default (smallest, largest) number of tokens of a prompt, and of an output.
 INPUT_BOUNDS, OUTPUT_BOUNDS = (16, 128), (16, 64)
 DEFAULT_REQUESTS = 8
+# The values of --arrivals, and of --endpoint.
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
@@ -19,9 +20,10 @@ SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "
 # Flags for random prompts, which --dataset excludes, and flags that need --dataset.
 RANDOM_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
-# Weight formats of a synthetic target (espalier/models/quantisers.py) and of its draft, which has no stacked experts.
+# The weight formats of --shapes (espalier/models/quantisers.py) for a target, and for a draft, which has no experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
+# The values of --tune.
 LINEARS, EXPERTS = "linears", "experts"
 
 
@@ -34,7 +36,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Add the flags of a load and of its arrivals.  requests, inputs, outputs: the default values in the help texts."""
+    """Adds the flags of a load and of its arrivals.  requests, inputs, outputs: the defaults that help texts show."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=parse_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")

@@ -100,8 +100,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def non_empty_text(text: str) -> str:
-    """The argparse type of a name.  An empty name is refused, so that `--out "$OUT"` with OUT unset does not mean the
-    working directory."""
+    """The argparse type of a name.  Refuses an empty name: `--out "$OUT"` with OUT unset must not mean the working
+    directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a name")
     return text
@@ -247,10 +247,10 @@ def refuse_other_model(out: Path, kind: str) -> None:
     """Raises EspalierError if `out` contains a target or a draft of another kind, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
-    found = read_draft_kind(out)
-    if found != kind:
-        what = f"a draft of the kind {found}" if found else "a model that is no draft of this trainer"
-        raise EspalierError(f"--out {out} holds {what}, which {kind} would overwrite; give another folder")
+    found_kind = read_draft_kind(out)
+    if found_kind != kind:
+        found_model = f"a draft of the kind {found_kind}" if found_kind else "a model that is no draft of this trainer"
+        raise EspalierError(f"--out {out} holds {found_model}, which {kind} would overwrite; give another folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

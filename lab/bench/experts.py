@@ -93,10 +93,10 @@ def product_steps(runs: Sequence[ProductGroup], with_experts: bool) -> list[Prod
 
 def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
     """Returns the measured number of touched experts, limited to what `rows` rows can touch; None: uniform routing."""
-    if experts.mean_active is None:
+    if experts.mean_active_experts is None:
         return None
     shape = experts.sizes.shape
-    return min(max(round(experts.mean_active), shape.top_k), shape.num_experts, rows * shape.top_k)
+    return min(max(round(experts.mean_active_experts), shape.top_k), shape.num_experts, rows * shape.top_k)
 
 
 def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
