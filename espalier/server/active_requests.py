@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
+from espalier.grammar.spec import ENDED_BY_GRAMMAR
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request_error, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
@@ -155,7 +156,8 @@ class ActiveRequest:
                 metrics.prompt_tokens.inc(part.usage.prompt_tokens)
                 metrics.cached_tokens.inc(part.usage.cached_tokens)
             if output.error is not None:
-                raise ApiError(500, output.error, retry=False)
+                status = 400 if output.error.startswith(ENDED_BY_GRAMMAR) else 500
+                raise ApiError(status, output.error, retry=False)
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""
