@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier.config import supported_values
-from espalier.errors import EspalierError, one_line, require_int
+from espalier.errors import NUMBER_PARSERS, EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
@@ -72,11 +72,11 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def number_reader(field: Field) -> Callable[[str], float]:
     """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
-    kind: type[float] = float if field.type is float else int
+    parse = NUMBER_PARSERS[float if field.type is float else int]
 
     def read(text: str) -> float:
         try:
-            return kind(text)
+            return parse(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported_values(field)}") from None
 
@@ -86,6 +86,8 @@ def number_reader(field: Field) -> Callable[[str], float]:
 class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
+        for kind, read in NUMBER_PARSERS.items():
+            self.register("type", kind, read)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits.  The usage is not printed, because the usage of `eagle3` has twenty lines."""
