@@ -18,7 +18,7 @@ from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_draft_kind, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, length_advice
-from espalier.train.work import require_folder
+from espalier.train.work import require_writable
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -185,8 +185,8 @@ def _train(arguments: argparse.Namespace) -> None:
     require_names({"--target": arguments.target})
     require_data(arguments.data)
     refuse_other_model(out, arguments.command)
-    require_folder("--out", out)
-    require_folder("--work", work)
+    require_writable("--out", out)
+    require_writable("--work", work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
     data = import_function("espalier.train.data:read_data")(arguments.data, target)
@@ -199,13 +199,15 @@ def _train_auto(arguments: argparse.Namespace) -> None:
     require_names({"--target": arguments.target})
     if arguments.data is not None:
         require_data(arguments.data)
-    require_folder("--out", arguments.out)
+    require_writable("--out", arguments.out)
     target = find_target(arguments.target, "--target")
     config = read_target(target)
     for kind in arguments.kinds or ():
         read_target(target, TRAINERS[kind].min_layers)
     fitting = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
     kinds = list(dict.fromkeys(arguments.kinds or fitting))
+    if arguments.data is not None:
+        import_function("espalier.train.data:read_data")(arguments.data, target)
     import_function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
 
 
@@ -213,7 +215,7 @@ def _write_own_text(arguments: argparse.Namespace) -> None:
     config = make_config(OwnTextConfig, arguments)
     require_names({"--target": arguments.target})
     require_data(arguments.data)
-    require_folder("--work", arguments.work)
+    require_writable("--work", arguments.work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target))
     data = import_function("espalier.train.data:read_data")(arguments.data, target)
