@@ -380,6 +380,10 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
+    @property
+    def grammar_field(self) -> str | None:
+        return super().grammar_field or ("tools" if self.tools else None)
+
     def checked_request_tools(self) -> RequestTools:
         """Returns the request's checked tools and tool_choice.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
