@@ -24,6 +24,10 @@ CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
 # Refuses a rendered text that is too long, before it is tokenized.
 TextCheck = Callable[[str], None]
+MAX_RENDERED_CHARS = 2**24
+LIMIT_ERROR = (
+    "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
+)
 REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
@@ -153,6 +157,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise _template_error(error) from None
+        if len(text) > MAX_RENDERED_CHARS:
+            raise EspalierError(LIMIT_ERROR.format(f"{MAX_RENDERED_CHARS} characters"))
         # The arguments of a tool call may contain half of a surrogate pair, which becomes its escape, such as \ud800.
         return text.encode(errors="backslashreplace").decode()
 

@@ -6,12 +6,14 @@ The error's message is one line with the value, the supported values and what to
 import difflib
 import inspect
 import math
+import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from espalier import other_engines
@@ -19,6 +21,10 @@ from espalier import other_engines
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_REPR_CHARS = 160
+# int() and float() also read spaces, "+", "_", leading zeros and the digits of other scripts: one number, many texts.
+WHOLE_NUMBER_PATTERN = re.compile(r"0|-?[1-9][0-9]*")
+# "nan" and "inf" are read: the check of the range refuses them, and names the range.
+NUMBER_PATTERN = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan|-?inf")
 # The least similarity for "did you mean".  Names such as presence_penalty and length_penalty are less similar.
 MIN_SIMILARITY = 0.8
 
@@ -134,6 +140,23 @@ def unknown_name_error(
     )
     advice = other_engines.keyword_advice(name, known_names, python) or fallback
     return EspalierError(f"{owner} has no {name!r}; {advice}")
+
+
+def whole_number(text: str) -> int:
+    """Parses a whole number in its one plain form.  Raises ValueError for other text."""
+    if not WHOLE_NUMBER_PATTERN.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no whole number; write its digits alone, such as 27")
+    return int(text)
+
+
+def plain_number(text: str) -> float:
+    """Parses a number in decimal digits, with or without an exponent.  Raises ValueError for other text."""
+    if not NUMBER_PATTERN.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no number; write it in digits, such as 0.5")
+    return float(text)
+
+
+NUMBER_PARSERS: Mapping[type, Callable[[str], Any]] = MappingProxyType({int: whole_number, float: plain_number})
 
 
 def require_number(

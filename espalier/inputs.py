@@ -184,9 +184,13 @@ class InputProcessor:
         if self.text_limit.exceeds(text, self.model_info.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.model_info.max_context, self.model_info.max_position)
 
-    def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
+    def chat_tokens(
+        self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Returns the token ids of a conversation.  check_text, options, errors: as in chat_steps."""
+        return run_steps(
+            self.chat_steps(messages, check_text, **options), self.require_tokenizer("a conversation").template.render
+        )
 
     def chat_steps(
         self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
@@ -215,7 +219,8 @@ class InputProcessor:
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
         template_options: Any = {name: value for name, value in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.prompt_tokens(self.chat_tokens(plan.template_messages(messages), **template_options))
+        template_messages = plan.template_messages(messages)
+        prompt = self.prompt_tokens(self.chat_tokens(template_messages, self.require_text_fits, **template_options))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 

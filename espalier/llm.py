@@ -144,7 +144,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            return self.inputs.chat_tokens(messages, **options)
+            return self.inputs.chat_tokens(messages, self.inputs.require_text_fits, **options)
 
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""

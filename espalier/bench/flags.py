@@ -5,7 +5,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, plain_number, whole_number, without_duplicate_keys
 from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
@@ -172,7 +172,7 @@ def doctor(parser: ArgumentParser) -> None:
 def parse_tree_shape(text: str) -> TreeShape:
     """Parses the value S,K,D of a flag; the argparse type."""
     try:
-        steps, topk, num_draft_tokens = map(int, text.split(","))
+        steps, topk, num_draft_tokens = map(whole_number, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)
     except EspalierError as error:
         raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
@@ -182,7 +182,7 @@ def parse_tree_shape(text: str) -> TreeShape:
 
 def parse_bounds(text: str) -> tuple[int, int]:
     """Parses the value SHORTEST,LONGEST of a flag; the argparse type."""
-    low, high = (int(part) for part in text.split(","))
+    low, high = (whole_number(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError
     return low, high
@@ -192,7 +192,7 @@ parse_bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64
 
 
 def _parse_rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [plain_number(part) for part in text.split(",")]
 
 
 _parse_rates.__name__ = "list of numbers, such as 1,2,4"
@@ -200,7 +200,9 @@ _parse_rates.__name__ = "list of numbers, such as 1,2,4"
 
 def _parse_json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=without_duplicate_keys)
+    except EspalierError as error:
+        raise ArgumentTypeError(str(error)) from None
     except ValueError:
         value = None
     if not isinstance(value, dict):

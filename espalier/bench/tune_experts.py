@@ -5,6 +5,7 @@ First, each of the two products is measured alone.  Then their fastest plans are
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ from espalier.kernels.layers.experts_plan import (
     experts_plan_by_rule,
 )
 from espalier.kernels.layers.linear_plans import TuningTable
+from espalier.kernels.ops.activation import RELU2, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
@@ -56,6 +58,11 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     )
     down = torch.empty(shape.num_experts, shape.hidden_size, shape.inner_size, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden_size**-0.5), down.normal_(std=shape.inner_size**-0.5)
+
+
+def activation_of(shape: ExpertsShape) -> Activation:
+    """Returns an activation that needs as many matrices as the experts have."""
+    return SILU if shape.num_matrices == SILU.num_matrices else RELU2
 
 
 class ChainInputs:
@@ -210,12 +217,12 @@ class ExpertsTuner:
         }
 
         def chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
-            top_k = chain_inputs.shape.top_k
+            top_k, activation = chain_inputs.shape.top_k, activation_of(chain_inputs.shape)
 
             def body() -> None:
                 for one in tiles[chain_inputs][:num_calls]:
                     if num_matrices == 2:
-                        launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan)
+                        launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan, activation=activation)
                     else:
                         launch_down(chain_inputs.gated_inputs, weight, chain_inputs.router_weights, one, plan)
 
@@ -229,9 +236,14 @@ class ExpertsTuner:
         """Returns the µs of all three launches by plan, for each chain."""
 
         def chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+            activation = activation_of(chain_inputs.shape)
+            triton_product = partial(
+                grouped_experts.triton, chain_inputs.x, gate_up, down, plan=plan, activation=activation
+            )
+
             def body() -> None:
                 for ids in chain_inputs.expert_ids[:num_calls]:
-                    grouped_experts.triton(chain_inputs.x, gate_up, down, ids, chain_inputs.router_weights, plan=plan)
+                    triton_product(ids, chain_inputs.router_weights)
 
             return body
 

@@ -79,7 +79,8 @@ def _checked_prompt(
     from espalier.llm import number_prompt_errors
 
     with number_prompt_errors(index, len(prompts)):
-        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[index]}]) if chat else prompts[index]
+        message = {"role": "user", "content": prompts[index]}
+        prompt = inputs.chat_tokens([message], inputs.require_text_fits) if chat else prompts[index]
         tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.model_info.generation_config:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import other_engines
+from espalier.errors import NUMBER_PARSERS
 from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
@@ -112,6 +113,8 @@ class Command(NamedTuple):
 class Parser(ArgumentParser):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
+        for kind, read in NUMBER_PARSERS.items():
+            self.register("type", kind, read)
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")

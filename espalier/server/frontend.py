@@ -249,7 +249,9 @@ class ModelFrontend:
         loop = asyncio.get_running_loop()
         limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
-        run = ActiveRequest(self, make_builder, generation, None if limit is None else loop.time() + limit)
+        run = ActiveRequest(
+            self, make_builder, generation, None if limit is None else loop.time() + limit, body.grammar_field
+        )
         try:
             # Build the answer while the engine computes.
             await self.engines.wait_until_sent()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from espalier.config import EngineConfig, SpeculationConfig, annotation_kinds, is_unresolved
-from espalier.errors import EspalierError
+from espalier.errors import NUMBER_PARSERS, EspalierError, whole_number, without_duplicate_keys
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
@@ -156,7 +156,7 @@ def require_readable(text: str, description: str, encoding: str) -> str:
 
 def whole_numbers(text: str) -> list[int]:
     """Parses the value N,N of a flag."""
-    return [int(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]
 
 
 whole_numbers.__name__ = "list of whole numbers, such as 1,8"
@@ -221,7 +221,7 @@ def _metavar(field: Field, types: set[Any]) -> str:
 
 def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
     if Mapping in types:
-        read = _mapping_reader(int if field.name == "logit_bias" else str)
+        read = _mapping_reader(whole_number if field.name == "logit_bias" else str)
         return _json_or_text(read) if str in types else read
     if int in types:
         return _number_reader(int, field.default == "auto")
@@ -232,18 +232,21 @@ def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
 
 def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        return text if allows_auto and text == "auto" else number_type(text)
+        return text if allows_auto and text == "auto" else NUMBER_PARSERS[number_type](text)
 
     read.__name__ = "whole number" if number_type is int else "number"
     return read
 
 
-def _mapping_reader(key_type: type) -> Callable[[str], dict[Any, Any]]:
-    kind, example = ("a JSON object of token ids", "27") if key_type is int else ("a JSON object", "name")
+def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
+    kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
     def read(text: str) -> dict[Any, Any]:
         try:
-            return {key_type(name): value for name, value in json.loads(text).items()}
+            value = json.loads(text, object_pairs_hook=without_duplicate_keys)
+            return {read_key(name): item for name, item in value.items()}
+        except EspalierError as error:
+            raise ArgumentTypeError(str(error)) from None
         except (ValueError, AttributeError):
             raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 

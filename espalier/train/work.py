@@ -64,14 +64,19 @@ def _flag_text(flag: str, value: str | None) -> str:
     return f"with {flag} {value}" if value is not None else f"without {flag}"
 
 
-def require_folder(flag: str, path: Path) -> None:
-    """Creates a folder.  Raises EspalierError if files cannot be written to the folder."""
+def require_writable(flag: str, path: Path) -> None:
+    """Raises EspalierError if files cannot be written to a folder, or to the folder in which it would be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=next(each for each in (path, *path.absolute().parents) if each.exists())):
             pass
     except OSError as error:
         raise EspalierError(f"{flag} {path} cannot be written ({error.strerror}); use another folder") from None
+
+
+def require_folder(flag: str, path: Path) -> None:
+    """Creates a folder.  Raises EspalierError if files cannot be written to the folder."""
+    require_writable(flag, path)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

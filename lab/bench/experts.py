@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.bench.linears import ProductGroup, RoutedExperts
 from espalier.bench.timing import InputsBySize, Matrix, Multiply, Product, Weights, group_by_count, run_in_order
-from espalier.bench.tune_experts import ChainInputs, random_experts
+from espalier.bench.tune_experts import ChainInputs, activation_of, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import InputRows, RoundedRows
@@ -184,16 +184,13 @@ def expert_case(
     down: ExpertMatrix,
     dtype: torch.dtype,
     rows: int,
-    activation: Activation = SILU,
 ) -> KernelCase:
     """A case: the product of one layer's experts with `rows` rows.  Only the bytes of experts that have rows count.
 
     gate_up, down: as in grouped_experts.  dtype: the dtype of the rows."""
     inputs = ChainInputs(shape, rows, dtype, down.device)
-    calls = [
-        partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights, activation=activation)
-        for expert_ids in inputs.expert_ids
-    ]
+    product = partial(grouped_experts.triton, inputs.x, gate_up, down, activation=activation_of(shape))
+    calls = [partial(product, expert_ids, inputs.router_weights) for expert_ids in inputs.expert_ids]
     num_bytes = inputs.mean_active_experts * (gate_up.nbytes + down.nbytes) / shape.num_experts
     note = f"{inputs.mean_active_experts:.1f} of them touched"
     return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num_calls, note=note)

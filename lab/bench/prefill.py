@@ -202,7 +202,7 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
         return None
     layer = mixed[0].gate_up, mixed[0].down, floors.weights.dtype
     all_rows = {batch * width for batch, width in passes}
-    cases = {rows: expert_case((), sizes.shape, *layer, rows, sizes.activation) for rows in all_rows}
+    cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
     us_of_rows = {rows: one.us for rows, one in zip(cases, time_cases(cases.values(), floors.timer, 1.0), strict=True)}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.target_output != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
