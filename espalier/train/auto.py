@@ -34,7 +34,7 @@ from espalier.train.writer import TargetWriter
 
 # The flags of all trainings, by device, and of a kind of draft; and on a GPU, the rows of a kind's batch.
 SIZE_FLAGS = {"cuda": "--length 1024 --save-every 400", "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100"}
-RECIPE_FLAGS = {"eagle3": "--draft-vocab 16384", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
+RECIPE_FLAGS = {"eagle3": "", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
 BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
 # Shares of the total time for generating questions, for generating text, and for the training steps of all trials.  The
 # final training gets the remaining time.

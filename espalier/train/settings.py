@@ -129,10 +129,10 @@ class TrainConfig(OwnTextConfig):
 class Eagle3Config(TrainConfig):
     """The settings of `espalier train eagle3`."""
 
-    draft_vocab: int = option(
-        "number of token ids that the draft can propose: those that the target generates most often; at most all of "
-        "them",
-        4096,
+    draft_vocab: int | None = option(
+        "number of token ids that the draft can propose, those that the target generates most often; at most all of "
+        "them; by default the smallest power of two with a share of 0.995 of the target's greedy tokens",
+        None,
         low=1,
     )
     ttt_steps: int = option("number of depths that are trained", 6, low=1, high=MAX_DEPTH)
