@@ -24,6 +24,10 @@ CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
 # Refuses a rendered text that is too long, before it is tokenized.
 TextCheck = Callable[[str], None]
+MAX_RENDERED_CHARS = 2**24
+LIMIT_ERROR = (
+    "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
+)
 REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
@@ -33,9 +37,9 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
     does not read is refused.
     continue_final_message: the output continues the last message.
-    add_generation_prompt: end the prompt with the start of an assistant turn; None: unless continue_final_message.
+    add_generation_prompt: end the prompt with the start of an assistant turn.  None: if continue_final_message is off.
     tools: tool definitions for the template; ignored if the template reads no tools.
-    add_special_tokens: beside the special tokens of the template, add those that a plain text gets, such as BOS.
+    add_special_tokens: add the special tokens that a plain text gets, such as BOS, to those of the template.
     allow_special_tokens_in_messages: the text of a special token in a message becomes that token."""
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -84,7 +88,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template, or "" without one.  Of several templates, the template for tool calls."""
+        """The template's text, or "" without a template.  If there are several, the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads_variable(self, variable: str) -> bool:
@@ -108,17 +112,17 @@ class ChatTemplate:
             None if tools_option is None else list(tools_option),
             bool(options.get("add_special_tokens")),
         )
-        plain = [dict(message) for message in messages]
-        text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
+        unmarked = [dict(message) for message in messages]
+        text, mark = (yield Rendering(unmarked, tools, variables)), _random_digits()
         if check_text is not None:
             check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
             self.special_tokens.insert_marks(message, mark) | ({"role": message["role"]} if "role" in message else {})
-            for message in plain
+            for message in unmarked
         ]
         marked_tools = self.special_tokens.insert_marks(tools, mark)
-        if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
+        if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (unmarked, tools):
             return self._encode(text, adds_special_tokens)
         prompt = self.special_tokens.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
         if prompt.names == self.special_tokens.find_special_tokens(text):
@@ -153,7 +157,9 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise _template_error(error) from None
-        # The JSON of a call's arguments may contain half of a surrogate pair, which the text has as JSON's escape.
+        if len(text) > MAX_RENDERED_CHARS:
+            raise EspalierError(LIMIT_ERROR.format(f"{MAX_RENDERED_CHARS} characters"))
+        # The arguments of a tool call may contain half of a surrogate pair, which becomes its escape, such as \ud800.
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -161,7 +167,7 @@ class ChatTemplate:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse parameters of apply_chat_template and names that the template does not read.  Raises EspalierError."""
+        """Refuses names that apply_chat_template or ChatOptions has, and names that the template does not read."""
         if not isinstance(kwargs, Mapping):
             raise EspalierError(f"chat_template_kwargs={kwargs!r} is not supported; use a dict from name to value")
         if not kwargs:
@@ -212,24 +218,24 @@ class SpecialTokens:
         self.names = {
             token.content for token in added if token.special or CONTROL_TOKEN_PATTERN.fullmatch(token.content)
         }
-        # The pattern has all added tokens: the tokenizer prefers an added token to a special token inside it.
-        self._any_token = _pattern_of(token.content for token in added)
-        self._first_char = _pattern_of(name[0] for name in self.names)
+        # The pattern has all added tokens: a tokenizer prefers an added token to a special token inside that token.
+        self._added_token_pattern = _pattern_of(token.content for token in added)
+        self._first_char_pattern = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
-        self._two_chars = re.compile(f"(?={_pattern_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
-        self._last_char = re.compile(rf"{self._first_char.pattern}(?=\s*\Z)")
-        self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
+        self._two_chars_pattern = re.compile(f"(?={_pattern_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
+        self._last_char_pattern = re.compile(rf"{self._first_char_pattern.pattern}(?=\s*\Z)")
+        self._rest_chars_pattern = _pattern_of(name[1:] for name in self.names if name[1:])
         self._joined_names = "\n".join(self.names)
 
     def insert_marks(self, value: Any, mark: str, path: tuple[str, ...] = ()) -> Any:
-        """Returns a message, or a value in it, with marks in each text that may become part of a special token.
-        path: the names that lead to the value."""
+        """Returns `value`, a message or a part of a message, with marks in each text that may become part of a special
+        token.  path: the names of the entries that lead from the message to `value`."""
         if isinstance(value, str):
-            # Templates compare types with texts of their own.
+            # Templates compare a type with fixed texts, such as "text", so a type gets no mark.
             is_type = path[-1:] == ("type",) and value.isidentifier()
             return value if is_type else self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            # Templates read a mapping by names, and print the names that a client chose: of arguments and parameters.
+            # A template looks up most names, so they get no marks.  It prints the names of arguments and parameters.
             prints_names = "arguments" in path or path[-1:] == ("properties",)
             return {
                 self.insert_marks(name, mark) if prints_names or not str(name).isidentifier() else name: (
@@ -242,25 +248,27 @@ class SpecialTokens:
         return value
 
     def _insert_marks_in_text(self, text: str, mark: str) -> str:
-        """Marks special tokens, and parts of them, because a template may join texts, or remove part of a text."""
-        first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
-        places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
-        head = text.strip()
-        if self._rest_chars.match(head) or (len(head) > 1 and head in self._joined_names):
-            places.add(text.index(head[0]))
-        edges = [0, *sorted(places), len(text)]
-        return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
+        """Marks special tokens, and beginnings and ends of special tokens, because a template may join or cut texts."""
+        has_split_token = self._first_char_pattern.search(text) and self._rest_chars_pattern.search(text)
+        start_pattern = self._first_char_pattern if has_split_token else self._two_chars_pattern
+        patterns = (start_pattern, self._last_char_pattern)
+        positions = {match.start() + 1 for pattern in patterns for match in pattern.finditer(text)}
+        stripped = text.strip()
+        if self._rest_chars_pattern.match(stripped) or (len(stripped) > 1 and stripped in self._joined_names):
+            positions.add(text.index(stripped[0]))
+        edges = [0, *sorted(positions), len(text)]
+        return mark.join(text[start:end] for start, end in pairwise(edges)) if positions else text
 
     def find_special_tokens(self, text: str) -> list[str]:
-        return [match[0] for match in self._any_token.finditer(text) if match[0] in self.names]
+        return [match[0] for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
 
     def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
-        """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
+        """Returns the text without positions, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
-        marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
-        spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
-        # A span has a mark inside if fewer marks are at or before its start than before its end.
-        template_spans = [(start, end) for start, end in spans if bisect_right(marks, start) >= bisect_left(marks, end)]
+        positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
+        spans = [match.span() for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
+        # A span has a mark inside if fewer positions are at or before its start than before its end.
+        template_spans = [span for span in spans if bisect_right(positions, span[0]) >= bisect_left(positions, span[1])]
         return RenderedPrompt(text, template_spans)
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
@@ -270,9 +278,9 @@ class SpecialTokens:
                 "the messages contain special tokens, which this model's tokenizer cannot keep as text; remove them, "
                 "or set allow_special_tokens_in_messages"
             )
-        renamed, position, pieces = self._renamed, 0, []
+        renamed, position, pieces = self._renamed_tokenizer, 0, []
         for start, end in prompt.spans:
-            pieces += [prompt.text[position:start], renamed.names[prompt.text[start:end]]]
+            pieces += [prompt.text[position:start], renamed.new_names[prompt.text[start:end]]]
             position = end
         text = "".join([*pieces, prompt.text[position:]])
         # Unlike `encode`, encode_batch releases the GIL.
@@ -281,23 +289,23 @@ class SpecialTokens:
         return list(encoded.ids)
 
     @cached_property
-    def _renamed(self) -> "RenamedTokenizer":
+    def _renamed_tokenizer(self) -> "RenamedTokenizer":
         return RenamedTokenizer(self.backend, sorted(self.names))
 
 
 class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
-    names: new name by old name.  Token ids, and the tokenization of all other text, are unchanged.
+    new_names: by old name.  Token ids, and the tokenization of all other text, are unchanged.
     """
 
-    def __init__(self, backend: Any, names: Sequence[str]):
+    def __init__(self, backend: Any, old_names: Sequence[str]):
         secret = _random_digits()
-        self.names = {name: f"{secret}{i:06d}" for i, name in enumerate(names)}
+        self.new_names = {name: f"{secret}{i:06d}" for i, name in enumerate(old_names)}
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:
-            if token["content"] in self.names:
-                token |= {"content": self.names[token["content"]], "normalized": False}
+            if token["content"] in self.new_names:
+                token |= {"content": self.new_names[token["content"]], "normalized": False}
         self._rename_pieces(state["model"])
         self.backend = type(backend).from_str(json.dumps(state))
         self.backend.no_truncation()
@@ -306,18 +314,19 @@ class RenamedTokenizer:
     def _rename_pieces(self, model: dict[str, Any]) -> None:
         pieces = model["vocab"]
         if isinstance(pieces, dict):
-            model["vocab"] = {self.names.get(piece, piece): token for piece, token in pieces.items()}
+            model["vocab"] = {self.new_names.get(piece, piece): token for piece, token in pieces.items()}
         else:
-            model["vocab"] = [[self.names.get(piece, piece), score] for piece, score in pieces]
+            model["vocab"] = [[self.new_names.get(piece, piece), score] for piece, score in pieces]
         if (unknown := model.get("unk_token")) is not None:
-            model["unk_token"] = self.names.get(unknown, unknown)
+            model["unk_token"] = self.new_names.get(unknown, unknown)
         if "merges" in model:
             pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
-            model["merges"] = [merge for merge, (one, two) in pairs if not {one, two, one + two} & self.names.keys()]
+            names = self.new_names.keys()
+            model["merges"] = [merge for merge, (left, right) in pairs if not names & {left, right, left + right}]
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
+    """Returns a pattern that matches the longest possible one of `texts`.  Without texts, it matches nothing."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, ordered)) + ")" if ordered else "(?!)")
 
@@ -331,17 +340,14 @@ def _random_digits() -> str:
     return f"1{octal.translate(REPLACE_1_AND_2)}2"
 
 
-def require_template(text: str, what: str) -> None:
-    """Refuse a chat template that is empty or cannot be parsed.
-
-    what: the template's name in the message.  Raises EspalierError.
-    """
+def require_template(text: str, name: str) -> None:
+    """Refuse a chat template that is empty or cannot be parsed.  name: the template's name in the EspalierError."""
     if not text.strip():
-        raise EspalierError(f"{what} is empty; give a Jinja template, or leave it out")
+        raise EspalierError(f"{name} is empty; give a Jinja template, or leave it out")
     try:
         _variables_of(text)
     except Exception as error:
-        raise EspalierError(f"{what} is no Jinja template ({one_line(error)}); correct it, or leave it out") from None
+        raise EspalierError(f"{name} is no Jinja template ({one_line(error)}); correct it, or leave it out") from None
 
 
 @lru_cache(4)
@@ -361,7 +367,7 @@ def _variables_of(template: str) -> set[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class WithoutConstants(NodeTransformer):
-        """Does not compute constant expressions at compile time, as Jinja does: 'a' * 10**10 would take all memory."""
+        """Keeps Jinja from computing constant expressions while it parses: 'a' * 10**10 would take all memory."""
 
         def visit_Const(self, node: nodes.Const) -> nodes.Node:
             return nodes.ContextReference()

@@ -18,10 +18,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def signals_blocked(*signals: int) -> Iterator[None]:
-    """Blocks signals.  A process that is started inside inherits this: Ctrl-C reaches the whole process group, and
-    during the imports of a child it would print a traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    """Blocks signals during the `with` block.  A child process that starts in the block starts with blocked signals.
+    Ctrl-C reaches the whole process group, and a child would print a traceback during its imports."""
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)

@@ -29,7 +29,7 @@ def option(text: str, default: Any = "auto", **limits: Any) -> Any:
 @refuse_unknown_fields
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The draft tree.  In the terms of SafeAILab's EAGLE: steps is depth + 1, num_draft_tokens is total_token."""
+    """The draft tree.  SafeAILab's EAGLE has the values depth = steps - 1 and total_token = num_draft_tokens."""
 
     algorithm: str = option(
         "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
@@ -147,7 +147,7 @@ class EngineConfig:
 class RoundCosts(Protocol):
     """Predicts the times of rounds.  The object is a plain value, so that another process can get it.
 
-    uses_clock: whether a clock corrects the prediction.  With a clock, the prediction must be in seconds.
+    uses_clock: whether measured times correct the predictions.  Then the predictions must be in seconds.
     """
 
     @property
@@ -158,13 +158,13 @@ class RoundCosts(Protocol):
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """Returns the predicted time of a round that verifies `rows` rows in total.  For `uses_clock` False."""
+        """Returns the predicted time of a round that verifies `rows` rows in total.  Only called without a clock."""
         ...
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig in which every value is chosen.  The engine runs with these values.
+    """An EngineConfig without "auto": the values with which the engine runs.
 
     layout: the trees and the sizes of passes.  num_pages: includes the dummy page.
     num_snapshots: 0 for a model without recurrent states, or without a prefix cache.
@@ -202,7 +202,7 @@ class ResolvedConfig:
         chosen from this size on."""
         sizes = asdict(self.layout)
         del sizes["trees"]
-        sizes["by_batch"] = {least: shape.sizes for least, shape in self.layout.trees}
+        sizes["by_batch"] = {min_batch: shape.sizes for min_batch, shape in self.layout.trees}
         sizes["choices"] = dict(sizes.pop("choices"))
         values: dict[str, Any] = {}
         for f in fields(self):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 CPU_DIRECTORY = Path("/sys/devices/system/cpu")
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-# A thread of this priority gets a tenth of the time of an ordinary thread on the same core.  With the lowest priority,
-# it could hold the GIL for long.
+# A thread of this niceness gets a tenth of the time of an ordinary thread on the same core.  With even less time, a
+# thread that holds the GIL could stop all other threads for long.
 LOW_PRIORITY = 10
 # How long the process waits at exit for a daemon thread that is inside a library's call.
 MAX_EXIT_WAIT_S = 10.0
@@ -20,8 +20,8 @@ MAX_EXIT_WAIT_S = 10.0
 # A variable of GNU's OpenMP, which runs PyTorch's threads.  OpenMP reads the variable when it is loaded.
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
-# This many spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  On
-# shared cores, the thread that it waits for may need the same core, and both become many times slower (docs/log.md).
+# These spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  If the
+# thread that it waits for needs the same core, both become many times slower (docs/log.md).
 SHORT_SPIN_COUNT = "1000"
 
 
@@ -54,7 +54,7 @@ def lower_priority(native_id: int) -> None:
 
 
 def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
-    """At exit, wait up to MAX_EXIT_WAIT_S for threads of which is_in_library(thread) is true.
+    """At exit, wait up to MAX_EXIT_WAIT_S for threads for which is_in_library(thread) is true.
 
     If a thread's library call returns while the interpreter shuts down, C++ ends the thread and aborts the process.
     """
@@ -84,7 +84,7 @@ def _sibling_cores(core: int) -> str:
 def _quota_cores() -> int:
     """Returns the cgroup's CPU quota in whole cores; the machine's cores if there is no quota."""
     try:
-        allowed, period = map(int, CPU_QUOTA_FILE.read_text().split())
+        quota, period = map(int, CPU_QUOTA_FILE.read_text().split())
     except (OSError, ValueError):
         return os.cpu_count() or 1
-    return allowed // period
+    return quota // period

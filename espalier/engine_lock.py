@@ -13,21 +13,21 @@ from typing import Any
 
 
 class EngineLock:
-    """`with lock.run_postponed_after(), lock.lock:` is a turn: only this thread uses the engine.  Turns may nest.
+    """In the block `with lock.run_postponed_after(), lock.lock:`, only this thread uses the engine.  Such a block is
+    called a turn.  Turns may nest.
 
-    lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
-    after the lock is taken or before it is released, and every other thread would wait forever.
+    lock: `with` takes and releases this lock in C.  Ctrl-C could end a method written in Python after it takes the lock
+    and before the block begins.  Then every other thread would wait forever.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._is_uninterrupted = False
-        self._postponed: deque[Callable[[], None]] = deque()
+        self._in_uninterrupted_turn = False
+        self._postponed_actions: deque[Callable[[], None]] = deque()
 
     @contextmanager
     def run_postponed_after(self) -> Iterator[None]:
-        """Runs, after the block, the actions that `run_when_free` postponed during the block.  Does not take the
-        lock."""
+        """Runs the postponed actions of `run_when_free` after the block.  Does not take the lock for the block."""
         try:
             yield
         finally:
@@ -37,30 +37,30 @@ class EngineLock:
     def uninterrupted_turn(self) -> Iterator[None]:
         """Takes a turn that nothing interrupts.  Ctrl-C takes effect after the turn.  Must not be nested."""
         with self.run_postponed_after(), self.lock, _defer_interrupts():
-            assert not self._is_uninterrupted
-            self._is_uninterrupted = True
+            assert not self._in_uninterrupted_turn
+            self._in_uninterrupted_turn = True
             try:
                 yield
             finally:
-                self._is_uninterrupted = False
+                self._in_uninterrupted_turn = False
 
     def run_when_free(self, action: Callable[[], None]) -> None:
         """Runs `action` in a turn, without waiting: now, or after the turn that keeps it from running now."""
-        self._postponed.append(action)
+        self._postponed_actions.append(action)
         self._run_postponed()
 
     def _run_postponed(self) -> None:
-        # A thread that fails to take the lock leaves its action to the lock's owner, which comes here after its turn.
-        while self._postponed:
+        # A thread that cannot take the lock leaves its action to the lock's owner, which calls this after its turn.
+        while self._postponed_actions:
             with _defer_interrupts():
                 if not self.lock.acquire(blocking=False):
                     return
                 try:
-                    if self._is_uninterrupted:
+                    if self._in_uninterrupted_turn:
                         return
-                    # Another thread may have run the last action, and a third may have added a new one meanwhile.
-                    if self._postponed:
-                        self._postponed.popleft()()
+                    # Between the loop's test and this line, another thread may have run the last action.
+                    if self._postponed_actions:
+                        self._postponed_actions.popleft()()
                 finally:
                     self.lock.release()
 
@@ -72,19 +72,19 @@ def _defer_interrupts() -> Iterator[None]:
         yield
         return
     interrupts = []
-    before = signal.getsignal(signal.SIGINT)
+    old_handler = signal.getsignal(signal.SIGINT)
 
     def record_interrupt(signal_number: int, frame: Any) -> None:
         interrupts.append(signal_number)
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
-    if not callable(before):
+    if not callable(old_handler):
         yield
         return
     signal.signal(signal.SIGINT, record_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
     if interrupts:
-        before(interrupts[0], None)
+        old_handler(interrupts[0], None)

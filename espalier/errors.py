@@ -6,12 +6,14 @@ The error's message is one line with the value, the supported values and what to
 import difflib
 import inspect
 import math
+import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from espalier import other_engines
@@ -19,7 +21,11 @@ from espalier import other_engines
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_REPR_CHARS = 160
-# Less similar names belong to different settings, such as presence_penalty and length_penalty.
+# int() and float() also read spaces, "+", "_", leading zeros and the digits of other scripts: one number, many texts.
+WHOLE_NUMBER_PATTERN = re.compile(r"0|-?[1-9][0-9]*")
+# "nan" and "inf" are read: the check of the range refuses them, and names the range.
+NUMBER_PATTERN = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan|-?inf")
+# The least similarity for "did you mean".  Names such as presence_penalty and length_penalty are less similar.
 MIN_SIMILARITY = 0.8
 
 
@@ -29,9 +35,9 @@ class EspalierError(ValueError):
 
 @contextmanager
 def clear_error_frames() -> Iterator[None]:
-    """Clears the frames of an EspalierError that leaves this block, so that the error keeps no local variables alive.
+    """Clears the frames of an EspalierError that leaves the block, because frames keep local variables alive.
 
-    Such variables may be models on a GPU.  The handler of the error needs their memory for the next try.
+    The variables may be models on a GPU.  Whoever catches the error may need the models' memory for another try.
     """
     try:
         yield
@@ -59,34 +65,31 @@ class ContextOverflow(EspalierError):
 
 
 def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
-    """Returns the error for a prompt of `size`.  Langchain and litellm search it for "maximum context length is".
+    """Returns the error for a prompt of `size`, a text such as "9 tokens".  Langchain and litellm search the message
+    for "maximum context length is".
 
     max_position: the model's number of positions, which max_context cannot exceed; None if the caller does not know it.
     """
-    limit, or_raise = _context_limit(max_context, max_position)
+    limit, raise_advice = _context_limit(max_context, max_position)
     return ContextOverflow(
-        f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{or_raise}"
+        f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{raise_advice}"
     )
 
 
 def output_too_long(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """Returns the error for max_tokens or min_tokens, called `name`, that does not fit after the prompt.
-
-    Clients search this error for the same words as `prompt_too_long`.  max_position: see `prompt_too_long`."""
-    limit, or_raise = _context_limit(max_context, max_position)
+    """Returns the error for max_tokens or min_tokens that does not fit after the prompt.  name: the user's name for the
+    parameter.  For the words of the message and for max_position, see `prompt_too_long`."""
+    limit, raise_advice = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"{name}={value} is more than fits after the prompt of {prompt_tokens} tokens; {limit}; use at most "
-        f"{max_context - prompt_tokens}, or leave it out{or_raise}"
+        f"{max_context - prompt_tokens}, or leave it out{raise_advice}"
     )
 
 
 def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
-    """Returns (a text with the limit, the advice to raise the limit).
-
-    The text has the words that clients search for.  The advice is empty if the model has no more positions.
-    """
+    """Returns (a text with the limit, the advice to raise the limit; "" if the model has no more positions)."""
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
     if max_context == max_position:
         return f"{length} (it has no more positions)", ""
@@ -95,7 +98,7 @@ def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A json object_pairs_hook that raises EspalierError if an object has a name twice. json keeps the last value."""
+    """An object_pairs_hook for json that refuses an object with a name twice.  json would keep the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -105,7 +108,7 @@ def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def convert_tokenizer_panics() -> Iterator[None]:
-    """Turns a panic of the tokenizers library, which is no Exception, into an EspalierError.  Slow matches panic."""
+    """Turns a panic of the tokenizers library into an EspalierError.  Slow matches panic; a panic is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -122,20 +125,38 @@ def one_line(error: Exception) -> str:
 
 
 def unknown_name_error(
-    owner: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
+    owner: str, name: str, known_names: Collection[str], where_listed: str | None = None, python: bool = True
 ) -> EspalierError:
-    """Returns the error for a name that is not in `known`.
+    """Returns the error for a name that is not in `known_names`.
 
     The error gives Espalier's name for another engine's setting, else the most similar name, else all names.
-    listed: a text that says where to find the names, given in place of all names.  python: whether the advice may
+    where_listed: a text that says where to find the names, instead of all names.  python: whether the advice may
     contain Python code."""
-    similar_names = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
+    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=MIN_SIMILARITY)
     fallback = (
         f"did you mean {similar_names[0]!r}?"
         if similar_names
-        else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
+        else where_listed or f"use {'one of ' * (len(known_names) > 1)}{', '.join(known_names)}"
     )
-    return EspalierError(f"{owner} has no {name!r}; {other_engines.keyword_advice(name, known, python) or fallback}")
+    advice = other_engines.keyword_advice(name, known_names, python) or fallback
+    return EspalierError(f"{owner} has no {name!r}; {advice}")
+
+
+def whole_number(text: str) -> int:
+    """Parses a whole number in its one plain form.  Raises ValueError for other text."""
+    if not WHOLE_NUMBER_PATTERN.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no whole number; write its digits alone, such as 27")
+    return int(text)
+
+
+def plain_number(text: str) -> float:
+    """Parses a number in decimal digits, with or without an exponent.  Raises ValueError for other text."""
+    if not NUMBER_PATTERN.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no number; write it in digits, such as 0.5")
+    return float(text)
+
+
+NUMBER_PARSERS: Mapping[type, Callable[[str], Any]] = MappingProxyType({int: whole_number, float: plain_number})
 
 
 def require_number(
@@ -161,8 +182,8 @@ def require_int(
     """
     if optional and value is None:
         return
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_whole and value >= low and (high is None or value <= high)):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_integer and value >= low and (high is None or value <= high)):
         supported_values = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
         raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}{remedy}")
 
@@ -183,20 +204,20 @@ def require_fields(subject: str, cls: type, names: Iterable[str]) -> None:
 
     subject: names the function or class that takes the fields as keywords.
     """
-    known = [f.name for f in fields(cls) if f.init]
+    field_names = [f.name for f in fields(cls) if f.init]
     for name in names:
-        if name not in known:
-            raise unknown_name_error(subject, name, known)
+        if name not in field_names:
+            raise unknown_name_error(subject, name, field_names)
 
 
 def refuse_unknown_fields(cls: type[T]) -> type[T]:
     """Class decorator for dataclasses: an unknown keyword raises EspalierError (require_fields)."""
     init: Any = cls.__init__
-    known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    field_names = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
     def call_checked(self: T, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= known:  # every request makes SamplingParams, so this test must be fast
+        if not kwargs.keys() <= field_names:  # every request makes SamplingParams, so this test must be fast
             require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 

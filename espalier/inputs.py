@@ -110,7 +110,7 @@ def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
     if model.byte_fallback and all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
         return True
     has_bytes = any(step["type"] == "ByteLevel" for step in steps)
-    return has_bytes and all(model.token_to_id(each) is not None for each in pre_tokenizers.ByteLevel.alphabet())
+    return has_bytes and all(model.token_to_id(char) is not None for char in pre_tokenizers.ByteLevel.alphabet())
 
 
 class ConversationOptions(ChatOptions, total=False):
@@ -129,10 +129,10 @@ class ConversationOptions(ChatOptions, total=False):
 class ModelInfo:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
-    model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
-    content of the model's generation_config.json, {} without this file.  max_position: the model's number of positions;
-    None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
-    """
+    model: the model's directory.  max_context: tokens of one request, prompt and output.
+    generation_config: the content of the model's generation_config.json, {} without this file.
+    max_position: the model's number of positions; None if unknown.
+    sources: the names in SpeculationConfig.sources that are in use."""
 
     model: str
     vocab_size: int
@@ -184,9 +184,13 @@ class InputProcessor:
         if self.text_limit.exceeds(text, self.model_info.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.model_info.max_context, self.model_info.max_position)
 
-    def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
+    def chat_tokens(
+        self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Returns the token ids of a conversation.  check_text, options, errors: as in chat_steps."""
+        return run_steps(
+            self.chat_steps(messages, check_text, **options), self.require_tokenizer("a conversation").template.render
+        )
 
     def chat_steps(
         self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
@@ -215,21 +219,23 @@ class InputProcessor:
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
         template_options: Any = {name: value for name, value in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.prompt_tokens(self.chat_tokens(plan.template_messages(messages), **template_options))
+        template_messages = plan.template_messages(messages)
+        prompt = self.prompt_tokens(self.chat_tokens(template_messages, self.require_text_fits, **template_options))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit after the prompt.  Raises EspalierError.
 
-        params: the user's parameters.  The max_tokens of ResolvedParams is not checked: it was checked before, or is
-        the model's default, which only limits the output.  name: the user's name for max_tokens."""
+        params: the user's parameters.  ResolvedParams pass: the user's max_tokens was checked before, and a default of
+        the model need not fit.  name: the user's name for max_tokens."""
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.model_info.max_context:
             raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
+        """Returns the parameters with the plan's grammar and the special tokens that its parsers read.  Raises
+        EspalierError if this model does not support the result."""
         return self.require_supported(plan.params_with_grammar(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
@@ -273,7 +279,7 @@ class InputProcessor:
         return params
 
     def require_tokenizer(self, purpose: str) -> Tokenizer:
-        """Returns the tokenizer.  purpose: the use of the tokenizer, for the EspalierError if there is none."""
+        """Returns the tokenizer.  Without one, raises EspalierError, which says that `purpose` needs a tokenizer."""
         if self.tokenizer is None:
             raise EspalierError(
                 f"{purpose} needs a tokenizer, and {self.model_info.model} has none; add its tokenizer.json, or give "

@@ -18,8 +18,8 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 MAX_ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  For an 8B model in FP8,
-# a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run 2,048 rows (docs/log.md).
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A pass of more rows runs
+# longer than its eager launch: for an 8B model in FP8, 60 ms on a slow host; 2,048 rows take 37 ms (H100, docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, "Tensor")
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
-    """Returns the largest number of nodes of a tree with `steps` levels of `topk` beams, root included."""
+    """Returns the most nodes of a tree of `steps` depths, root included.  `topk` nodes of each depth get children."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
@@ -45,12 +45,12 @@ def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
 class TreeShape:
     """The shape of a tree.
 
-    steps: the depth.  topk: branches kept at each level.  num_draft_tokens: nodes verified per round, root included.
-    shared_rows: if not 0, a verify pass has this many rows times the number of requests, and the nodes of the batch
-    with the best scores get these rows; 0: each request has num_draft_tokens rows.
+    steps: the depth.  topk: branches kept at each depth.  num_draft_tokens: nodes verified per round, root included.
+    shared_rows: the mean number of verified rows of a request.  The rows of the batch go to its nodes with the best
+    scores, whichever request they belong to.  0: each request has num_draft_tokens rows.
     drafts: whether the draft proposes nodes; if False, the paths of other sources make the tree.
     extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
-    Raises EspalierError if the levels cannot propose num_draft_tokens nodes."""
+    Raises EspalierError if a tree of this depth and topk has fewer than num_draft_tokens nodes."""
 
     steps: int
     topk: int
@@ -121,9 +121,9 @@ def next_bucket(batch: int) -> int:
 class LaunchForm(NamedTuple):
     """The numbers that determine all tensor shapes of a launch, padding included.
 
-    batch: number of requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: number of pieces, 0
-    if each request has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
-    """
+    batch: number of requests.  width: rows of each piece of a prefill pass; 0 for a round.
+    pieces: number of pieces; 0 if each request has one piece.
+    tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft."""
 
     batch: int
     width: int = 0
@@ -154,18 +154,18 @@ class RoundLayout:
     """Sizes of rounds and prefill passes.
 
     max_batch: requests per round.  page_size: rows per page.  max_context: prompt and output of a request, in tokens.
-    steps, topk, num_draft_tokens, shared_rows, drafts, extends: the configured tree (TreeShape).  It is the largest
-    tree, and sets the size of the buffers.
+    steps, topk, num_draft_tokens, shared_rows, drafts, extends: the configured tree (TreeShape).  No round has a
+    larger tree, so this tree sets the size of the buffers.
     trees: (n, shape), n ascending.  Rounds of n or more requests, up to the next n, use this shape; smaller rounds use
     the configured tree.
     choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
     instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
     does not choose trees while it runs.
-    chunk_size: rows of one prefill pass.  busy_chunk_size: rows of a prefill pass that streams wait for; None for
-    chunk_size.  num_recomputed_tokens: rows of a prefix hit that are computed again, for the draft.
+    chunk_size: rows of one prefill pass.  busy_chunk_size: the same, if streams wait for the pass; None: chunk_size.
+    num_recomputed_tokens: the last rows of a prefix hit, which are computed again for the draft.
     block_rows: rows of the only pass of a block draft; 0 for other drafts.
-    text_paths, sent_paths: how many paths are merged into each tree: paths that the device finds in the request's
-    prompt and output, and the host's guesses."""
+    text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
+    sent_paths: how many of the host's guesses are merged into each tree."""
 
     max_batch: int
     steps: int
@@ -220,7 +220,7 @@ class RoundLayout:
 
     @property
     def calibrates_scores(self) -> bool:
-        """Whether scores of nodes are compared across sources or requests, so that they must be calibrated."""
+        """Whether nodes of different sources or requests compete by their scores.  Then scores must be calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
 
@@ -234,12 +234,12 @@ class RoundLayout:
 
     def for_batch(self, batch: int) -> "RoundLayout":
         """Returns the layout of a round with `batch` requests, padding included."""
-        shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
+        shape = next((shape for min_batch, shape in reversed(self.trees) if min_batch <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
     def tree_choices_for(self, batch: int) -> tuple[TreeShape, ...]:
         """Returns the trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
-        return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
+        return next((shapes for min_batch, shapes in reversed(self.choices) if min_batch <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """Returns the forms of rounds in these buckets, in descending order of their rows."""
@@ -255,16 +255,16 @@ class RoundLayout:
     @property
     def largest_rounds(self) -> tuple[tuple[int, "RoundLayout"], ...]:
         """For each tree, the largest batch that uses it and the layout of its rounds."""
-        largest = [*(least - 1 for least, _ in self.trees if least <= self.max_batch), self.max_batch]
-        of_trees = [(batch, self.for_batch(batch)) for batch in largest if batch]
-        ends = [*(least - 1 for least, _ in self.choices[1:]), self.max_batch]
-        chosen = {
+        max_batches = [*(least - 1 for least, _ in self.trees if least <= self.max_batch), self.max_batch]
+        fixed_rounds = [(batch, self.for_batch(batch)) for batch in max_batches if batch]
+        choice_ends = [*(least - 1 for least, _ in self.choices[1:]), self.max_batch]
+        batch_of_choice = {
             shape: min(end, self.max_batch)
-            for end, (least, shapes) in zip(ends, self.choices, strict=False)
+            for end, (least, shapes) in zip(choice_ends, self.choices, strict=False)
             if least <= self.max_batch
             for shape in shapes
         }
-        return (*of_trees, *((batch, self.with_tree(shape)) for shape, batch in chosen.items()))
+        return (*fixed_rounds, *((batch, self.with_tree(shape)) for shape, batch in batch_of_choice.items()))
 
     @property
     def num_slots(self) -> int:
@@ -273,7 +273,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides, which is also the number of rows of the draft's extend."""
+        """The most tokens that one round decides.  The draft's extend pass after the round has a row for each."""
         return self.steps + 1
 
     @property
@@ -282,7 +282,7 @@ class RoundLayout:
 
     @property
     def beam_rows(self) -> int:
-        """Draft rows staged while a tree grows: topk for every level except the last."""
+        """The draft rows that are staged while a tree grows: topk for every depth except the last."""
         return self.draft_rows_above(max(self.steps, 1))
 
     @property
@@ -290,9 +290,9 @@ class RoundLayout:
         """How many words the ancestor bits of a draft row take."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
-    def draft_rows_above(self, level: int) -> int:
-        """Returns the draft rows of the levels above `level`; the first level is 1."""
-        return (level - 1) * self.topk
+    def draft_rows_above(self, depth: int) -> int:
+        """Returns how many draft rows the depths 1 to `depth` - 1 have together."""
+        return (depth - 1) * self.topk
 
     @property
     def verify_rows(self) -> int:
@@ -306,7 +306,7 @@ class RoundLayout:
 
     @property
     def draft_rows(self) -> int:
-        """Staging rows of the draft, for the beams of a round, or for its extend after a round or a prefill pass."""
+        """Staging rows of the draft: enough for the beams of a round, and for the extend pass after any launch."""
         round_rows = max(
             batch * max(self.block_rows or layout.beam_rows, layout.extend_width)
             for batch, layout in self.largest_rounds
@@ -315,7 +315,7 @@ class RoundLayout:
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
-        """Widths of prefill passes, in rows of a piece: MIN_CHUNK_WIDTH times powers of two, the values halfway
+        """The possible numbers of rows of a piece, ascending: MIN_CHUNK_WIDTH times powers of two, the values halfway
         between these, and chunk_size."""
         doublings = [MIN_CHUNK_WIDTH << i for i in range(self.chunk_size.bit_length())]
         middles = [width + width // 2 for width in doublings[1:]]
@@ -329,20 +329,19 @@ class RoundLayout:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The few forms of prefill passes that can be CUDA graphs.  Passes are padded to these forms.
 
-        Forms with fewer rows come first; of forms with equally many rows, the wider one.
-        """
+        The order is by rows, ascending; among forms with equally many rows, the widest comes first."""
         forms = (
             LaunchForm(min(pieces, self.max_batch), width, pieces)
             for width in CAPTURED_WIDTHS
             for pieces in self.batch_buckets(MAX_CAPTURED_PIECES)
         )
-        most_rows = min(MAX_CAPTURED_ROWS, self.chunk_size)
-        fitting = (form for form in forms if form.pass_rows <= most_rows)
+        max_rows = min(MAX_CAPTURED_ROWS, self.chunk_size)
+        fitting = (form for form in forms if form.pass_rows <= max_rows)
         return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
     @property
     def captured_full_passes(self) -> tuple[LaunchForm, ...]:
-        """The forms of full prefill passes that can be CUDA graphs.  They continue captured_passes."""
+        """The forms of prefill passes with about chunk_size rows that can be CUDA graphs, beside captured_passes."""
         widths = CAPTURED_WIDTHS[:0:-1] if self.chunk_size > MAX_CAPTURED_ROWS else ()
         sizes = ((width, self.max_pieces(width)) for width in widths)
         forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
@@ -353,15 +352,15 @@ class RoundLayout:
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the most tokens of the newest root that the host has read, and of tokens that rounds decide after it.
+        """Returns the most tokens from the newest root that the host has read to the end of `rounds` more rounds.
 
-        rounds: rounds in flight, the next launch included."""
+        rounds: the rounds in flight, and the next launch."""
         return rounds * self.extend_width + 1
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest number of target rows that can be committed before a launch.
 
-        num_known: index of the newest root that the host has read; rounds_in_flight: without this launch."""
+        num_known: index of the newest root that the host has read.  rounds_in_flight: does not count this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -377,14 +376,15 @@ class RoundLayout:
     def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
         """Returns the number of pages that a request must hold before a launch.
 
-        num_known: index of the newest root that the host has read; rounds: rounds in flight, the next launch included;
+        num_known: index of the newest root that the host has read.  rounds: the rounds in flight, and the next launch.
         end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
-        """Returns the greatest depth that a round may accept: tokens before `end`, without root and target's token.
+        """Returns the greatest depth that a round may accept.  prefix_len: the index of the root.
 
-        Negative if the request is finished.  Takes integers or integer tensors."""
+        Before `end`, there must be room for the root, the accepted nodes, and the token that the target picks after
+        them.  Negative if the request is finished.  Takes integers or integer tensors."""
         return end - 2 - prefix_len
 
     def max_appended_pages(self, batch: int) -> int:
@@ -411,12 +411,12 @@ class RoundLayout:
 
     @property
     def min_pages(self) -> int:
-        """The smallest usable pool, in pages: one request of max_context, and the dummy page."""
+        """The fewest pages of a usable KV cache: those of one request of max_context, and the dummy page."""
         return 1 + self.table_width
 
     @property
     def max_pages(self) -> int:
-        """The largest useful pool, in pages: a full batch of max_context requests, and the dummy page."""
+        """The most pages of a KV cache by default: of max_batch requests of max_context tokens, and the dummy page."""
         return 1 + self.max_batch * self.table_width
 
     def require_batch(self, batch: int) -> None:

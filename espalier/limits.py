@@ -95,7 +95,7 @@ def check_grammar_combinations(params: Any, has_tokenizer: bool) -> None:
 
 
 def stop_strings_as_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns stop strings as a tuple; a single string gives a tuple of one."""
+    """Returns stop strings as a tuple.  stop: one string or several."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
@@ -126,11 +126,11 @@ def check_bias_values(name: str, bias: Any) -> None:
         raise EspalierError(f"{name}={shown(bias)} is not supported; use a dict from token id to number")
     if len(bias) > MAX_BIASES:
         raise EspalierError(f"{name} with {len(bias)} entries is not supported; use {MAX_BIASES} at most")
-    for token, added in bias.items():
+    for token, added_logit in bias.items():
         require_int(f"{name} token", token, 0, MAX_INT32)
         require_number(
             f"{name}[{token}]",
-            added,
+            added_logit,
             lambda b: abs(b) <= MAX_ABS_BIAS,
             f"-{MAX_ABS_BIAS} to {MAX_ABS_BIAS}, such as -100 to ban a token",
         )
@@ -145,6 +145,6 @@ def check_prediction(name: str, prediction: Any) -> None:
         require_int(f"{name} token id", token, 0, MAX_INT32)
 
 
-def _require_list(name: str, value: Any, supported: str) -> None:
+def _require_list(name: str, value: Any, supported_values: str) -> None:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
-        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}")

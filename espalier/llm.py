@@ -73,7 +73,7 @@ class LLM:
         self.generation_config = inputs.model_info.generation_config
         tokenizer = inputs.tokenizer
         self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.model_info.vocab_size)
-        # Unread chunks by request id; the requests of one call share a queue.
+        # The queue of a request's unread chunks, by request id.  The requests of one call share a queue.
         self._unread_chunks: dict[str, deque[OutputChunk]] = {}
         # A thread holds this lock while it uses the engine and the tokenizer: `generate` holds it for the whole call, a
         # stream for one step.
@@ -144,7 +144,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            return self.inputs.chat_tokens(messages, **options)
+            return self.inputs.chat_tokens(messages, self.inputs.require_text_fits, **options)
 
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
@@ -180,16 +180,16 @@ class LLM:
         """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
         self._require_open()
         params_per_prompt = _params_per_prompt(params, len(prompts))
-        checked: list[tuple[list[int], ResolvedParams]] = []
+        checked_prompts: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, params_per_prompt, strict=True)):
             with number_prompt_errors(i, len(prompts)):
                 tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
-                checked.append((tokens, self.inputs.resolve(prompt_params)))
+                checked_prompts.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at the same time.
-        compiling = [self.start_compile(resolved.grammar) for _, resolved in checked]
+        grammar_futures = [self.start_compile(resolved.grammar) for _, resolved in checked_prompts]
         groups = []
-        for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
+        for i, ((tokens, resolved), grammar) in enumerate(zip(checked_prompts, grammar_futures, strict=True)):
             with number_prompt_errors(i, len(prompts)):
                 compiled = None if grammar is None else grammar.result()
                 groups.append(self.new_requests(tokens, resolved, grammar=compiled, streamed=streamed))
@@ -262,12 +262,13 @@ class LLM:
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
-        """Queue the requests and yield their chunks until all have ended.  Closing the generator early aborts them."""
+        """Queues the requests, and yields their chunks until all have ended.  If the generator is closed before, the
+        requests are aborted."""
         unread: deque[OutputChunk] = deque()
         try:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
                 self._queue_requests(requests, unread)
-            # Count last chunks, not request.is_done: another stream's step may end a request whose chunks are unread.
+            # A request has ended when its last chunk is read.  Another stream's step may set request.is_done before.
             num_unfinished = len(requests)
             while num_unfinished:
                 if not unread:
@@ -280,10 +281,9 @@ class LLM:
             self._engine_lock.run_when_free(partial(self._abort_unfinished, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
-        """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
+        """Runs one engine step, unless another thread's step filled `unread` while this thread waited for its turn.
 
-        Ctrl-C waits until the end of the step: a result that is half read would be lost.
-        """
+        Ctrl-C takes effect after the step, because a result that is half read would be lost."""
         with self._engine_lock.uninterrupted_turn():
             if unread:
                 return

@@ -2,8 +2,8 @@
 
 A round may emit hundreds of tokens, and a row costs less than an object.  Objects are built when the user reads them.
 
-A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
-log-probability.  A log-probability is stored as the bits of a float64.
+A row has int64 words: token id, rank and log-probability of the token, then id and log-probability of each of the
+likeliest tokens.  A log-probability is stored as the bits of a float64.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+# The first columns of a row, and the column of the first of the likeliest tokens.
 TOKEN, RANK, CHOSEN, TOP = range(4)
 
 
@@ -34,15 +35,14 @@ class TokenLogprob:
     rank: int
 
 
-# An entry is a TokenLogprob for an output, and TokenLogprob | None for a prompt.
+# The type of an entry: TokenLogprob for an output, TokenLogprob | None for a prompt.
 Entry = TypeVar("Entry")
 
 
 class TokenLogprobs(Sequence[Entry], Generic[Entry]):
     """The entries of several tokens, in order.  Reads like a list, and equals a list of the same entries.
 
-    rows: arrays [n, words] of the same width, in order.  of_prompt: the first entry is None (the prompt's first token).
-    """
+    rows: arrays [n, words] of equal width.  of_prompt: the first entry is None, because no token comes before it."""
 
     __slots__ = ("rows", "of_prompt", "_entries")
     __hash__ = None  # type: ignore[assignment]
@@ -104,10 +104,10 @@ PromptLogprobs = TokenLogprobs[TokenLogprob | None]
 
 
 def _entries(rows: np.ndarray) -> list[TokenLogprob]:
-    numbers = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
+    int_and_float_rows = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
     return [
         TokenLogprob(
             ints[TOKEN], floats[CHOSEN], list(zip(ints[TOP::2], floats[TOP + 1 :: 2], strict=True)), ints[RANK]
         )
-        for ints, floats in numbers
+        for ints, floats in int_and_float_rows
     ]

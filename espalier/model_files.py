@@ -25,14 +25,14 @@ MAX_CONFIG_BYTES = 8 * 2**20
 MAX_FILE_BYTES = 128 * 2**20
 # The most levels of nested objects and lists.  Published files have at most 10.
 MAX_JSON_DEPTH = 64
-# The largest sizes in a config: number of layers, size of an attention head, and any other size.
+# The largest accepted values in a config: number of layers, size of an attention head, and any other size.
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
-# The largest number in other fields. float32 can hold this number and its square.
+# The largest accepted number in fields that are no sizes.  float32 can hold this number and its square.
 MAX_NUMBER = 1e15
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-# Suffixes of the files that libraries read.  Their size is limited, except for weights.  All must be regular files.
+# Suffixes of the files that libraries read.  All must be regular files.  All except weights have a limited size.
 LIBRARY_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", *WEIGHT_SUFFIXES)
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 IRREGULAR_FILE_KINDS = (
@@ -46,7 +46,7 @@ GGUF_MAGIC, GGUF_VERSIONS = b"GGUF", (2, 3)
 # The struct format of each numeric GGUF value type, by the type's number.
 NUMBER_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 6, 8, 9
-MAX_DIMENSIONS, ALIGN_BYTES = 4, 32
+MAX_DIMENSIONS, DEFAULT_ALIGN_BYTES = 4, 32
 # Matches a file of a model that is split into several files, as llama.cpp names them.
 SPLIT_PATTERN = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 REDOWNLOAD = "download the file again"
@@ -107,7 +107,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Raises EspalierError naming config.json if the block, which reads its values, fails on a value's type."""
+    """Turns an error of the block, which reads values of config.json, into an EspalierError that names the file."""
     try:
         yield
     except EspalierError:
@@ -120,7 +120,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def named_file(directory: Path, name: Any, source: Path) -> Path:
-    """Returns the path of the file `name`, as the file `source` calls it.  Raises EspalierError for a bad name."""
+    """Returns the path of a file that the file `source` names.  Raises EspalierError for a name with a directory."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise EspalierError(f"{source} names {name!r}, which is no file of its directory; download {source.name} again")
     return directory / name
@@ -136,8 +136,8 @@ def _is_nested_deeper(value: Any, levels: int) -> bool:
     """Whether objects and lists are nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for values in inner for item in values if isinstance(item, dict | list)]
+        members = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for values in members for item in values if isinstance(item, dict | list)]
     return bool(level)
 
 
@@ -151,9 +151,8 @@ def _too_deep_error(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor in a file.
-
-    shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes."""
+    """The place of a tensor in a file.  begin: the offset of its first byte.  type: GGUF's number for its format.
+    shape: values along the last dimension are neighbours."""
 
     file: Path
     shape: tuple[int, ...]
@@ -165,7 +164,7 @@ class TensorInfo:
 class GGUF:
     """The header of a model in one or several GGUF files.
 
-    metadata: values by key; an array of strings is replaced by its length, an int.  tensors: by name in the file.
+    metadata: values by field name.  An array of strings is represented by its length, an int.  tensors: by name.
     """
 
     path: Path
@@ -181,11 +180,11 @@ def is_gguf(path: Path) -> bool:
 def find_gguf(directory: Path) -> Path:
     """Returns a directory's GGUF file, or the first file of a split model.  Raises EspalierError for several models."""
     files = sorted(file for file in directory.iterdir() if is_gguf(file))
-    first = [file for file in files if not (split := SPLIT_PATTERN.fullmatch(file.name)) or int(split["number"]) == 1]
-    if len(first) != 1:
-        names = ", ".join(file.name for file in first or files)
-        raise EspalierError(f"{directory} holds {len(first)} models in GGUF ({names}); give the path of one file")
-    return first[0]
+    heads = [file for file in files if not (split := SPLIT_PATTERN.fullmatch(file.name)) or int(split["number"]) == 1]
+    if len(heads) != 1:
+        names = ", ".join(file.name for file in heads or files)
+        raise EspalierError(f"{directory} holds {len(heads)} models in GGUF ({names}); give the path of one file")
+    return heads[0]
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -227,7 +226,7 @@ def _split_model_files(path: Path) -> list[Path]:
 
 @lru_cache(maxsize=8)
 def _read_header(path: Path, modified_ns: int, size: int) -> GGUF:
-    """Returns the header of one file.  The arguments are the cache's key, so a changed file is read again."""
+    """Returns the header of one file.  modified_ns, size: with them, lru_cache calls again for a changed file."""
     if size < len(GGUF_MAGIC):
         raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {REDOWNLOAD}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -263,7 +262,7 @@ class _GGUFHeaderReader:
         return GGUF(
             self.path,
             metadata,
-            self._read_tensors(num_tensors, metadata.get("general.alignment", ALIGN_BYTES)),
+            self._read_tensors(num_tensors, metadata.get("general.alignment", DEFAULT_ALIGN_BYTES)),
         )
 
     def _read_tensors(self, count: int, alignment: Any) -> dict[str, TensorInfo]:
@@ -326,7 +325,7 @@ class _GGUFHeaderReader:
 def _shortest_decimal(value: float) -> float:
     """Returns the float with the fewest digits that is `value` in float32."""
     for digits in range(1, 9):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
+        shortened = float(f"{value:.{digits}g}")
+        if struct.pack("<f", shortened) == struct.pack("<f", value):
+            return shortened
     return value

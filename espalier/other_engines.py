@@ -89,18 +89,18 @@ _REFUSAL_REASONS = MappingProxyType(
 )
 
 
-def keyword_advice(name: str, known: Collection[str], python: bool = True) -> str | None:
+def keyword_advice(name: str, known_names: Collection[str], python: bool = True) -> str | None:
     """Returns the advice for an unknown keyword: Espalier's name for it, or why Espalier has none.
 
-    known: the keywords that the caller knows.  python: whether the advice may name a setting of another Python class;
-    False for clients of the server.  Returns None if no table has the keyword, or if the advice would need `python`."""
-    if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known):
+    known_names: the keywords that the caller accepts.  python: whether the advice may name another Python class; False
+    for clients of the server.  Returns None if no table has the keyword, or if only such a class has the setting."""
+    if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known_names):
         return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'
     if name in _REFUSAL_REASONS:
         return f"{_REFUSAL_REASONS[name]}; leave it out"
-    if OUR_ARGUMENTS.get(name) in known:
+    if OUR_ARGUMENTS.get(name) in known_names:
         return f"use {OUR_ARGUMENTS[name]}"
-    # The name may also be Espalier's name of a setting of another class.
+    # The name may also be Espalier's own name for a setting, but of a class that the caller does not take.
     our_name = _OUR_NAMES.get(name) or next(
         (our_setting for our_setting in OTHER_ENGINE_NAMES if our_setting.partition(".")[2] == name), None
     )
@@ -109,14 +109,14 @@ def keyword_advice(name: str, known: Collection[str], python: bool = True) -> st
     owner, _, setting = our_name.partition(".")
     if owner == "serve":
         return f"use espalier serve --{setting.replace('_', '-')}"
-    if setting.partition("=")[0] in known:
+    if setting.partition("=")[0] in known_names:
         return f"use {setting}"
     if not python:
         return None
     return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
 
 
-def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
+def flag_advice(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
     """Returns the advice for an unknown flag.
 
     name: with underscores, without leading dashes.  flags, arguments: the flags and the arguments (such as "model") of

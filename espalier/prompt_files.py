@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  The callers decide how texts are used.
+or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  Callers decide how they use the texts.
 """
 
 import json
@@ -33,11 +33,12 @@ Record = tuple[str, dict[str, Any]]
 
 
 def read_records(flag: str, path: Path) -> Iterator[Record]:
-    """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
-    for place, value in _file_values(flag, path):
+    """Yields (location, record) in the file's order.  location: for messages, such as "--file a.jsonl:3".  flag: the
+    flag that names the file.  Raises EspalierError."""
+    for location, value in _file_values(flag, path):
         if not isinstance(value, dict):
-            raise unexpected_record_error(place, "not an object")
-        yield place, value
+            raise unexpected_record_error(location, "not an object")
+        yield location, value
 
 
 def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -81,30 +82,30 @@ def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
         raise unexpected_record_error(f"{flag} {path}:{line}", "not JSON that can be read") from None
 
 
-def record_format(location: str, record: Mapping[str, Any]) -> str:
-    """Returns the field that decides how a record is read.  Raises EspalierError for a record without such a field."""
-    kind = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
-    if kind is None:
+def prompt_field(location: str, record: Mapping[str, Any]) -> str:
+    """Returns the name of the field that holds a record's prompt.  Raises EspalierError for a record without it."""
+    field = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
+    if field is None:
         raise unexpected_record_error(location, "an object without a prompt")
-    if kind not in TEXT_FIELDS and not isinstance(record[kind], list):
-        raise unexpected_record_error(location, f'"{kind}" that is no list')
-    return kind
+    if field not in TEXT_FIELDS and not isinstance(record[field], list):
+        raise unexpected_record_error(location, f'"{field}" that is no list')
+    return field
 
 
 def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
-    kind = record_format(location, record)
-    if kind not in MESSAGE_FIELDS:
-        texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
+    field = prompt_field(location, record)
+    if field not in MESSAGE_FIELDS:
+        texts: list[Any] = record[field] if field == "turns" else [record[field]]
         return [{"role": "user", "content": require_text(location, text)} for text in texts]
-    role_field, text_field = MESSAGE_FIELDS[kind]
+    role_field, text_field = MESSAGE_FIELDS[field]
     messages: list[dict[str, Any]] = []
-    for message in record[kind]:
+    for message in record[field]:
         role = ROLES.get(speaker) if isinstance(speaker := _get_field(message, role_field), str) else None
         if role is None:
             raise unexpected_record_error(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
         content = message.get(text_field)
-        if role != "assistant" and not (kind == "conversations" and content == ""):
+        if role != "assistant" and not (field == "conversations" and content == ""):
             require_text(location, content)
         messages.append({"role": role, "content": content})
     return messages
@@ -127,24 +128,24 @@ def require_text(location: str, text: Any) -> str:
     return text
 
 
-def unexpected_record_error(location: str, found: str) -> EspalierError:
-    return EspalierError(f"{location}: expected {RECORD_FORMAT}, but found {found}")
+def unexpected_record_error(location: str, problem: str) -> EspalierError:
+    return EspalierError(f"{location}: expected {RECORD_FORMAT}, but found {problem}")
 
 
-def token_ids(
+def prompt_token_ids(
     location: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its tokens.
+    """Returns the token ids of a record's prompt.  Raises EspalierError.
 
-    Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
-    InputProcessor; not called for token ids.  Raises EspalierError."""
-    kind = record_format(location, record)
-    if kind in TEXT_FIELDS:
-        text = record[kind]
+    A conversation is rendered by the chat template, without an answer at its end.  Of "turns", only the first is used,
+    because the model would answer before the second.  inputs: returns the InputProcessor; not called for token ids."""
+    field = prompt_field(location, record)
+    if field in TEXT_FIELDS:
+        text = record[field]
         return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(location, text))
-    if kind != "token_ids":
-        return _conversation_tokens(location, record, kind, inputs())
-    tokens: list[Any] = record[kind]
+    if field != "token_ids":
+        return _conversation_tokens(location, record, field, inputs())
+    tokens: list[Any] = record[field]
     if not all(type(token) is int for token in tokens):
         raise unexpected_record_error(location, '"token_ids" that are no list of whole numbers')
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:

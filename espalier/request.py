@@ -24,8 +24,8 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     """Returns a field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
-    generation_config: the key of its default in generation_config.json.  has_own_spelling: no flag and no field of a
-    request body is generated for the field.
+    generation_config: the name of its default in generation_config.json.
+    has_own_spelling: the command line and the server have their own form for it, so no flag and no body field is made.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
@@ -145,9 +145,9 @@ class SamplingParams:
         eos_token_ids: added to stop_token_ids unless ignore_eos.
         """
         values = {
-            ours: defaults[theirs]
-            for theirs, ours in GENERATION_CONFIG_NAMES.items()
-            if defaults.get(theirs) is not None
+            field_name: defaults[config_name]
+            for config_name, field_name in GENERATION_CONFIG_NAMES.items()
+            if defaults.get(config_name) is not None
         }
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
@@ -159,10 +159,10 @@ class SamplingParams:
         values["stop"] = limits.stop_strings_as_tuple(values.get("stop", ()))
         # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
-        eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
-        own = tuple(values.get("stop_token_ids", ()))
-        # The user's own ids keep duplicates: of 1 and True, deduplication would drop one, and the check must see both.
-        values["stop_token_ids"] = (*own, *(token for token in eos if token not in own))
+        eos_ids = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
+        user_ids = tuple(values.get("stop_token_ids", ()))
+        # The user's ids keep duplicates: 1 equals True, so without duplicates the check might not see True.
+        values["stop_token_ids"] = (*user_ids, *(token for token in eos_ids if token not in user_ids))
         return ResolvedParams(**values)
 
 
@@ -175,18 +175,18 @@ GENERATION_CONFIG_NAMES = {
 }
 
 
-def _slot_column(neutral: float, part_of: str | None = None) -> Any:
+def _slot_column(neutral_value: float, stage: str | None = None) -> Any:
     """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
 
-    neutral: the value that changes nothing.  part_of: "filters" or "penalties".  A launch skips the filters if all
-    values of filters are neutral, and likewise the penalties."""
-    return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
+    neutral_value: the default, which changes no logit.  stage: "filters" or "penalties", a part of sampling that a
+    launch skips if all its parameters are neutral; None for other parameters."""
+    return field(default=neutral_value, metadata={"in_slot": True, "stage": stage})
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to parse an output.  tool_format, reasoning_format: names of parsers or "".  schemas: of tools, by name.
-    answer_start: the part of the answer that is in the prompt."""
+    """How to parse an output.  tool_format, reasoning_format: names of parsers, or "".  schemas: the JSON schemas of
+    tools' arguments, by tool name.  answer_start: the beginning of the answer, if the prompt ends with it."""
 
     tool_format: str
     reasoning_format: str
@@ -236,8 +236,8 @@ class ResolvedParams(SamplingParams):
         """Whether a penalty is in force, so that the tokens seen so far must be counted."""
         return self._changes_logits("penalties")
 
-    def _changes_logits(self, part: str) -> bool:
-        return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
+    def _changes_logits(self, stage: str) -> bool:
+        return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["stage"] == stage)
 
     def slot_values(self) -> dict[str, float | int]:
         """Returns the values that a slot holds, by column."""
@@ -278,7 +278,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_p
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of sample `index` of n.  Sample 0 has the request's own seed, whatever n is."""
+    """Returns the seed of sample `index` of a prompt.  Sample 0 has the prompt's seed, however many samples follow."""
     if index == 0:
         return seed
     mask = 2**64 - 1
@@ -296,10 +296,9 @@ class IncrementalDetokenizer(Protocol):
         ...
 
     def take_text(self, final: bool) -> str:
-        """Returns the new text since the last take.
+        """Returns the text that no earlier call returned.  It never ends inside a character or a stop string.
 
-        The text never ends inside a character or a stop string.  Unless final, text that may begin a stop string is
-        held back."""
+        final: whether no more tokens follow.  Before, text at the end that may begin a stop string is held back."""
         ...
 
 
@@ -310,16 +309,16 @@ class Request:
     prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.
     stop_ids: tokens that end the request.  masker: None if every token is allowed.
     detokenizer: None if no text is wanted.  streamed: whether the user reads tokens as they come.
-    index: the sample's number among n samples.  prefix_leader: a sibling with the same prompt; this request waits for
-    the sibling's prefill, to share its pages.
+    index: the sample's number among the n samples of a prompt.  prefix_leader: sample 0, for the other samples.  They
+    wait until it has prefilled the prompt, to share its pages.
     priority: a lower number runs first and is preempted last; equal priorities go by arrival, and several clients take
     turns (engine/queue.py).
     prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
     num_predicted: how many tokens of params.prediction are in output.
     generation: how often the request has left a slot.  In a slot:
     prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
-    num_known: the index of the newest root that the host has read; as many rows are committed before this root.
-    rounds_in_flight: rounds that are launched and not read yet."""
+    num_known: the index of the newest root that the host has read.  The rows below this index are committed.
+    rounds_in_flight: rounds that are launched, and whose results the host has not read."""
 
     id: str
     prompt: list[int]
@@ -380,7 +379,7 @@ class Request:
     def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
-        A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later."""
+        A prefill always picks a token.  If max_tokens=0, the token counts here too, and is dropped later."""
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
@@ -390,7 +389,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each prompt token; None to report nothing.  Sample 0 reports for all."""
+        """How many likeliest tokens to report for each prompt token.  None: none.  Only sample 0 reports them."""
         return None if self.index else self.params.prompt_logprobs
 
     @property
@@ -407,10 +406,11 @@ class Request:
 class OutputChunk:
     """The output of one engine step for one request.
 
-    index: the sample's number among n samples.  text: may have less than token_ids, because the last characters can
-    still change.  from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason,
-    stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
-    without a token, its last chunk has the log-probabilities that were read."""
+    index: the sample's number among the n samples of a prompt.
+    text: may lack the end of the text of token_ids, because the last characters can still change.
+    from_draft: for each token, whether the round's tree had it.  The target picked the other tokens.
+    prompt_logprobs: in the chunk of the first token, for the whole prompt; if a request ends without a token, in its
+    last chunk, as far as they were read.  finish_reason, stop_reason, error: in a request's last chunk."""
 
     request_id: str
     index: int = 0
@@ -428,7 +428,7 @@ class OutputChunk:
 class Output:
     """A finished continuation.
 
-    token_ids: all generated tokens, the end token included.  from_draft: for each token, whether the draft proposed it.
+    token_ids: all generated tokens, the end token included.  from_draft: see OutputChunk.
     logprobs: one entry for each token; None if the request did not ask for log-probabilities.
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
     says why, unless the user aborted).

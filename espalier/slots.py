@@ -1,7 +1,7 @@
 """The table that holds each request's data on the device.
 
 A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
-state to the next launch only through slots, so the host can launch without knowing any length.
+state to the next launch only through slots, so the host can launch before it knows how many tokens a request has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,17 +35,17 @@ INT_COLUMNS = (
 # The float32 numbers of a slot.
 FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources of paths beside a draft.  A path's kind is a number for its source and its strength.  The strength is how
-# well the path matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 means no path.  A node that a path proposes and the
-# draft does not is right less often, so it has its own kind, higher by UNDRAFTED_OFFSET.
+# The sources of paths beside a draft.  A path's kind is a number for its source and its strength, from 1 to
+# MATCH_STRENGTHS, which says how well the path matches the text.  Kind 0 means no path.  A node has its path's kind.
+# A node that the draft does not propose too is right less often, so its kind is higher by UNDRAFTED_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
 # The numbers from PATH_KINDS on are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
-# on the rank among siblings (the last rank stands for all later ranks), and on the confidence level: a class of
-# probabilities that says how sure the draft was.
+# on the rank among siblings (the last rank stands for all later ranks), and on the confidence level: the range that
+# the draft's probability of the node is in.
 NUM_RANKS, NUM_CONFIDENCE_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_CONFIDENCE_LEVELS
 # The columns of a guess before its tokens: start and kind.
@@ -79,9 +79,10 @@ COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 class SlotInit:
     """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
-    tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
-    shared pages and are never written.  end: the number of tokens that ends the request.
-    sampling: the values of the other columns.  counts_tokens: whether tokens are counted, for penalties."""
+    tokens: all known tokens, prompt first.  start: the index of the first row to compute.
+    commit_from: rows below this index are in shared pages and are never written.
+    end: the number of tokens at which the request finishes.  sampling: the values of columns that this class does not
+    name.  counts_tokens: whether tokens are counted, for penalties."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -120,7 +121,7 @@ class Guess:
 
 
 def max_guess_length(layout: RoundLayout) -> int:
-    """Returns the most tokens of a guess: the tokens that rounds in flight may decide, and a path after them."""
+    """Returns the most tokens of a guess: those that the round in flight may decide, and a path after them."""
     return (MAX_ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
@@ -130,9 +131,9 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 
 
 class ScatterUpdate(NamedTuple):
-    """New values for some cells of one field of the slot table.  Two [n] int64 arrays, of numpy or torch.
+    """New values for some cells of one field of the slot table.  Both are [n] int64, arrays of numpy or torch.
 
-    indices: into the flattened field.  values: a float32 value is carried as its bits."""
+    indices: into the flattened field.  values: for a float32 field, the bits of the values (float_bits)."""
 
     indices: Any
     values: Any
@@ -144,16 +145,16 @@ NO_UPDATE = ScatterUpdate(*np.zeros((2, 0), dtype=np.int64))
 class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
-    Numbers are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each column is also an
-    attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.
-    carried: the tensors that the drafter passes from round to round, by name.
+    Single numbers of a request are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each
+    column is also an attribute, a view [num_slots], such as `table.root`.
+    page_table: [num_slots, table_width] int32.  carried: the tensors that the drafter passes on to its next round.
     guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W], the host's guesses.
     survival: [NODE_KINDS, S], for all requests the log-probability that a node of a kind at a depth is right if its
     parent is right.  draft_skill: [num_slots, 1], a request's addend to this logarithm for nodes of its draft.
-    own_text_paths: [num_slots, P, 1 + S], kind and tokens of each path that the last round found in the request's text
-    (its prompt and output).
-    candidates: [num_slots, D], the nodes of the request's tree before requests shared rows, packed into numbers
-    (speculate/sources/calibrate.py:pack_nodes)."""
+    own_text_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's
+    prompt and output.
+    candidates: [num_slots, D], the nodes of the request's last tree, also those that got no shared row, packed into
+    numbers (speculate/sources/calibrate.py:pack_nodes)."""
 
     if TYPE_CHECKING:
 
@@ -192,7 +193,7 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """Returns the updates that fill these slots, by field.  The slots' other cells must be cleared before."""
+        """Returns the updates that fill these slots, by field.  Call `clear` for the slots first."""
         updates_by_field: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
             for name, values in _slot_rows(init).items():
@@ -226,34 +227,34 @@ class SlotTable:
 
         guesses: (slot, its guesses, the best first).  The slot's whole row is written, with the first guesses that fit.
         """
-        size = guess_numbers_per_slot(self.layout)
+        width = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
         values[..., :GUESS_HEADER_COLUMNS] = 0
-        for row, (_, of_slot) in zip(values, guesses, strict=True):
-            for cells, guess in zip(row, of_slot, strict=False):
+        for row, (_, slot_guesses) in zip(values, guesses, strict=True):
+            for cells, guess in zip(row, slot_guesses, strict=False):
                 cells[:GUESS_HEADER_COLUMNS] = guess.start, guess.kind
                 cells[GUESS_HEADER_COLUMNS : GUESS_HEADER_COLUMNS + len(guess.tokens)] = guess.tokens
         slots = np.array([slot for slot, _ in guesses], dtype=np.int64)
-        return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
+        return ScatterUpdate((slots[:, None] * width + np.arange(width)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Clears earlier requests' data in slots [n], except `ints` and `floats`, which init_updates overwrites."""
-        zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
-        for rows in (*zeroed, *self.carried.values()):
+        """Removes earlier requests' data from slots [n], but not from `ints` and `floats`: init_updates fills both."""
+        cleared = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
+        for rows in (*cleared, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
     def write(self, updates: Mapping[str, ScatterUpdate]) -> None:
         """Write the updates, which are given by field."""
-        for name, (at, values) in updates.items():
+        for name, (indices, values) in updates.items():
             rows: Tensor = getattr(self, name)
             # The low bytes of the int64 are the narrower integer, or the float's bits.  A view costs no launch.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
-            rows.view(-1).index_copy_(0, at, narrowed)
+            rows.view(-1).index_copy_(0, indices, narrowed)
 
 
 def _slot_rows(init: SlotInit) -> dict[str, Any]:
-    """Returns the first values of each field's row, or a ScatterUpdate of columns and values."""
+    """Returns, by field, the values at the start of the slot's row, or a ScatterUpdate of columns and values."""
     numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INT_COLUMNS],
@@ -278,9 +279,9 @@ def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 @dataclass
 class BatchState:
-    """The slots of a batch, gathered once per launch by kernels/state/batch_state.py.
+    """The data of a batch's slots, gathered once per launch by kernels/state/batch_state.py.
 
-    index: [B], the slots.  prefix_len, root, commit_from: [B], as they were before the launch.
+    index: [B], the slots' numbers.  prefix_len, root, commit_from: [B], as they were before the launch.
     num_tokens: [B], prefix_len + 1, because the root counts too.  page_table: [B, table_width] int32.
     max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the request's depth_limit and by
     the tokens that it has left.  num_logprobs: [B], likeliest tokens to report beside each emitted token, -1 if the

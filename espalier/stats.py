@@ -23,11 +23,10 @@ class Usage:
 
 @dataclass
 class LearnStats:
-    """The figures of online learning.
+    """The figures of online learning.  The last training measured the accept lengths, on held-back traffic; before: 0.
 
-    startup_accept_length, served_accept_length, trained_accept_length: the accept lengths, on held-back traffic, of the
-    draft given at startup, of the draft served before the last training, and of the draft from that training; 0 before
-    the first training."""
+    startup_accept_length: of the draft given at startup.  served_accept_length: of the draft that was served before the
+    training.  trained_accept_length: of the draft from the training."""
 
     swaps: int = 0
     trainings: int = 0
@@ -43,10 +42,9 @@ class LearnStats:
 class SpeculationStats:
     """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
 
-    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; rounds_tried_by_depth[d-1]: rounds that
-    tried depth d, because depth d - 1 was accepted and depth d was allowed; rounds_accepted_by_depth[d-1]: rounds that
-    accepted depth d.
-    """
+    drafted: how many draft tokens were verified.  histogram[i]: how many rounds emitted i tokens.
+    rounds_tried_by_depth[d-1]: how many rounds tried depth d: they accepted depth d - 1, and depth d was allowed.
+    rounds_accepted_by_depth[d-1]: how many rounds accepted depth d."""
 
     drafted: int = 0
     histogram: list[int] = field(default_factory=list)
@@ -79,8 +77,8 @@ class SpeculationStats:
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
-        emitted: tokens that were kept; accepted: how many of these the draft had guessed (all, if an end token ended
-        the round early); drafted: draft tokens verified; depth: the greatest depth that could have been accepted."""
+        emitted: how many tokens were kept.  accepted: how many of these were in the tree; all, if one of these ended
+        the request.  drafted: how many draft tokens were verified.  depth: the greatest depth that was allowed."""
         self.drafted += drafted
         _count(self.histogram, [emitted])
         _count(self.rounds_tried_by_depth, range(min(emitted, depth)))
@@ -92,7 +90,7 @@ class SpeculationStats:
         self.drafted += other.drafted
         for name in ("histogram", "rounds_tried_by_depth", "rounds_accepted_by_depth"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(self, name, [mine + theirs for mine, theirs in pairs])
+            setattr(self, name, [own_count + other_count for own_count, other_count in pairs])
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts and the values derived from them, for JSON."""

@@ -1,10 +1,10 @@
 """The tokenizer, and the stream that turns output tokens into text.
 
-The stream never gives out an incomplete character or a part of a stop string.
+The stream never returns an incomplete character or a part of a stop string.
 
-A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
-decoded in a window that begins a few tokens before the first new token, because a token's text can depend on the tokens
-before it (a leading space, the other bytes of a character)."""
+A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  The text of
+other tokens can depend on the tokens before them: a leading space, the first bytes of a character.  So they are decoded
+in a window that begins a few tokens before the first new token (Detokenizer)."""
 
 import codecs
 import json
@@ -25,8 +25,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 INCOMPLETE_CHAR = "\ufffd"
 # UTF-8 has at most 4 bytes per character, so an incomplete character has at most 3 tokens.
 MAX_TOKENS_PER_CHARACTER = 4
-CONTEXT_TOKENS = 6
-MAX_CONTEXT_TOKENS = 32
+# The tokens of the prompt at the start of a Detokenizer's window, and the most tokens that the window keeps as context.
+CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 6, 32
 log = logging.getLogger("espalier")
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -38,8 +38,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopStringFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: whether the text includes the stop string.  found_stop: the stop string that was
-    found, or None."""
+    stop: the stop strings.  keep_stop: whether the text includes the stop string that was found, `found_stop`."""
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
         self.stop = tuple(stop)
@@ -49,8 +48,8 @@ class StopStringFinder:
         self._held_text = ""
 
     def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
-        """Adds text.  is_searched: whether stop strings count in it.  next_text: the following text, in which a stop
-        string may end."""
+        """Adds text.  is_searched: whether the text may contain a stop string.  next_text: the characters after `text`
+        that are known so far; a stop string may end there."""
         if not is_searched:
             self._ready_text += text
             return
@@ -58,14 +57,14 @@ class StopStringFinder:
         self._end_at_stop(next_text if self.stop else "")
 
     def take_text(self, final: bool) -> str:
-        """Returns the new text since the last take.  final: hold nothing back."""
-        keep = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
-        text = self._ready_text + self._held_text[: len(self._held_text) - keep]
-        self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - keep :]
+        """Returns the text that no earlier call returned.  final: also text that may begin a stop string."""
+        num_held = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
+        text = self._ready_text + self._held_text[: len(self._held_text) - num_held]
+        self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - num_held :]
         return text
 
     def _end_at_stop(self, next_text: str) -> None:
-        """End the text at its first stop string, if any.  If several stop strings begin there, the shortest counts."""
+        """Cuts the text at its first stop string, if any.  If several begin at the same place, the shortest counts."""
         text = self._held_text + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
@@ -83,7 +82,7 @@ class StopStringFinder:
 
 
 class TokenBytes(NamedTuple):
-    """The bytes of a single token.  is_text: False for a special token, whose bytes are its name."""
+    """The bytes of a single token.  is_text: False for a special token; its bytes are the token's name."""
 
     bytes: bytes
     is_text: bool
@@ -96,7 +95,7 @@ class Tokenizer:
         self.hf = tokenizer
         self.num_tokens = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
+        self._added_tokens = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         self._byte_of_char = _byte_alphabet() if self._decoder_has_type("ByteLevel") else None
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
         self._has_byte_pieces = self._decoder_has_type("ByteFallback")
@@ -105,7 +104,7 @@ class Tokenizer:
         self.template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cache, because another thread may be writing to it.  A copy gets a cache of its own."""
+        """Leaves out the cache _bytes_of_token, because another thread may write to it.  A copy gets an empty cache."""
         return {**vars(self), "_bytes_of_token": {}}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -131,8 +130,8 @@ class Tokenizer:
         return cached
 
     def _token_bytes(self, token: int) -> TokenBytes:
-        # For the decoder, added tokens that are not special are ordinary pieces.
-        if (added := self._added.get(token)) is not None and added.special:
+        # The decoder treats added tokens that are not special like ordinary tokens.
+        if (added := self._added_tokens.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
         piece = None if self.backend is None else self.backend.id_to_token(token)
         if piece is not None and self._byte_of_char is not None and all(c in self._byte_of_char for c in piece):
@@ -173,7 +172,7 @@ class Tokenizer:
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
         """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
-        return tuple(sorted(id for id, token in self._added.items() if token.special and token.content in names))
+        return tuple(sorted(id for id, token in self._added_tokens.items() if token.special and token.content in names))
 
     def last_turn(self, prompt: Sequence[int], ignored_tokens: Collection[str]) -> str | None:
         """Returns the prompt's text from its last special token on.
@@ -183,18 +182,20 @@ class Tokenizer:
         """
         names = self.template.special_tokens.names
         ids = {
-            id for id, token in self._added.items() if token.content in names and token.content not in ignored_tokens
+            id
+            for id, token in self._added_tokens.items()
+            if token.content in names and token.content not in ignored_tokens
         }
-        at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
-        if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
+        last_special = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
+        if last_special is None or prompt[last_special] in (self.hf.bos_token_id, self.hf.eos_token_id):
             return None
-        return self.decode(prompt[at:], skip_special_tokens=False)
+        return self.decode(prompt[last_special:], skip_special_tokens=False)
 
     def _detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, visible_ids: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
         if self._is_byte_level and skip_special_tokens:
-            # If the output continues the prompt's last character, a Detokenizer with its window is needed.
+            # If the prompt ends inside a character, only a Detokenizer can decode the rest of the character.
             detokenizer = ByteDetokenizer(self.bytes_of, visible_ids)
             for token in prompt[-CONTEXT_TOKENS:]:
                 detokenizer.push_token(token)
@@ -203,7 +204,7 @@ class Tokenizer:
                 return detokenizer
         if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
-        skipped = {id for id, token in self._added.items() if token.special and id not in visible_ids}
+        skipped = {id for id, token in self._added_tokens.items() if token.special and id not in visible_ids}
         return Detokenizer(lambda tokens: self.decode([t for t in tokens if t not in skipped], False), prompt)
 
 
@@ -237,13 +238,13 @@ def _has_tokenizer(path: Path) -> bool:
 
 def _byte_alphabet() -> dict[str, int]:
     """Returns GPT-2's byte alphabet: printable Latin-1 bytes as themselves, other bytes as characters from 256 on."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 class TextStream:
-    """Turns a request's tokens into text and finds stop strings (request.IncrementalDetokenizer).
+    """Turns a request's tokens into text and finds stop strings.  Implements request.IncrementalDetokenizer.
 
     decoder: decodes the output's tokens.  min_tokens: stop strings within the first min_tokens tokens do not count.
     keep_stop: the text includes the stop string.
@@ -270,7 +271,7 @@ class TextStream:
         return self.stop_finder.found_stop
 
     def push_tokens(self, token_ids: Sequence[int]) -> None:
-        """Add tokens without a search for stop strings in between."""
+        """Add tokens.  Stop strings are searched only at the next take_text."""
         self.num_pushed += len(token_ids)
         self.decoder.push_tokens(token_ids)
 
@@ -282,7 +283,7 @@ class TextStream:
 
     def _read_decoder(self, final: bool) -> None:
         text, counts = self.decoder.take_text(final), self.num_pushed > self.min_tokens
-        # A stop string may end in withheld_text(): whole characters that take_text() has not given out.
+        # A stop string may end in withheld_text(): whole characters that the decoder's take_text has not returned.
         self.stop_finder.add(text, counts, self.decoder.withheld_text() if counts and self.stop_finder.stop else "")
 
 
@@ -328,12 +329,13 @@ class Detokenizer:
     """Decodes tokens to complete characters.  The taken texts, joined, equal the decoding of all tokens at once."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
+        """window: context tokens, then tokens to decode.  num_taken: how many of them take_text has read."""
         self.decode = decode
-        self.window = self._context(list(prompt))
-        self.num_read = len(self.window)
+        self.window = self._context_tokens(list(prompt))
+        self.num_taken = len(self.window)
 
-    def _context(self, prompt: list[int]) -> list[int]:
-        """Returns the prompt's last tokens, from a character's first byte on, or later bytes would decode wrongly."""
+    def _context_tokens(self, prompt: list[int]) -> list[int]:
+        """Returns the prompt's last tokens.  They begin at the first byte of a character, so that they decode well."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE_CHAR):
@@ -348,29 +350,29 @@ class Detokenizer:
 
     def take_text(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
-        if self.num_read == len(self.window):
+        if self.num_taken == len(self.window):
             return ""
         end, full_text = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
-        text = _new_text(self.decode(self.window[: self.num_read]), full_text)
-        # If the tokens just taken have text, they become the next context.  Tokens without text keep the old context.
-        drop = self.num_read if text else max(0, end - MAX_CONTEXT_TOKENS)
+        text = _new_text(self.decode(self.window[: self.num_taken]), full_text)
+        # Tokens with text become the context of the next tokens.  After tokens without text, the old context stays too.
+        drop = self.num_taken if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
-        self.num_read = end - drop
+        self.num_taken = end - drop
         return text
 
     def withheld_text(self) -> str:
-        """Returns the complete characters that take_text withholds, because the same token begins an incomplete one."""
-        if self.num_read == len(self.window):
+        """Returns complete characters that take_text withholds because their token also begins an incomplete one."""
+        if self.num_taken == len(self.window):
             return ""
-        return _new_text(self.decode(self.window[: self.num_read]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))
+        return _new_text(self.decode(self.window[: self.num_taken]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))
 
     def _whole_characters(self) -> tuple[int, str]:
         """Returns (number of tokens, their text) up to the last complete character.
 
-        An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
-        complete character, or begins the character that the last 3 continue: then the text ends inside it.
+        An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 either ends
+        with a complete character, or the text ends inside this token.
         """
-        first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
+        first = max(self.num_taken, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = full_text = self.decode(self.window)
         if not full_text.endswith(INCOMPLETE_CHAR):
             return len(self.window), full_text
@@ -389,7 +391,7 @@ def _new_text(old_text: str, full_text: str) -> str:
     return full_text[max(_common_prefix_length(old_text, full_text), len(old_text.rstrip(INCOMPLETE_CHAR))) :]
 
 
-def _common_prefix_length(one: str, other: str) -> int:
+def _common_prefix_length(text: str, other_text: str) -> int:
     """Length of the common prefix of two texts."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
+    differ = (i for i, (a, b) in enumerate(zip(text, other_text, strict=False)) if a != b)
+    return next(differ, min(len(text), len(other_text)))

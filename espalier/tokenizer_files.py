@@ -15,24 +15,24 @@ from typing import Any
 from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import is_gguf, read_gguf, read_json, require_files
 
-# Transformers has no tokenizer class for these model types, so it takes the class that tokenizer_config.json names.
-# GENERIC_CLASSES add nothing to tokenizer.json.
+# For these model types, transformers takes the tokenizer class that tokenizer_config.json names.
 GENERIC_MODEL_TYPES = ("llama", "gpt_oss")
+# These classes add nothing to tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# A pattern that may repeat a part more often than this counts as one that repeats it without end.
-MAX_SAFE_REPEATS = 10
-# In published tokenizers, the replacement texts of a step have at most this many characters.
+# From this number of repetitions on, a repeated part of a pattern counts as repeated without limit.
+MIN_UNSAFE_REPEATS = 10
+# Longer replacement texts of a step are multiplied to get a tokenizer's growth.  Published tokenizers have none.
 MAX_SHORT_REPLACEMENT = 4
-MAX_GROWTH = 1000
+MAX_REPLACEMENT_GROWTH = 1000
 PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "decoder")
-# The fields whose text a step writes into the text that it processes.
+# The fields of a step's JSON that hold text which the step writes into its output.
 REPLACEMENT_FIELDS = ("content", "prepend")
 log = logging.getLogger("espalier")
 QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
 
 
 def load_hugging_face_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
+    """Returns transformers' tokenizer for a directory or a GGUF file.  Code in the directory never runs.
 
     Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
     """
@@ -50,25 +50,26 @@ def load_hugging_face_tokenizer(path: Path) -> Any:
 def _load_from_gguf(path: Path) -> Any:
     """Returns the tokenizer that a GGUF file describes, with its chat template.
 
-    If transformers does not know the file's kind of splits by name, it takes GPT-2's splits, and a warning is logged.
+    A file names the rule by which its tokenizer splits text.  If transformers does not know the name, it splits like
+    GPT-2, and a warning is logged.
     """
     from transformers import PreTrainedTokenizerFast
 
     metadata = read_gguf(path).metadata
-    split = metadata.get("tokenizer.ggml.pre")
-    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split) not in _known_splits():
+    split_name = metadata.get("tokenizer.ggml.pre")
+    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split_name) not in _known_split_names():
         log.warning(
             "%s: transformers does not know the tokenizer's splits %s and takes GPT-2's, so some texts, as of numbers, "
             "may have other tokens than the model was trained with; use the Hugging Face directory, or token ids",
             path,
-            shown(split),
+            shown(split_name),
         )
     load = partial(PreTrainedTokenizerFast.from_pretrained, str(path.parent), gguf_file=path.name)
     return _load_checked(path, load)
 
 
-def _known_splits() -> Set[str]:
-    """Returns the names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
+def _known_split_names() -> Set[str]:
+    """Returns the names of split rules in GGUF files that transformers knows, and the names of GPT-2's rule."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
@@ -79,7 +80,7 @@ def _known_splits() -> Set[str]:
 
 
 def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
-    """Returns the tokenizer that `load` makes.  Raises EspalierError, see load_hugging_face_tokenizer."""
+    """Loads a tokenizer with `load`, and checks it.  Raises EspalierError as load_hugging_face_tokenizer does."""
     try:
         hf = load(local_files_only=True)
     except Exception as error:  # transformers raises many types
@@ -88,9 +89,9 @@ def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
             "restore its files, or remove them and use token ids as prompts"
         ) from None
     backend = getattr(hf, "backend_tokenizer", None)
-    if max_replacement_growth(backend) > MAX_GROWTH:
+    if max_replacement_growth(backend) > MAX_REPLACEMENT_GROWTH:
         raise EspalierError(
-            f"the tokenizer in {path} makes more than {MAX_GROWTH} characters of one; "
+            f"the tokenizer in {path} makes more than {MAX_REPLACEMENT_GROWTH} characters of one; "
             "use another model, or token ids as prompts without its files"
         )
     if pattern := find_exponential_pattern(backend):
@@ -104,36 +105,34 @@ def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
 def _refuse_code(path: Path) -> None:
     """Raises EspalierError if the tokenizer is code of the checkpoint."""
     file = path / "tokenizer_config.json"
-    declared = read_json(file).get("auto_map") if file.exists() else None
-    if declared:
+    auto_map = read_json(file).get("auto_map") if file.exists() else None
+    if auto_map:
         raise EspalierError(
-            f"{file} names code of the checkpoint (auto_map = {shown(declared)}), which Espalier never runs; remove "
+            f"{file} names code of the checkpoint (auto_map = {shown(auto_map)}), which Espalier never runs; remove "
             "auto_map if tokenizer.json holds the same tokenizer, or use token ids without the tokenizer's files"
         )
 
 
 def _config_of_type(path: Path) -> Any:
-    """A transformers config with the model's type, which alone decides the tokenizer's class.
-
-    The fields of config.json are left out: transformers may not know the type, or refuse fields that Espalier reads.
-    """
+    """Returns a transformers config with only the fields that decide the tokenizer's class: the model's type, and
+    tokenizer_class.  Other fields are left out, because transformers may refuse some that Espalier reads."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    declared = _read_fields(path / "config.json")
-    model_type = declared.get("model_type")
+    config_fields = _read_fields(path / "config.json")
+    model_type = config_fields.get("model_type")
     is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     config = AutoConfig.for_model(model_type) if is_known else PreTrainedConfig()
     config.model_type = model_type if isinstance(model_type, str) else ""
-    config.tokenizer_class = declared.get("tokenizer_class")
+    config.tokenizer_class = config_fields.get("tokenizer_class")
     return config
 
 
 def tokenizer_class(path: Path) -> Any:
     """Returns the class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
-    If the files name no class, tokenizer.json is loaded as it stands: AutoTokenizer would guess by the model's type,
-    and some classes replace what the file defines.  AutoTokenizer takes two seconds to import, most of it for PyTorch's
-    compiler.  So where it would choose PreTrainedTokenizerFast, only that class is imported.
+    If the files name no class, PreTrainedTokenizerFast loads tokenizer.json as it is.  AutoTokenizer would choose a
+    class by the model's type, and some classes replace what the file defines.  It also takes two seconds to import.  So
+    where AutoTokenizer would choose PreTrainedTokenizerFast, only that class is imported.
     """
     config = _read_fields(path / "config.json")
     class_name = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
@@ -158,21 +157,21 @@ def _read_fields(path: Path) -> dict[str, Any]:
 def find_exponential_pattern(backend: Any) -> str | None:
     """Returns the first pattern of a tokenizer (of the tokenizers library) that may take exponential time, or None.
 
-    The library bounds the time of each match, but a text has a match at each of its characters.
+    The library limits the time of each match, but it tries a match at each character of a text.
     """
     patterns = (part.get("Regex") for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     return next((pattern for pattern in patterns if isinstance(pattern, str) and may_be_exponential(pattern)), None)
 
 
 def max_replacement_growth(backend: Any) -> int:
-    """Returns the most characters that replacements can make of one, if each applies to text of earlier ones."""
+    """Returns the most characters that all replacements can make of one character, each from the text of the last."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)
 
 
 def _step_objects(step: Any) -> Iterator[dict[str, Any]]:
-    """The JSON objects that a step of a tokenizer consists of."""
+    """Yields all JSON objects in the serialized form of a tokenizer's step."""
     try:
         remaining = [json.loads(step.__getstate__())]
     except Exception:  # none, or a custom step in Python, which has no serialized state
@@ -188,8 +187,8 @@ def _step_objects(step: Any) -> Iterator[dict[str, Any]]:
 def may_be_exponential(pattern: str) -> bool:
     """Whether a pattern repeats a part that contains a repetition or alternatives: (a+)+, (a|aa)*.
 
-    Such a part can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.  The
-    syntax is Oniguruma's.  Patterns of published tokenizers have no such part.
+    Such a pattern can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.
+    The syntax is Oniguruma's.  Published tokenizers have no such pattern.
     """
     # For each open group: whether it is atomic, and whether it contains a repetition or alternatives.
     groups, index = [[False, False]], 0
@@ -205,8 +204,8 @@ def may_be_exponential(pattern: str) -> bool:
         if kind == ")" and len(groups) > 1:
             is_group_atomic, varies_inside = groups.pop()
             varies = varies_inside and not is_group_atomic
-        index, most, is_possessive = _read_quantifiers(pattern, index)
-        if most >= MAX_SAFE_REPEATS and not is_possessive:
+        index, max_repeats, is_possessive = _read_quantifiers(pattern, index)
+        if max_repeats >= MIN_UNSAFE_REPEATS and not is_possessive:
             if varies:
                 return True
             varies = True
@@ -215,7 +214,7 @@ def may_be_exponential(pattern: str) -> bool:
 
 
 def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
-    """Returns (end, first character, whether it opens an atomic group) of the atom, or part of a group, at `index`."""
+    """Returns (end, first character, whether it opens an atomic group) of the atom, bracket or | at `index`."""
     first = pattern[index]
     if first == "\\":
         end = index + 2
@@ -243,12 +242,12 @@ def _end_of_class(pattern: str, index: int) -> int:
 
 
 def _read_quantifiers(pattern: str, index: int) -> tuple[int, float, bool]:
-    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; most is 1 without any."""
-    most, is_possessive = 1.0, False
-    while found := QUANTIFIER_PATTERN.match(pattern, index):
-        low, comma, high = found["low"], found["comma"], found["high"]
-        bounded = 1.0 if found["sign"] == "?" else float(high or "inf") if comma or not low else float(low)
-        most = max(most, most * bounded)
-        is_possessive |= found["suffix"] == "+" and found["sign"] is not None
-        index = found.end()
-    return index, most, is_possessive
+    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; (index, 1, False) if none."""
+    max_repeats, is_possessive = 1.0, False
+    while quantifier := QUANTIFIER_PATTERN.match(pattern, index):
+        low, comma, high = quantifier["low"], quantifier["comma"], quantifier["high"]
+        repeats = 1.0 if quantifier["sign"] == "?" else float(high or "inf") if comma or not low else float(low)
+        max_repeats = max(max_repeats, max_repeats * repeats)
+        is_possessive |= quantifier["suffix"] == "+" and quantifier["sign"] is not None
+        index = quantifier.end()
+    return index, max_repeats, is_possessive

@@ -345,11 +345,20 @@ def test_a_draft_alone_needs_to_name_its_target():
         load.find_checkpoint(EngineConfig(draft=draft))
 
 
-@pytest.mark.parametrize("speculation", [None, SpeculationConfig(algorithm="none")])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        None,
+        *(
+            SpeculationConfig(**plain)
+            for plain in ({"algorithm": "none"}, {"steps": 0}, {"algorithm": "eagle3", "steps": 0})
+        ),
+    ],
+)
 def test_a_draft_that_plain_decoding_leaves_out_is_said(speculation, caplog):
     """But not to a user who asks for plain decoding by speculation=None."""
     with caplog.at_level(logging.WARNING, "espalier"):
-        load.find_checkpoint(EngineConfig(draft="bundled", speculation=speculation))
+        assert load.find_checkpoint(EngineConfig(draft="bundled", speculation=speculation)).draft is None
     assert [" is not loaded: algorithm is none" in said for said in caplog.messages] == [True] * (
         speculation is not None
     )

@@ -112,7 +112,7 @@ def test_an_action_that_is_left_while_another_is_looked_for_is_found():
             return len(self) > 0
 
     turn, events = EngineLock(), []
-    turn._postponed = Raced()
+    turn._postponed_actions = Raced()
 
     def leave():
         with ThreadPoolExecutor(1) as thread:

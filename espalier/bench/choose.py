@@ -19,7 +19,7 @@ from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, TreeShape
-from espalier.prompt_files import read_records, token_ids
+from espalier.prompt_files import prompt_token_ids, read_records
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import make_engine
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def fill_and_check_flags(args: Namespace) -> None:
-    """Set the defaults of flags that were not given, and check all flags.  Raises EspalierError."""
+    """Sets flags that were not given to their defaults, and checks all flags.  Raises EspalierError."""
     for name, value in DEFAULT_FLAGS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     require_at_least_one(args, "batch", *DEFAULT_FLAGS)
@@ -88,8 +88,8 @@ def choose(
     open_engines: Callable[[Mapping[str, Any]], BenchEngines],
     predict_accept_lengths: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure the trees; print and write the table.  predict_accept_lengths: None to measure accept lengths.
-    Raises EspalierError."""
+    """Measures the trees, prints the times, and writes the table.  Raises EspalierError.  predict_accept_lengths: None
+    to measure the accept lengths."""
     _refuse_unused_settings(settings)
     context, longest = args.context, args.context + args.tokens
     largest_batch = {"max_batch": max(args.batch)} if args.batch else {}
@@ -157,18 +157,18 @@ def trees_to_measure(
         configured.require_fits(shape)
     if is_block:
         sizes = [nodes for nodes in BLOCK_NODE_COUNTS if nodes < configured.num_draft_tokens]
-        fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
+        smaller_trees = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
-        fitting = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
-    return list(dict.fromkeys(given_trees or (configured, *fitting, PLAIN_TREE)))
+        smaller_trees = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
+    return list(dict.fromkeys(given_trees or (configured, *smaller_trees, PLAIN_TREE)))
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
     """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     prompts = [
-        token_ids(place, record, inputs.model_info.vocab_size, lambda: inputs)
-        for place, record in read_records("--dataset", path)
+        prompt_token_ids(location, record, inputs.model_info.vocab_size, lambda: inputs)
+        for location, record in read_records("--dataset", path)
     ]
     fitting = [tokens for tokens in prompts if 0 < len(tokens) <= context]
     if not fitting:
@@ -180,8 +180,8 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
 
 @dataclass(frozen=True)
 class TimedBatches:
-    """The prompts of the timed runs, by batch size.  A run generates num_tokens greedy tokens for a batch of prompts.
-    One run warms up, then `repeats` runs are timed."""
+    """The runs at each batch size: one to warm up, then `repeats` timed ones.  A run generates num_tokens greedy tokens
+    after each prompt of a batch.  prompts_by_batch: the prompts by batch size; runs take them in turn."""
 
     prompts_by_batch: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
@@ -197,18 +197,17 @@ class TimedBatches:
         repeats: int,
         given_prompts: Sequence[Sequence[int]] | None = None,
     ) -> "TimedBatches":
-        """Returns the runs for these batch sizes; for every bucket if `batch_sizes` is empty.  given_prompts: the
-        prompts; None for random prompts of `context` tokens.  A CPU uses the buckets of a GPU.
+        """Returns the runs for these batch sizes.  Raises EspalierError for a size that is not a bucket.
 
-        Raises EspalierError for a batch size that is not a bucket.
-        """
+        batch_sizes: empty for all buckets, which are the same on a CPU as on a GPU.  given_prompts: None for prompts of
+        `bench` with `context` tokens."""
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
-        if other := [batch for batch in batch_sizes if batch not in buckets]:
+        if unmeasured := [batch for batch in batch_sizes if batch not in buckets]:
             raise EspalierError(
-                f"--batch={other[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
+                f"--batch={unmeasured[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
             )
-        chosen = sorted(set(batch_sizes)) or buckets
-        prompts = {batch: given_prompts or bench.make_prompts([context] * batch) for batch in chosen}
+        batches = sorted(set(batch_sizes)) or buckets
+        prompts = {batch: given_prompts or bench.make_prompts([context] * batch) for batch in batches}
         return cls(prompts, num_tokens, repeats)
 
     def prompt_batches(self, batch_size: int) -> Iterator[list[Sequence[int]]]:
@@ -225,33 +224,30 @@ def measure_trees(
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[TreeTime]:
-    """Measure the round time of every tree at every batch size.
+    """Measures the round time of every tree at every batch size.  Raises EspalierError if no round runs all requests.
 
-    Each tree has a new engine on the models and buffers of `engine`, which is closed.  With the prefix cache of the new
-    engine, long prompts can start in one step.
-
-    graph_batch: the setting of `engine`.  accept_lengths: by tree; None: measured in these runs, over all batch sizes.
-    Raises EspalierError if no round runs the whole batch.
-    """
+    Closes `engine`, and makes an engine for each tree on its models and buffers.  The prefix cache of these engines
+    lets the timed runs start long prompts in one step.
+    graph_batch: the setting of `engine`.  accept_lengths: by tree; None: as measured here over all batch sizes."""
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
-    timed = []
+    tree_times = []
     for shape in trees:
         runner_of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
         engine_of_shape = make_engine(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
-        stats, cells = SpeculationStats(), []
+        stats, batch_times = SpeculationStats(), []
         for batch in timed_batches.prompts_by_batch:
             round_ms = _round_ms(engine_of_shape, batch, timed_batches, stats)
-            cells.append((batch, round_ms))
+            batch_times.append((batch, round_ms))
             advance()
         engine_of_shape.close()
-        length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
-        timed += [TreeTime(batch, shape, ms, length) for batch, ms in cells]
-    return timed
+        accept_length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
+        tree_times += [TreeTime(batch, shape, ms, accept_length) for batch, ms in batch_times]
+    return tree_times
 
 
 def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stats: SpeculationStats) -> float:
-    """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
+    """Returns the median ms of the rounds that have all requests.  Adds the runs' statistics to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=timed_batches.num_tokens)
     runs = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
     for run in runs:
@@ -262,14 +258,14 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """Returns the fastest tree at each batch size.  If trees are equally fast, it is the first."""
     fastest: dict[int, TreeTime] = {}
-    for one in tree_times:
-        if one.batch_size not in fastest or one.tokens_per_second > fastest[one.batch_size].tokens_per_second:
-            fastest[one.batch_size] = one
+    for timed in tree_times:
+        if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:
+            fastest[timed.batch_size] = timed
     return dict(sorted(fastest.items()))
 
 
 def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """Returns a table for SpeculationConfig.by_batch: the first batch size of a range -> the range's fastest tree."""
+    """Returns a table for SpeculationConfig.by_batch.  A key is the smallest batch size with this fastest tree."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in fastest_trees(tree_times).items():
         if not trees or next(reversed(trees.values())) != fastest.tree:
@@ -279,13 +275,13 @@ def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
 
 def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
     """Returns the rows of the printed table: a row for each batch size, a column for each tree, * for the fastest."""
-    shapes = list(dict.fromkeys(one.tree for one in tree_times))
-    fastest, by_cell = fastest_trees(tree_times), {(one.batch_size, one.tree): one for one in tree_times}
+    shapes = list(dict.fromkeys(timed.tree for timed in tree_times))
+    fastest, by_cell = fastest_trees(tree_times), {(timed.batch_size, timed.tree): timed for timed in tree_times}
     rows = [["batch", *(str(shape) for shape in shapes)]]
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():
         cells = [by_cell[batch, shape] for shape in shapes]
-        rows.append([str(batch), *(f"{_table_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
+        rows.append([str(batch), *(f"{_table_cell(timed)} {'*' if timed == winner else ' '}" for timed in cells)])
     return rows
 
 

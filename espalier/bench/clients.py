@@ -51,11 +51,10 @@ def parse_address(url: str) -> Address:
 
 @dataclass
 class HttpResponse:
-    """A response, with the time at which each part arrived.  Times are values of perf_counter, in seconds.
+    """A response, with the times at which its bytes arrived.  Times are values of perf_counter, in seconds.
 
-    sent_at: when the request was sent; first_at: when the first bytes arrived; ended_at: when the response was
-    complete. arrivals: (time, number of bytes received so far).
-    """
+    sent_at: when the request was sent.  first_at: when the first bytes arrived.  ended_at: when the last bytes arrived.
+    received: all bytes so far, headers included.  arrivals: (time, number of bytes received until then)."""
 
     sent_at: float
     first_at: float = 0.0
@@ -94,7 +93,7 @@ class HttpResponse:
 
     def _timed_chunks(self) -> Iterator[tuple[float, bytes]]:
         """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
-        start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
+        start, arrival_ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:
                 yield time, bytes(self.received[start:end])
@@ -105,7 +104,7 @@ class HttpResponse:
             end = line_end + 2 + size
             if not size or end > len(self.received):
                 return
-            yield self.arrivals[bisect_left(ends, end)][0], bytes(self.received[line_end + 2 : end])
+            yield self.arrivals[bisect_left(arrival_ends, end)][0], bytes(self.received[line_end + 2 : end])
             start = end + 2
 
 
@@ -120,8 +119,8 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request.  The returned future completes at the last byte of the response.  The future
-        raises EspalierError if the connection ends before that byte."""
+        """Sends a request.  Returns a future of the response, which is done when the last byte arrives.  The future
+        raises EspalierError if the connection ends before."""
         self.response_future = asyncio.get_running_loop().create_future()
         self.response = HttpResponse(perf_counter())
         self.transport.write(request)
@@ -139,7 +138,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "response_future") or self.response_future.done():
             return
-        # A response without content-length and chunks ends when the connection ends.
+        # The end of a response without content-length and without chunks is the end of the connection.
         if self.response.head and CHUNKED_HEADER not in self.response.head and self.response.total_length is None:
             self.response_future.set_result(self.response)
         else:
@@ -164,7 +163,7 @@ def post_request_bytes(path: str, body: Mapping[str, Any], headers: Mapping[str,
 
 @dataclass
 class SentRequest:
-    """One request and its result.  error: the reason for an incomplete answer, else "".  text: the answer's text."""
+    """One request and its result.  error: why the answer is incomplete, or "".  text: the answer's text."""
 
     timeline: Timeline
     error: str = ""
@@ -192,20 +191,20 @@ class LoadTarget:
 
     async def send_request(self, body: Mapping[str, Any], planned_at: float) -> SentRequest:
         """Send a request and await its answer.  planned_at: the planned time of sending, on perf_counter's clock."""
-        sent = SentRequest(Timeline(planned_at))
+        sent_request = SentRequest(Timeline(planned_at))
         request = post_request_bytes(self.address.path_prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = await connect(self.address)
                 try:
-                    parse_response(await connection.send(request), sent)
+                    parse_response(await connection.send(request), sent_request)
                 finally:
                     connection.transport.abort()
         except TimeoutError:
-            sent.error = f"no whole answer within {self.timeout_s:g} s"
+            sent_request.error = f"no whole answer within {self.timeout_s:g} s"
         except (OSError, ssl.SSLError, EspalierError) as error:
-            sent.error = one_line(error)
-        return sent
+            sent_request.error = one_line(error)
+        return sent_request
 
     async def run_conversation(self, conversation: Conversation, planned_at: float) -> list[SentRequest]:
         """Send the turns of a conversation, the first turn at `planned_at`.  Stops after a turn without an answer."""
@@ -225,16 +224,16 @@ class LoadTarget:
 def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
     """Parse a response into the fields of `sent_request`.
 
-    A chunk counts as the number of its token ids, or as one token if the server sends no ids.  Tokens that only `usage`
-    reports are added to the last chunk.
+    A chunk has as many tokens as token ids, or one token if the server sends no ids.  If `usage` reports another total,
+    the last chunk gets the difference.
     """
     if response.status != STATUS_OK:
         sent_request.error = f"status {response.status}: {_error_message(response.body())}"
         return
-    texts, is_ended = [], False
+    texts, has_end = [], False
     for time, data in response.events():
         if data == b"[DONE]":
-            is_ended = True
+            has_end = True
             break
         event = json.loads(data)
         if "error" in event:
@@ -248,13 +247,13 @@ def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
             texts.append(text)
             sent_request.timeline.chunks.append((time, num_ids or 1))
     chunks = sent_request.timeline.chunks
-    if not is_ended or not chunks:
-        sent_request.error = "the answer has no text" if is_ended else "the stream has no end"
+    if not has_end or not chunks:
+        sent_request.error = "the answer has no text" if has_end else "the stream has no end"
         return
-    before = sum(count for _, count in chunks[:-1])
+    num_earlier_tokens = sum(count for _, count in chunks[:-1])
     sent_request.text = "".join(texts)
-    sent_request.num_output_tokens = sent_request.num_output_tokens or before + chunks[-1][1]
-    chunks[-1] = chunks[-1][0], max(1, sent_request.num_output_tokens - before)
+    sent_request.num_output_tokens = sent_request.num_output_tokens or num_earlier_tokens + chunks[-1][1]
+    chunks[-1] = chunks[-1][0], max(1, sent_request.num_output_tokens - num_earlier_tokens)
 
 
 def _text_of_event(event: Mapping[str, Any]) -> str:
@@ -285,11 +284,11 @@ async def require_reachable(address: Address) -> None:
     try:
         connection = await connect(address)
     except (OSError, EspalierError) as error:
-        raise _unreachable(address, error) from None
+        raise _unreachable_error(address, error) from None
     connection.transport.abort()
 
 
-def _unreachable(address: Address, error: Exception) -> EspalierError:
+def _unreachable_error(address: Address, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
@@ -297,21 +296,21 @@ async def _get_response(address: Address, headers: Mapping[str, str], path: str)
     lines = [f"GET {address.path_prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
-        exchange = await connection.send("\r\n".join([*lines, "", ""]).encode())
+        response = await connection.send("\r\n".join([*lines, "", ""]).encode())
         connection.transport.abort()
     except (OSError, EspalierError) as error:
-        raise _unreachable(address, error) from None
-    return exchange
+        raise _unreachable_error(address, error) from None
+    return response
 
 
 async def fetch_rounds(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
     """Returns the server's number of rounds by accept length; None for a server without Espalier's metric."""
     try:
-        exchange = await asyncio.wait_for(_get_response(address, headers, "/metrics"), METRICS_TIMEOUT_S)
-        found = ROUNDS_METRIC_PATTERN.findall(exchange.body().decode()) if exchange.status == STATUS_OK else []
+        response = await asyncio.wait_for(_get_response(address, headers, "/metrics"), METRICS_TIMEOUT_S)
+        counts = ROUNDS_METRIC_PATTERN.findall(response.body().decode()) if response.status == STATUS_OK else []
     except (EspalierError, TimeoutError, UnicodeDecodeError):
         return None
-    return Counter({int(length): int(float(count)) for length, count in found}) if found else None
+    return Counter({int(length): int(float(count)) for length, count in counts}) if counts else None
 
 
 async def fetch_model(address: Address, headers: Mapping[str, str]) -> str:

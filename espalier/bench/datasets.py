@@ -13,7 +13,7 @@ from typing import Any
 from espalier.bench.flags import DATASET_FLAGS, RANDOM_PROMPT_FLAGS
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
-from espalier.prompt_files import RECORD_FORMAT, messages_of, read_records, record_format, unexpected_record_error
+from espalier.prompt_files import RECORD_FORMAT, messages_of, prompt_field, read_records, unexpected_record_error
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -23,7 +23,8 @@ MAX_TEMPERATURE = 2.0
 
 
 def dataset_from_flags(args: Namespace) -> list[Conversation] | None:
-    """Returns the conversations of --dataset, if given.  Sets its flags' defaults.  Raises EspalierError."""
+    """Returns the conversations of --dataset; None without this flag.  Sets the defaults of the flags that belong to
+    --dataset.  Raises EspalierError."""
     names = DATASET_FLAGS if getattr(args, "dataset", None) is None else RANDOM_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
@@ -51,19 +52,19 @@ def read_conversations(
 ) -> tuple[list[Conversation], int]:
     """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
-    limit: the number of conversations, taken equally from all categories, in the file's order; None for all.
-    output_bounds: the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError."""
+    limit: how many conversations to draw, evenly from the categories; None for all.  output_bounds: the smallest
+    and largest max_tokens of an answer.  seed: of both draws.  Raises EspalierError."""
     rng = random.Random(seed)
-    records = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
-    with_user = [each for each in records if each[2]]
-    if not with_user:
+    records = [_messages_of_record(location, record) for location, record in read_records("--dataset", path)]
+    user_records = [(category, system, texts) for category, system, texts in records if texts]
+    if not user_records:
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {RECORD_FORMAT}")
-    sampled = with_user if limit is None else _sampled_records(path, with_user, limit, rng)
+    sampled = user_records if limit is None else _sampled_records(path, user_records, limit, rng)
     conversations = [
         Conversation(i, system, tuple(Turn(text, rng.randint(*output_bounds)) for text in texts), category)
         for i, (category, system, texts) in enumerate(sampled)
     ]
-    return conversations, len(records) - len(with_user)
+    return conversations, len(records) - len(user_records)
 
 
 def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random.Random) -> list[Any]:
@@ -72,18 +73,18 @@ def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random
     by_category: dict[str, list[int]] = {}
     for i, (category, *_) in enumerate(records):
         by_category.setdefault(category, []).append(i)
-    drawn = [rng.sample(places, len(places)) for places in by_category.values()]
-    in_turns = [place for place in chain.from_iterable(zip_longest(*drawn)) if place is not None]
-    return [records[place] for place in sorted(in_turns[:limit])]
+    shuffled_groups = [rng.sample(indices, len(indices)) for indices in by_category.values()]
+    drawn_in_turns = [index for index in chain.from_iterable(zip_longest(*shuffled_groups)) if index is not None]
+    return [records[index] for index in sorted(drawn_in_turns[:limit])]
 
 
-def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+def _messages_of_record(location: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """Returns (category, system message, messages of the user) of a record."""
-    if record_format(place, record) == "token_ids":
-        raise unexpected_record_error(place, "token ids, which are no text")
-    messages = messages_of(place, record)
-    system, texts = ([each["content"] for each in messages if each["role"] == who] for who in ("system", "user"))
+    if prompt_field(location, record) == "token_ids":
+        raise unexpected_record_error(location, "token ids, which are no text")
+    messages = messages_of(location, record)
+    system, texts = ([m["content"] for m in messages if m["role"] == role] for role in ("system", "user"))
     category = record.get("category") or ""
     if not isinstance(category, str):
-        raise unexpected_record_error(place, '"category" that is no text')
+        raise unexpected_record_error(location, '"category" that is no text')
     return category, "\n\n".join(system), [text for text in texts if text]

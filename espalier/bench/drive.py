@@ -25,7 +25,7 @@ from espalier.terminal.flags import engine_settings, with_minimum
 
 # The number of random texts for a model without a tokenizer.  Long prompts repeat these texts.
 NUM_RANDOM_TEXTS = 64
-# The settings of LLM that differ from the configured engine, such as those for plain decoding.
+# The settings of LLM in which an engine differs from the configured engine.
 EngineVariant = Mapping[str, Any]
 AS_CONFIGURED: EngineVariant = {}
 PLAIN_DECODING: EngineVariant = {"speculation": None}
@@ -41,8 +41,8 @@ class Timer(Protocol):
 class DriveResult:
     """The measurements of one batch, from arrival to end.
 
-    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: the time of the
-    models' forward passes in these steps.  traces: the rounds' traces by request id."""
+    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: what the timers of `drive`
+    measured in these steps.  traces: the rounds' traces by request id."""
 
     requests: list[Request]
     seconds: float
@@ -81,29 +81,30 @@ def drive(
     first_tokens: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> DriveResult:
-    """Run prompts as one batch.  first_tokens: the first token of each output; () to sample it."""
-    requests = _requests(prompts, params, first_tokens)
-    driven = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
-    harvested: list[RoundTrace] = []
-    engine.scheduler.on_round = harvested.append
+    """Runs prompts as one batch.  timers: measure parts of a step, such as forward passes.  first_tokens: the first
+    token of each output, as if it was generated before; () for none.  after_step: called after each step."""
+    requests = _make_requests(prompts, params, first_tokens)
+    result = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
+    round_traces: list[RoundTrace] = []
+    engine.scheduler.on_round = round_traces.append
     for request in requests:
         engine.add(request)
     started_at = perf_counter()
     while engine.has_work:
-        harvested.clear()
-        forward_before, step = sum(t.seconds for t in timers), perf_counter()
+        round_traces.clear()
+        forward_at_start, step_started_at = sum(t.seconds for t in timers), perf_counter()
         engine.step()
-        elapsed = perf_counter() - step
-        for trace in harvested:
-            driven.traces[trace.request_id].append(trace)
-        if len(harvested) == len(requests):
-            driven.full_step_times.append(elapsed)
-            driven.forward_seconds += sum(t.seconds for t in timers) - forward_before
+        elapsed = perf_counter() - step_started_at
+        for trace in round_traces:
+            result.traces[trace.request_id].append(trace)
+        if len(round_traces) == len(requests):
+            result.full_step_times.append(elapsed)
+            result.forward_seconds += sum(t.seconds for t in timers) - forward_at_start
         if after_step is not None:
             after_step()
-    driven.seconds = perf_counter() - started_at
+    result.seconds = perf_counter() - started_at
     engine.scheduler.on_round = None
-    return driven
+    return result
 
 
 def empty_prefix_cache(engine: Engine) -> None:
@@ -113,7 +114,7 @@ def empty_prefix_cache(engine: Engine) -> None:
 
 
 def full_step_times(results: Sequence[DriveResult]) -> list[float]:
-    """Returns the full steps' times of all runs of one batch, in seconds.  Raises EspalierError for none."""
+    """Returns the full_step_times of all runs of one batch.  Raises EspalierError if no step had all requests."""
     steps = [seconds for run in results for seconds in run.full_step_times]
     if not steps:
         requests = results[0].requests
@@ -125,12 +126,14 @@ def full_step_times(results: Sequence[DriveResult]) -> list[float]:
 
 
 def greedy_request(name: str, arrival_index: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """Returns a greedy request for num_tokens tokens.  arrival_index: index in the order of arrival, also the seed."""
+    """Returns a greedy request for num_tokens tokens.  arrival_index: the request's number by arrival, and its seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(name, list(prompt), params, seed=arrival_index, arrival_index=arrival_index)
 
 
-def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]) -> list[Request]:
+def _make_requests(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]
+) -> list[Request]:
     resolved = params.resolve({}, ())
     first_outputs = [[root] for root in first_tokens] or [[] for _ in prompts]
     return [
@@ -167,20 +170,18 @@ def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], 
             split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_texts()[:count]
         ]
     generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, llm.model_config.vocab_size, (count or NUM_RANDOM_TEXTS, 192), generator=generator).tolist()
-    return [(tokens[:128], tokens[128:]) for tokens in draw]
+    rows = torch.randint(0, llm.model_config.vocab_size, (count or NUM_RANDOM_TEXTS, 192), generator=generator).tolist()
+    return [(tokens[:128], tokens[128:]) for tokens in rows]
 
 
 def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """Returns the tokens of prompt + reference, split into two parts.  The first part, of at least one token, is the
-    longest common prefix with the tokens of the prompt alone.
-
-    A token may cross the border between prompt and reference, so the whole text is tokenized.
-    """
-    alone, whole = encode(prompt), encode(prompt + reference)
-    shared = next((i for i, (one, other) in enumerate(zip(alone, whole, strict=False)) if one != other), len(alone))
-    border = min(max(shared, 1), len(whole) - 1)
-    return whole[:border], whole[border:]
+    """Tokenizes prompt + reference as one text, because a token may cross the border.  Returns the tokens in two parts.
+    The first part is the longest common prefix with the tokens of the prompt alone, but at least one token."""
+    prompt_tokens, all_tokens = encode(prompt), encode(prompt + reference)
+    pairs = zip(prompt_tokens, all_tokens, strict=False)
+    num_shared = next((i for i, (left, right) in enumerate(pairs) if left != right), len(prompt_tokens))
+    border = min(max(num_shared, 1), len(all_tokens) - 1)
+    return all_tokens[:border], all_tokens[border:]
 
 
 def heldout_prompts(llm: LLM, num_prompts: int, length: int) -> list[list[int]]:
@@ -209,7 +210,7 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the longest request in tokens."""
+    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the model's number of positions."""
 
     settings: Mapping[str, Any]
 

@@ -5,13 +5,14 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, plain_number, whole_number, without_duplicate_keys
 from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
 # The default (smallest, largest) number of tokens of a prompt, and of an output.
 INPUT_BOUNDS, OUTPUT_BOUNDS = (16, 128), (16, 64)
 DEFAULT_REQUESTS = 8
+# The values of --arrivals, and of --endpoint.
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
@@ -19,9 +20,10 @@ SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "
 # Flags for random prompts, which --dataset excludes, and flags that need --dataset.
 RANDOM_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
-# Weight formats of a synthetic target (espalier/models/quantisers.py) and of its draft, which has no stacked experts.
+# The weight formats of --shapes (espalier/models/quantisers.py) for a target, and for a draft, which has no experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
+# The values of --tune.
 LINEARS, EXPERTS = "linears", "experts"
 
 
@@ -34,7 +36,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Add the flags of a load and of its arrivals.  requests, inputs, outputs: the default values in the help texts."""
+    """Adds the flags of a load and of its arrivals.  requests, inputs, outputs: the defaults that help texts show."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=parse_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
@@ -170,7 +172,7 @@ def doctor(parser: ArgumentParser) -> None:
 def parse_tree_shape(text: str) -> TreeShape:
     """Parses the value S,K,D of a flag; the argparse type."""
     try:
-        steps, topk, num_draft_tokens = map(int, text.split(","))
+        steps, topk, num_draft_tokens = map(whole_number, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)
     except EspalierError as error:
         raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
@@ -180,7 +182,7 @@ def parse_tree_shape(text: str) -> TreeShape:
 
 def parse_bounds(text: str) -> tuple[int, int]:
     """Parses the value SHORTEST,LONGEST of a flag; the argparse type."""
-    low, high = (int(part) for part in text.split(","))
+    low, high = (whole_number(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError
     return low, high
@@ -190,7 +192,7 @@ parse_bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64
 
 
 def _parse_rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [plain_number(part) for part in text.split(",")]
 
 
 _parse_rates.__name__ = "list of numbers, such as 1,2,4"
@@ -198,7 +200,9 @@ _parse_rates.__name__ = "list of numbers, such as 1,2,4"
 
 def _parse_json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=without_duplicate_keys)
+    except EspalierError as error:
+        raise ArgumentTypeError(str(error)) from None
     except ValueError:
         value = None
     if not isinstance(value, dict):

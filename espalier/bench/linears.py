@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from espalier.bench.shapes import find_shape
 from espalier.cache.layer_spec import INDEX_PLANE, NO_MIXING, LayerSpec, RecurrentState
@@ -28,9 +29,9 @@ class ProductGroup:
     """A run of equal products: `num_weights` weights [out, in], each multiplied with `num_rows` rows.
 
     num_heads: if above 1, a weight is [heads, out, in], and a batched product multiplies each head with its own rows.
-    weight_format: the weights' format, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.  experts: for a
-    router, the experts that it chooses; None for other layers.  first_weight: index of the run's first weight among all
-    weights of this name and shape."""
+    weight_format: "dense", or a name in espalier/models/quantisers.py:QUANTISERS.
+    experts: for a router, the experts that it chooses from; None for other layers.
+    first_weight: index of the run's first weight among all weights of this name and shape."""
 
     name: str
     shape: Shape
@@ -58,7 +59,7 @@ class ProductGroup:
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of a value, with its share of a group's scale.  Scales of rows and blocks do not count."""
+    """Returns the bytes of a value, with its share of a group's scale.  Scales of rows and blocks are not counted."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 
@@ -68,8 +69,8 @@ class ExpertSizes:
     """The sizes of a model's mixture-of-experts layers.
 
     shape: the experts' sizes in one layer.  shared_size: the shared expert's intermediate size, 0 for no shared expert.
-    fuses_shared: whether passes of few rows compute an unquantised shared expert in the launches of the routed experts
-    (espalier/models/layers/mlp.py).  has_biases, activation: of the routed experts."""
+    fuses_shared: whether the launches of the routed experts also compute the shared expert, if it is not quantised and
+    the pass has few rows (espalier/models/layers/mlp.py).  has_biases, activation: of the routed experts."""
 
     num_layers: int
     shape: ExpertsShape
@@ -84,25 +85,26 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts of a router.
 
-    weight_format: the experts' format, see ProductGroup.  mean_active: the mean number of a layer's experts that get
-    rows; None for the number with uniform routing."""
+    weight_format: the experts' format, see ProductGroup.  mean_active_experts: how many of a layer's experts get rows
+    on average; None: as many as with uniform routing."""
 
     sizes: ExpertSizes
     weight_format: str = DENSE
-    mean_active: float | None = None
+    mean_active_experts: float | None = None
 
     @property
     def expert_bytes(self) -> float:
-        """The bytes of one stored expert."""
+        """The bytes of one expert in this weight_format."""
         return self.sizes.shape.expert_bytes * value_bytes(self.weight_format) / value_bytes(DENSE)
 
     def active_experts(self, num_rows: int) -> float:
-        return self.sizes.shape.active_experts(num_rows) if self.mean_active is None else self.mean_active
+        mean = self.mean_active_experts
+        return self.sizes.shape.active_experts(num_rows) if mean is None else mean
 
 
 @dataclass(frozen=True)
 class MTPSizes:
-    """The sizes of the modules of an MTP draft, without embeddings, of which a pass reads only its rows.
+    """The sizes of the modules of an MTP draft.  Embeddings do not count, because a pass reads only a few rows of them.
 
     layer_shape: of one module's decoder layer.  has_own_heads: whether each module has its own lm_head; False if all
     modules use the target's lm_head."""
@@ -123,8 +125,8 @@ class BlockSizes:
     markov_head_type: MarkovHeadType = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductGroup, ...]":
-        """Returns the products of a block draft's edges: first the block's hidden states, then one product for each
-        depth.  The first depth has one row, the root; other depths have topk rows.  All read the same weights."""
+        """Returns the products of a block draft's edges: one over the block's hidden states, then two for each depth.
+        The first depth has one row for each request, its root; other depths have topk rows.  They share weights."""
         rank, (num_parts, num_inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
         runs = [ProductGroup("draft edge hidden", (num_parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
         # The first depth reads no state.
@@ -143,20 +145,20 @@ class BlockSizes:
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
-
-    layer_specs: the heads and cache rows of each layer.  latent: for latent attention, else None.  experts: of the last
-    layers; None for a dense model.  draft_vocab_size: rows of the draft's lm_head.  num_captured: the number of
-    target features that the draft fuses.  draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp,
-    block: None for an EAGLE head.  weight_format: the format of the layers' matrices, see ProductGroup; a draft has its
-    own format, for its head too. is_draft: whether these are a draft's layers.  gates_attention: whether attention has
-    a gate as wide as its queries. one_block_layers: whether a layer is only a mixer or only experts (Nemotron-H)."""
+    layer_specs: the heads and cache rows of each layer.  latent: of latent attention; None for other attention.
+    experts: of the last layers; None for a dense model.  draft_vocab_size: rows of the draft's lm_head.
+    num_captured_layers: how many target layers the draft reads.
+    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: None for an EAGLE head.
+    weight_format: the format of these layers' matrices (ProductGroup).  is_draft: whether these are a draft's layers.
+    gates_attention: whether attention has a gate as wide as its queries.
+    one_block_layers: whether a layer is only a mixer or only experts (Nemotron-H)."""
 
     hidden_size: int
     layer_specs: tuple[LayerSpec, ...]
     intermediate_size: int
     vocab_size: int
     draft_vocab_size: int = 32000
-    num_captured: int = 3
+    num_captured_layers: int = 3
     draft: "ModelShape | None" = None
     latent: LatentConfig | None = None
     experts: ExpertSizes | None = None
@@ -172,7 +174,7 @@ class ModelShape:
         return len(self.layer_specs)
 
     @property
-    def num_dense(self) -> int:
+    def num_dense_layers(self) -> int:
         """The number of dense layers before the layers with experts; 0 if one_block_layers."""
         num_expert_layers = self.experts.num_layers if self.experts else 0
         return 0 if self.one_block_layers else max(0, self.num_layers - num_expert_layers)
@@ -180,24 +182,22 @@ class ModelShape:
     def slice_layers(self, begin: int, end: int | None = None) -> "ModelShape":
         """Returns the sizes of a model with only the layers `begin` to `end`."""
         specs = self.layer_specs[begin:end]
-        num_dense = min(max(self.num_dense - begin, 0), len(specs))
-        experts = self.experts and replace(self.experts, num_layers=len(specs) - num_dense)
+        num_dense_layers = min(max(self.num_dense_layers - begin, 0), len(specs))
+        experts = self.experts and replace(self.experts, num_layers=len(specs) - num_dense_layers)
         return replace(self, layer_specs=specs, experts=experts)
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductGroup, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
-        Routed experts have no ProductGroup.  The ProductGroup of their router has them as `experts`."""
+        Routed experts have no ProductGroup of their own: they are `experts` of their router's ProductGroup."""
         lm_head = self._lm_head("lm_head", self.vocab_size, rows, head_rows)
         return (*self._layer_products("", self.hidden_size, rows), lm_head)
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
     ) -> tuple[ProductGroup, ...]:
-        """Returns a draft module's products (module 1 is the first): `rows` rows, `head_rows` for the head (None:
-        `rows`).
-
-        fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
-        """
+        """Returns a draft module's products over `rows` rows.  module: 1 for the first.
+        head_rows: rows of the lm_head; None for `rows`.  fused_rows: rows of captured features that an EAGLE head fuses
+        before the pass; MTP modules fuse none."""
         head_rows = rows if head_rows is None else head_rows
         head = (self._draft_head_product(module, head_rows),) if head_rows else ()
         if self.mtp is not None:
@@ -209,7 +209,7 @@ class ModelShape:
         return (*fuse, *draft.slice_layers(0, 1)._layer_products("draft ", 2 * draft.hidden_size, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductGroup, ...]:
-        """Returns a block draft pass's products: layers over the block, the head over one row a depth, and edges."""
+        """Returns the products of a block draft's pass: layers over the block, lm_head over a row a depth, edges."""
         block = self.block
         assert block is not None
         layers = block.layers_shape._layer_products("draft ", block.layers_shape.hidden_size, batch * block.block_rows)
@@ -217,11 +217,11 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns a draft's extend products: modules over `rows` rows without heads, or a block draft's context."""
+        """Returns the products of a draft's extend pass: modules without lm_head, or a block draft's context rows."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
-        return tuple(run for of_module in passes for run in of_module)
+        return tuple(run for products in passes for run in products)
 
     @property
     def num_draft_modules(self) -> int:
@@ -234,14 +234,12 @@ class ModelShape:
             return self.mtp.layer_shape
         if self.block is not None:
             return self.block.layers_shape
-        whole = (replace(self.layer_specs[0], window=None),)
-        return self.draft or replace(self, layer_specs=whole, experts=None, weight_format=DENSE, is_draft=True)
+        first_layer = (replace(self.layer_specs[0], window=None),)
+        return self.draft or replace(self, layer_specs=first_layer, experts=None, weight_format=DENSE, is_draft=True)
 
     def matrix_shapes(self, weight_format: str = DENSE) -> tuple[Shape, ...]:
-        """Returns the different shapes of all linear layers with this weight format, in the order of a round.
-
-        Not included are batched products, and the factors of edges, which have their own kernel.
-        """
+        """Returns the different shapes of all linear layers with this weight format, in the order of a round.  Batched
+        products are left out, and the factors of edges, which have their own kernel."""
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
@@ -252,9 +250,10 @@ class ModelShape:
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
         """Returns the products of all layers, dense layers first, equal layers in one run."""
         # A sliding window does not change a layer's products.
-        kinds = Counter((at < self.num_dense, replace(spec, window=None)) for at, spec in enumerate(self.layer_specs))
-        runs, taken = list[ProductGroup](), Counter[tuple[str, Shape]]()
-        for (is_dense, spec), count in kinds.items():
+        specs = [replace(spec, window=None) for spec in self.layer_specs]
+        layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
+        runs, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
+        for (is_dense, spec), count in layer_counts.items():
             mlp = (
                 self._mlp_products(prefix, self.intermediate_size, count, rows)
                 if is_dense
@@ -263,16 +262,16 @@ class ModelShape:
             if self.one_block_layers and spec.cache_spec != NO_MIXING:
                 mlp = ()
             for run in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
-                runs.append(replace(run, first_weight=taken[run.name, run.shape]))
-                taken[run.name, run.shape] += count
+                runs.append(replace(run, first_weight=num_earlier_weights[run.name, run.shape]))
+                num_earlier_weights[run.name, run.shape] += count
         return tuple(runs)
 
     def _attention_products(
         self, prefix: str, input_columns: int, spec: LayerSpec, num_layers: int, rows: int
     ) -> tuple[ProductGroup, ...]:
         if self.latent is not None:
-            own = self._latent_products(prefix, self.latent, spec.heads, num_layers, rows)
-            return (*self._indexer_products(prefix, self.latent, spec, num_layers, rows), *own)
+            latent_products = self._latent_products(prefix, self.latent, spec.heads, num_layers, rows)
+            return (*self._indexer_products(prefix, self.latent, spec, num_layers, rows), *latent_products)
         if isinstance(spec.cache_spec, RecurrentState):
             return self._recurrent_products(prefix, spec.cache_spec, num_layers, rows)
         size = spec.cache_spec.k_size
@@ -285,7 +284,7 @@ class ModelShape:
     def _recurrent_products(
         self, prefix: str, state: RecurrentState, num_layers: int, rows: int
     ) -> tuple[ProductGroup, ...]:
-        """Returns the products of a recurrent layer: inputs with gate, inputs of decays and betas, output."""
+        """Returns the products of a recurrent layer: the projections of its inputs, of its gates, and of its output."""
         if state == NO_MIXING:
             return ()
         inner = state.heads * state.v_size or state.channels
@@ -350,7 +349,7 @@ class ModelShape:
         return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
     def _expert_products(self, prefix: str, num_layers: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the router with its routed experts, and then the linear layers beside the experts."""
+        """Returns the router's product, whose `experts` are the routed experts, then those of a shared expert."""
         experts = self.experts
         if experts is None:
             return ()
@@ -363,7 +362,7 @@ class ModelShape:
         return router, *([gate] if experts.has_shared_gate else ()), *(shared if experts.shared_size else ())
 
     def _fusion_product(self, draft: "ModelShape", rows: int) -> ProductGroup:
-        return draft._product("draft fc", (draft.hidden_size, self.num_captured * self.hidden_size), 1, rows)
+        return draft._product("draft fc", (draft.hidden_size, self.num_captured_layers * self.hidden_size), 1, rows)
 
     def _own_lm_head(self, rows: int) -> ProductGroup:
         """Returns the product of the lm_head of an EAGLE head or of a block draft."""
@@ -394,16 +393,16 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         )
     experts = None
     if config.experts is not None and config.experts.layers:
-        own, routing, size = config.experts, config.experts.routing, config.experts.intermediate_size
-        is_plain = own.activation == SILU and not (own.has_biases or own.shared_has_bias or own.shared_gate_name)
+        moe, routing, size = config.experts, config.experts.routing, config.experts.intermediate_size
+        is_plain = moe.activation == SILU and not (moe.has_biases or moe.shared_has_bias or moe.shared_gate_name)
         experts = ExpertSizes(
-            len(own.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, size, own.activation.num_matrices),
-            own.shared_size,
-            own.shared_gate_name is not None,
-            fuses_shared=is_plain and own.shared_size > 0 and own.shared_size % size == 0,
-            has_biases=own.has_biases,
-            activation=own.activation,
+            len(moe.layers),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, size, moe.activation.num_matrices),
+            moe.shared_size,
+            moe.shared_gate_name is not None,
+            fuses_shared=is_plain and moe.shared_size > 0 and moe.shared_size % size == 0,
+            has_biases=moe.has_biases,
+            activation=moe.activation,
         )
     return ModelShape(
         hidden_size=config.hidden_size,
@@ -419,12 +418,12 @@ def model_sizes(config: ModelConfig) -> ModelShape:
 
 def module_sizes(config: MTPConfig) -> ModelShape:
     """Returns the sizes of one MTP module's decoder layer."""
-    whole, index, experts = model_sizes(config.layer), config.num_target_layers, config.layer.experts
+    layers_shape, index, experts = model_sizes(config.layer), config.num_target_layers, config.layer.experts
     has_experts = experts is not None and index in experts.layers
     return replace(
-        whole,
-        layer_specs=whole.layer_specs[index : index + 1],
-        experts=replace(whole.experts, num_layers=1) if has_experts and whole.experts else None,
+        layers_shape,
+        layer_specs=layers_shape.layer_specs[index : index + 1],
+        experts=replace(layers_shape.experts, num_layers=1) if has_experts and layers_shape.experts else None,
     )
 
 
@@ -435,10 +434,11 @@ def with_draft(target: ModelShape, draft: DraftConfig, weight_format: str = DENS
         module = replace(module_sizes(draft), weight_format=weight_format, is_draft=True)
         return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weight_format=weight_format, is_draft=True)
+    sizes: dict[str, Any] = {"draft": layer}
     if isinstance(draft, BlockConfig):
-        block = BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)
-        return replace(target, draft_vocab_size=spec.vocab_size, num_captured=len(spec.captured_layers), block=block)
-    return replace(target, draft_vocab_size=spec.vocab_size, num_captured=len(spec.captured_layers), draft=layer)
+        sizes = {"block": BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)}
+    sizes |= {"draft_vocab_size": spec.vocab_size, "num_captured_layers": len(spec.captured_layers)}
+    return replace(target, **sizes)
 
 
 def shape_named(name: str, weight_format: str = DENSE, draft_weight_format: str = DENSE) -> ModelShape:

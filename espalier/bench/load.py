@@ -29,9 +29,9 @@ LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms"
 class Load:
     """A load: conversations of `num_turns` requests, in order of arrival.
 
-    input_lengths, output_lengths: for each request, the tokens that the user adds, and the tokens of the output.  All
-    requests of a conversation come before the next conversation's.  num_prefixes: the number of different shared
-    beginnings, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
+    input_lengths: for each request, how many tokens the user adds.  output_lengths: for each request, the tokens of its
+    output.  In both, the requests of a conversation are neighbours.  num_prefixes: how many different beginnings the
+    conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
 
     input_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]
@@ -47,8 +47,8 @@ class Load:
     @property
     def max_tokens(self) -> int:
         """The tokens of the longest conversation, outputs included."""
-        loads = map(self.only_conversation, range(self.num_conversations))
-        return self.shared_prefix_tokens + max(sum(each.input_lengths + each.output_lengths) for each in loads)
+        talks = map(self.only_conversation, range(self.num_conversations))
+        return self.shared_prefix_tokens + max(sum(talk.input_lengths + talk.output_lengths) for talk in talks)
 
     @property
     def shared_prefix_tokens(self) -> int:
@@ -57,14 +57,14 @@ class Load:
 
     def only_conversation(self, index: int) -> "Load":
         """Returns a load with only this conversation."""
-        places = slice(index * self.num_turns, (index + 1) * self.num_turns)
-        return Load(self.input_lengths[places], self.output_lengths[places], self.num_turns)
+        turns = slice(index * self.num_turns, (index + 1) * self.num_turns)
+        return Load(self.input_lengths[turns], self.output_lengths[turns], self.num_turns)
 
     def user_texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: see prompt_lengths."""
+        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of these prompt_lengths."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.num_prefixes]]
-        rest = prompts[self.num_prefixes :]
-        return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(rest)]
+        texts = prompts[self.num_prefixes :]
+        return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(texts)]
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -88,11 +88,10 @@ def random_load(
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Defines when requests arrive.
+    """Defines when requests arrive: all at once, unless concurrency or rate is set.
 
-    concurrency: the number of requests in progress; when one finishes, the next arrives.  rate: requests a second, as a
-    Poisson process; with `burst`, evenly spaced bursts of `burst` requests.  Without both, all requests arrive at once.
-    """
+    concurrency: the number of requests in progress; when one finishes, the next arrives.  rate: arrivals a second, at
+    random times (a Poisson process).  burst: with rate, requests arrive in evenly spaced groups of this size."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -128,7 +127,7 @@ class Timeline:
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean seconds a token after the first chunk; None for only one chunk."""
+        """The mean seconds for a token after the first chunk; None if there is only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
@@ -141,8 +140,8 @@ class Timeline:
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds_by_kind: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    num_target_rows: with the padding of prefill passes, without the padding of rounds to a graph's batch size."""
+    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the launch whose result it read.
+    num_target_rows: rows of the target's passes, with the padding of prefill passes, without the padding of rounds."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
@@ -176,7 +175,7 @@ class LaunchTimes:
 
 
 class AnsweredRequest(NamedTuple):
-    """The figures of one answered request.  num_tokens: the number of output tokens.  num_rounds: None if not known."""
+    """The figures of one answered request.  num_tokens: its output tokens.  num_rounds: None if not known."""
 
     category: str
     timeline: Timeline
@@ -187,27 +186,28 @@ class AnsweredRequest(NamedTuple):
 def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
     """Returns the figures of each category of requests.
 
-    step_ms: the time from one round of a request to its next round.  tokens_per_second: the rate of one request after
-    its first token, which is accept_length / step_ms.
+    step_ms: the mean time from one round of a request to its next round.  tokens_per_second: of one request after its
+    first chunk.
     """
     groups: dict[str, list[AnsweredRequest]] = {}
-    for each in answers:
-        groups.setdefault(each.category, []).append(each)
-    return {category: _figures_of_category(each) for category, each in groups.items()}
+    for answer in answers:
+        groups.setdefault(answer.category, []).append(answer)
+    return {category: _figures_of_category(group) for category, group in groups.items()}
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
-    timed = [each for each in answers if len(each.timeline.chunks) > 1]
-    seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in timed)
-    tokens = sum(each.num_tokens - each.timeline.chunks[0][1] for each in timed)
-    rounds = None if any(each.num_rounds is None for each in timed) else sum(each.num_rounds or 0 for each in timed)
+    streamed = [answer for answer in answers if len(answer.timeline.chunks) > 1]
+    seconds = sum(answer.timeline.chunks[-1][0] - answer.timeline.chunks[0][0] for answer in streamed)
+    tokens = sum(answer.num_tokens - answer.timeline.chunks[0][1] for answer in streamed)
+    known_rounds = [answer.num_rounds for answer in streamed if answer.num_rounds is not None]
+    rounds = sum(known_rounds) if len(known_rounds) == len(streamed) else None
     return {
         "requests": len(answers),
-        "tokens_out": sum(each.num_tokens for each in answers),
+        "tokens_out": sum(answer.num_tokens for answer in answers),
         "accept_length": tokens / rounds if rounds else None,
         "step_ms": 1e3 * seconds / rounds if rounds else None,
         "tokens_per_second": tokens / seconds if seconds else None,
-        **latency_figures([each.timeline for each in answers]),
+        **latency_figures([answer.timeline for answer in answers]),
     }
 
 
@@ -237,42 +237,42 @@ class LoadResult:
     def figures(self) -> dict[str, Any]:
         """Returns the figures of the report.
 
-        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
-        outputs, which does not depend on the order of arrival.  wasted_rows: the share of the target's rows that
-        neither processed a prompt token nor emitted a token.
+        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: of all
+        outputs, whatever the order of arrival was.  wasted_rows: the share of the target's rows that neither computed
+        a prompt token nor gave an output token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
-        computed = tokens_in - sum(request.cached_tokens for request in self.requests)
-        busy = sum(self.launch_times.seconds_by_kind.values())
+        num_computed = tokens_in - sum(request.cached_tokens for request in self.requests)
+        total = sum(self.launch_times.seconds_by_kind.values())
         return {
             "requests": len(self.requests),
             "seconds": self.seconds,
             "tokens_in": tokens_in,
-            "tokens_in_cached": tokens_in - computed,
-            "cached_share": 1 - computed / tokens_in,
+            "tokens_in_cached": tokens_in - num_computed,
+            "cached_share": 1 - num_computed / tokens_in,
             "outputs_hash": self._outputs_hash(),
             "tokens_out": tokens_out,
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
             "accept_length": self.accept_length,
-            "time_shares": {kind: seconds / busy for kind, seconds in self.launch_times.seconds_by_kind.items()},
-            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.launch_times.num_target_rows),
+            "time_shares": {kind: seconds / total for kind, seconds in self.launch_times.seconds_by_kind.items()},
+            "wasted_rows": max(0.0, 1 - (num_computed + tokens_out) / self.launch_times.num_target_rows),
             **latency_figures(self.timelines),
             "categories": figures_by_category(self.answered_requests),
         }
 
     def _outputs_hash(self) -> str:
-        outputs = [each.output for each in sorted(self.requests, key=lambda each: each.arrival_index)]
+        outputs = [request.output for request in sorted(self.requests, key=lambda request: request.arrival_index)]
         return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
 def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Returns percentiles, in ms, of each of LATENCY_TIMES."""
-    per_token = [each.tpot_s for each in timelines if each.tpot_s is not None]
-    gaps = [gap for each in timelines for gap in each.chunk_gaps]
-    values = ([each.ttft_s for each in timelines], gaps, per_token, [each.latency_s for each in timelines])
-    return {name: percentiles(each) for name, each in zip(LATENCY_TIMES, values, strict=True)}
+    per_token = [t.tpot_s for t in timelines if t.tpot_s is not None]
+    gaps = [gap for t in timelines for gap in t.chunk_gaps]
+    seconds = ([t.ttft_s for t in timelines], gaps, per_token, [t.latency_s for t in timelines])
+    return {name: percentiles(values) for name, values in zip(LATENCY_TIMES, seconds, strict=True)}
 
 
 def time_title(time_name: str) -> str:
@@ -281,7 +281,7 @@ def time_title(time_name: str) -> str:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Returns nearest-rank percentiles in ms; None for no values."""
+    """Returns percentiles (nearest rank) in ms; None without values."""
     if not seconds:
         return None
     order = sorted(seconds)
@@ -302,7 +302,7 @@ class BenchConversations(Protocol):
     def num_turns(self, index: int) -> int: ...
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: its earlier requests."""
+        """Returns the next request of a conversation.  earlier: the conversation's requests before."""
         ...
 
 
@@ -328,12 +328,12 @@ class RandomConversations:
         return self.load.num_turns
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        turn, own = len(earlier), self.load.only_conversation(index)
-        begin = self.load.shared_prefix_tokens + sum(own.input_lengths[:turn]) if turn else 0
-        end = self.load.shared_prefix_tokens + sum(own.input_lengths[: turn + 1])
-        said = earlier[-1].prompt + earlier[-1].output if earlier else []
-        place = index * self.load.num_turns + turn
-        return greedy_request(str(place), place, [*said, *self.texts[index][begin:end]], own.output_lengths[turn])
+        turn, talk = len(earlier), self.load.only_conversation(index)
+        begin = self.load.shared_prefix_tokens + sum(talk.input_lengths[:turn]) if turn else 0
+        end = self.load.shared_prefix_tokens + sum(talk.input_lengths[: turn + 1])
+        tokens_before = earlier[-1].prompt + earlier[-1].output if earlier else []
+        prompt, number = [*tokens_before, *self.texts[index][begin:end]], index * self.load.num_turns + turn
+        return greedy_request(str(number), number, prompt, talk.output_lengths[turn])
 
 
 def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
@@ -353,36 +353,36 @@ def serve_conversations(engine: Engine, conversations: BenchConversations, arriv
     waiting = [(arrival_times[i], i) for i in range(conversations.num_conversations)]
     running: dict[str, tuple[int, int]] = {}
     max_running = arrivals.concurrency or conversations.num_conversations
-    engine.observer, last = launch_times, perf_counter()
+    engine.observer, counted_until = launch_times, perf_counter()
 
-    def spend() -> None:
-        nonlocal last
+    def count_time() -> None:
+        nonlocal counted_until
         now = perf_counter()
-        launch_times.add_seconds(now - last)
-        last = now
+        launch_times.add_seconds(now - counted_until)
+        counted_until = now
 
     while waiting or engine.has_work:
         while waiting and len(running) < max_running and perf_counter() >= waiting[0][0]:
-            at, number = heapq.heappop(waiting)
-            request = conversations.next_request(number, earlier_requests[number])
+            at, conversation_index = heapq.heappop(waiting)
+            request = conversations.next_request(conversation_index, earlier_requests[conversation_index])
             timelines.append(Timeline(perf_counter() if arrivals.rate is None else at))
             requests.append(request)
-            categories.append(conversations.category(number))
-            running[request.id] = len(requests) - 1, number
+            categories.append(conversations.category(conversation_index))
+            running[request.id] = len(requests) - 1, conversation_index
             engine.add(request)
         if not engine.has_work:
             sleep(max(0.0, waiting[0][0] - perf_counter()))
-            spend()
+            count_time()
             continue
         for chunk in engine.step():
-            place, number = running[chunk.request_id]
+            request_index, conversation_index = running[chunk.request_id]
             if chunk.token_ids:
-                timelines[place].chunks.append((perf_counter(), len(chunk.token_ids)))
+                timelines[request_index].chunks.append((perf_counter(), len(chunk.token_ids)))
             if chunk.finish_reason is not None:
                 del running[chunk.request_id]
-                earlier_requests[number].append(requests[place])
-                if len(earlier_requests[number]) < conversations.num_turns(number):
-                    heapq.heappush(waiting, (perf_counter() + conversations.think_s, number))
-        spend()
+                earlier_requests[conversation_index].append(requests[request_index])
+                if len(earlier_requests[conversation_index]) < conversations.num_turns(conversation_index):
+                    heapq.heappush(waiting, (perf_counter() + conversations.think_s, conversation_index))
+        count_time()
     engine.observer = launch_times.former_observer
     return LoadResult(perf_counter() - timelines[0].planned_at, requests, timelines, launch_times, categories)

@@ -98,18 +98,18 @@ class DatasetConversations:
         )
 
     def _require_fits(self, conversation: Conversation) -> None:
-        room = self.llm.config.layout.max_context
+        max_context = self.llm.config.layout.max_context
         prompt = self._prompt_tokens(conversation, [""] * (len(conversation.turns) - 1))
-        needed = len(prompt) + sum(turn.max_tokens for turn in conversation.turns)
-        if needed > room:
+        num_most = len(prompt) + sum(turn.max_tokens for turn in conversation.turns)
+        if num_most > max_context:
             raise EspalierError(
-                f"conversation {conversation.index + 1} of --dataset may have {needed} tokens with its answers, and "
-                f"max_context={room}; raise --max-context, lower --output, or leave it out of the file"
+                f"conversation {conversation.index + 1} of --dataset may have {num_most} tokens with its answers, and "
+                f"max_context={max_context}; raise --max-context, lower --output, or leave it out of the file"
             )
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """Run the command.  engines_of: see espalier/bench/drive.py:engines_of."""
+    """Runs the command.  engines_of: opens engines, like espalier/bench/drive.py:engines_of."""
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
             raise EspalierError(f"{flag_of(given[0])} is not for --url: its server runs already; leave one out")
@@ -124,9 +124,9 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
     for name, cells in _results_by_variant(args, load, talks, engines_of):
         results[name], config = cells, config or cells[0][1]
     assert config is not None
-    figures = {name: [each.figures() for each, _ in cells] for name, cells in results.items()}
+    figures = {name: [result.figures() for result, _ in cells] for name, cells in results.items()}
     pairs = _rates_and_temperatures(args)
-    cells = [{name: each[i] for name, each in figures.items()} for i in range(len(pairs))]
+    cells = [{name: by_pair[i] for name, by_pair in figures.items()} for i in range(len(pairs))]
     report = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
     if talks is not None:
         report["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
@@ -139,7 +139,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
             title = f"{title}, temperature {temperature:g}".removeprefix(", ")
         tables.append(_table_rows(title, cell))
         if talks is not None:
-            tables += [category_table(f"{title}, {name}", each["categories"]) for name, each in cell.items()]
+            tables += [category_table(f"{title}, {name}", values["categories"]) for name, values in cell.items()]
     write_markdown(args.markdown, tables)
     for table in tables:
         print_table(table)
@@ -172,7 +172,7 @@ def _load_of_flags(args: Namespace) -> Load:
 def _results_by_variant(
     args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
-    """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
+    """Yields (name of an engine variant, (result, config) of each rate and temperature), after warming it up."""
     engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         length_flags = (
@@ -202,8 +202,8 @@ def _results_by_variant(
 def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
     count = min(batch_size, bench.config.layout.max_batch)
     count = count if load is None else min(count, load.num_conversations)
-    first = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(count)]
-    serve_random(bench.engine, bench.make_prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * count), Arrivals())
+    lengths = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(count)]
+    serve_random(bench.engine, bench.make_prompts(lengths), Load(tuple(lengths), (WARM_UP_TOKENS,) * count), Arrivals())
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -1,8 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they run.
 
-Each request is sent at its planned time, however slow the answers are.  Latencies count from the planned time.  The
-servers are measured one after another, with the same requests.  Each rate and temperature has other random prompts.
-Each request has its own connection.
+Each request is sent at its planned time, however slow the answers are, on its own connection.  Latencies count from the
+planned time.  The servers are measured one after another, with the same requests.  The random prompts of each pair of a
+rate and a temperature differ.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """Limits of latency in ms; None for no limit."""
+    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of a later token's mean time."""
 
     ttft: float | None
     itl: float | None
@@ -67,10 +67,10 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class OpenLoopResult:
-    """The results of one server at one rate; rate is None for a fixed number of requests in progress.
+    """The results of one server at one rate.  rate: None if a fixed number of conversations was in progress.
 
     seconds: from the first arrival to the last answer.  rounds_by_length: the number of rounds in this time, by
-    accept length; None if the server does not report it."""
+    accept length; None if the server does not report them.  limits: for the goodput."""
 
     server: str
     rate: float | None
@@ -82,7 +82,7 @@ class OpenLoopResult:
 
     @property
     def answered_requests(self) -> list[SentRequest]:
-        return [each for each in self.requests if not each.error]
+        return [request for request in self.requests if not request.error]
 
     @property
     def accept_length(self) -> float | None:
@@ -92,14 +92,14 @@ class OpenLoopResult:
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # A server reports one accept length for all its requests, so several categories do not show it.
-        mean = length if len({each.category for each in self.requests}) == 1 else None
+        # A server reports one accept length for all its requests, so it is unknown for each of several categories.
+        mean = length if len({request.category for request in self.requests}) == 1 else None
         answers = [
-            AnsweredRequest(one.category, one.timeline, one.num_output_tokens, mean and one.num_later_tokens / mean)
-            for one in self.answered_requests
+            AnsweredRequest(r.category, r.timeline, r.num_output_tokens, mean and r.num_later_tokens / mean)
+            for r in self.answered_requests
         ]
-        good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)
-        tokens = sum(each.num_output_tokens for each in self.answered_requests)
+        num_good = sum(self.limits.are_met_by(request.timeline) for request in self.answered_requests)
+        tokens = sum(request.num_output_tokens for request in self.answered_requests)
         return {
             "server": self.server,
             "rate": self.rate,
@@ -112,8 +112,8 @@ class OpenLoopResult:
             "tokens_out": tokens,
             "requests_per_second": len(self.answered_requests) / self.seconds,
             "tokens_out_per_second": tokens / self.seconds,
-            "goodput_per_second": good / self.seconds,
-            "good_share": good / len(self.requests),
+            "goodput_per_second": num_good / self.seconds,
+            "good_share": num_good / len(self.requests),
             "accept_length": length,
             **latency_figures([each.timeline for each in self.answered_requests]),
             "categories": figures_by_category(answers),
@@ -141,9 +141,9 @@ def run(args: Namespace) -> int:
                 after = asyncio.run(fetch_rounds(cell.address, cell.headers))
                 rounds = None if before is None or after is None else after - before
                 results.append(OpenLoopResult(str(cell.address), rate, temperature, seconds, requests, limits, rounds))
-    figures = [each.figures() for each in results]
-    named = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
-    load_settings = {name: json_value(getattr(args, name)) for name in named} | asdict(limits)
+    figures = [result.figures() for result in results]
+    load_flags = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
+    load_settings = {name: json_value(getattr(args, name)) for name in load_flags} | asdict(limits)
     write_json(args.json, {"command": command_line(), "models": models, "load": load_settings, "cells": figures})
     tables = [_table_rows(figures, limits)]
     if dataset is not None:
@@ -192,8 +192,8 @@ def _check_token_ids(args: Namespace) -> None:
     """Refuse flags for text prompts beside --token-ids.  Raises EspalierError."""
     require_at_least_one(args, "token_ids")
     if args.endpoint == CHAT or (args.turns or 1) > 1:
-        other = "--endpoint chat" if args.endpoint == CHAT else "--turns"
-        raise EspalierError(f"{other} needs a text, and --token-ids sends none; leave one out")
+        flag = "--endpoint chat" if args.endpoint == CHAT else "--turns"
+        raise EspalierError(f"{flag} needs a text, and --token-ids sends none; leave one out")
     args.endpoint = COMPLETIONS
 
 
@@ -206,7 +206,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
 
 
 async def _connect_server(args: Namespace, url: str) -> LoadTarget:
-    """Returns the server at a URL after one answered request.  Raises EspalierError."""
+    """Returns the server at a URL.  Raises EspalierError unless it answers a first request."""
     key = api_key(args)
     address = parse_address(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -225,12 +225,12 @@ async def _connect_server(args: Namespace, url: str) -> LoadTarget:
 async def _measure_server(
     target: LoadTarget, conversations: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """Run all conversations.  Returns (seconds, requests).  Without a rate, a conversation starts when another ends."""
+    """Runs all conversations.  Returns (seconds, requests).  Without a rate, one starts when another ends."""
     started_at, arrival_times = perf_counter(), arrivals.arrival_times(len(conversations))
-    free = asyncio.Semaphore(arrivals.concurrency or len(conversations))
+    free_places = asyncio.Semaphore(arrivals.concurrency or len(conversations))
 
     async def run_one(conversation: Conversation) -> list[SentRequest]:
-        async with free:
+        async with free_places:
             start = started_at + arrival_times[conversation.index] if arrivals.rate else perf_counter()
             requests = await target.run_conversation(conversation, start)
         advance()
@@ -241,7 +241,8 @@ async def _measure_server(
 
 
 def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> list[list[str]]:
-    held = [f"{name} {ms:g} ms" for name, ms in (("ttft", limits.ttft), ("per token", limits.itl)) if ms is not None]
+    limits_ms = (("ttft", limits.ttft), ("per token", limits.itl))
+    limit_texts = [f"{name} {ms:g} ms" for name, ms in limits_ms if ms is not None]
     rows = [
         ["", *(each["server"] for each in figures)],
         ["arrivals a second", *("-" if each["rate"] is None else f"{each['rate']:g}" for each in figures)],
@@ -253,8 +254,9 @@ def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> 
         ["accept length", *("-" if (x := each["accept_length"]) is None else f"{x:.2f}" for each in figures)],
     ]
     rows += latency_rows(figures)
-    within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
-    rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
+    limits_text = f"within {' and '.join(limit_texts)}" if limit_texts else "(no limit is set)"
+    goodputs = (f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)
+    rows.append([f"goodput, requests/s {limits_text}", *goodputs])
     return rows
 
 

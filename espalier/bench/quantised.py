@@ -1,9 +1,8 @@
 """Compares a quantised target or draft with its original, by running both in the engine on held-out text.
 
-A model without a tokenizer runs on random tokens and the original model's continuation of them instead.
-
-Both models read the same tokens.  Agreement is the share of positions with the same likeliest token.  KL compares the
-distributions over the whole vocabulary, so the original's hidden states and its lm_head are kept.
+Both models read the same tokens.  If they have no tokenizer, the tokens are random prompts, and what the original model
+generates after them.  Agreement is the share of positions with the same likeliest token.  KL compares distributions
+over the whole vocabulary, so the original's hidden states and its lm_head are kept until the copy has run.
 
 Accept lengths are measured with the configured tree, even if an engine would choose plain decoding.
 """
@@ -52,9 +51,8 @@ class Accuracy:
 class ModelOutputs:
     """The results of running one model over the texts.
 
-    hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: the tokens that follow.
-    logits: the model's lm_head, kept without the model.
-    """
+    hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: for each text, the token
+    after each position.  logits: the model's lm_head, kept without the model."""
 
     texts: TokenPairs
     is_own_text: bool
@@ -72,7 +70,7 @@ class ModelOutputs:
 
 
 class HiddenRecorder:
-    """Wraps a target, and keeps the hidden states of the prompt logits that it computes.  For one request at a time."""
+    """Wraps a target.  Keeps the hidden states from which it computes prompt logits.  One request may run at a time."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -91,7 +89,7 @@ class HiddenRecorder:
         return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
-        # Not the last logits of a launch, because the next token is sampled from them.
+        # The last logits of a launch are not prompt logits: the next token is sampled from them.
         self._kept_rows += self._launch_rows[:-1]
         self._launch_rows = []
 
@@ -116,23 +114,23 @@ def compare_accuracy(
     length.  advance: called after each text of each model.
     """
     settings = without_by_batch(settings)
-    first = _run_model(model, settings, num_texts, num_tokens, None, advance)
-    second = _run_model(quantised, settings, num_texts, num_tokens, first, advance)
+    original = _run_model(model, settings, num_texts, num_tokens, None, advance)
+    copy = _run_model(quantised, settings, num_texts, num_tokens, original, advance)
     lengths = None
-    if first.accept_length is not None and second.accept_length is not None:
-        lengths = (first.accept_length, second.accept_length)
-    positions, agreement, kl, *losses = _mean_differences(first, second)
+    if original.accept_length is not None and copy.accept_length is not None:
+        lengths = (original.accept_length, copy.accept_length)
+    positions, agreement, kl, *losses = _mean_differences(original, copy)
     perplexity = exp(losses[0]), exp(losses[1])
-    return Accuracy(int(positions), agreement, kl, perplexity, lengths, first.is_own_text)
+    return Accuracy(int(positions), agreement, kl, perplexity, lengths, original.is_own_text)
 
 
 def _mean_differences(original: ModelOutputs, copy: ModelOutputs) -> list[float]:
     """Returns the number of positions, and means over them: agreement, KL, and each model's loss on the text."""
     totals = torch.zeros(5, dtype=torch.float64)
-    for (ours, tokens), (theirs, _) in zip(original.logprobs(), copy.logprobs(), strict=True):
-        agrees = (ours.argmax(-1) == theirs.argmax(-1)).sum()
-        losses = [-each.gather(-1, tokens[:, None].to(each.device)).sum() for each in (ours, theirs)]
-        sums = torch.stack([agrees, kl_divergence(ours, theirs).sum(), *losses]).cpu().double()
+    for (original_logprobs, tokens), (copy_logprobs, _) in zip(original.logprobs(), copy.logprobs(), strict=True):
+        agrees = (original_logprobs.argmax(-1) == copy_logprobs.argmax(-1)).sum()
+        losses = [-x.gather(-1, tokens[:, None].to(x.device)).sum() for x in (original_logprobs, copy_logprobs)]
+        sums = torch.stack([agrees, kl_divergence(original_logprobs, copy_logprobs).sum(), *losses]).cpu().double()
         totals += torch.cat([torch.tensor([float(len(tokens))], dtype=torch.float64), sums])
     return [float(totals[0]), *(totals[1:] / totals[0]).tolist()]
 
@@ -169,7 +167,8 @@ def _run_model(
     original: ModelOutputs | None,
     advance: Callable[[], None],
 ) -> ModelOutputs:
-    """Run one model over the texts.  original: its run, whose texts the copy reads; None to make the texts."""
+    """Runs one model over the texts.  original: the original model's outputs, whose texts its copy reads; None for the
+    original itself, which makes the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_make_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
@@ -181,7 +180,7 @@ def _run_model(
         llm.engine = rebuilt_engine(llm.engine, 0, target=recorder)
         hidden, next_tokens = [], []
         for prompt, reference in pairs:
-            # The predictions of random tokens are not counted.
+            # Positions in random prompts do not count.
             begin = len(prompt) if is_own_text else 1
             tokens = (prompt + reference)[:limit]
             hidden.append(_hidden_states(llm, recorder, tokens)[begin - 1 :].cpu())
@@ -211,7 +210,8 @@ def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
 
 
 def _cut_to_context(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
-    """Returns prompts and greedy parameters for `num_tokens` tokens.  Both are cut to half of a short context."""
+    """Returns (prompts, greedy parameters for `num_tokens` tokens).  In a short context, at most half is generated, and
+    prompts are cut to the rest."""
     context = llm.config.layout.max_context - 1
     num_generated = min(num_tokens, context // 2)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_generated, top_k=0, top_p=1.0)

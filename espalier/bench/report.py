@@ -21,8 +21,9 @@ PLOT_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 def command_line() -> str:
     """Returns the command line of this process, without the value of --api-key."""
     words = [word if not word.startswith(f"{KEY_FLAG}=") else f"{KEY_FLAG}=..." for word in sys.argv[1:]]
-    hidden = ["..." if before == KEY_FLAG else word for before, word in zip(["", *words], words, strict=False)]
-    return shlex.join(["espalier", *hidden])
+    pairs = zip(["", *words], words, strict=False)
+    shown_words = ["..." if previous == KEY_FLAG else word for previous, word in pairs]
+    return shlex.join(["espalier", *shown_words])
 
 
 def json_value(value: Any) -> Any:
@@ -34,11 +35,12 @@ def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> l
     """Returns the rows of a table with the figures of each category.  categories: from load.py:figures_by_category."""
     waits = [f"{name}, p50 / p99 ms" for name in ("ttft", "between pieces")]
     rows = [[title, *CATEGORY_COLUMNS, *waits]]
-    for name, each in categories.items():
-        numbers = (each["accept_length"], each["step_ms"], each["tokens_per_second"])
+    for name, values in categories.items():
+        numbers = (values["accept_length"], values["step_ms"], values["tokens_per_second"])
         cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
-        times = [each[key] and f"{each[key]['p50']:.1f} / {each[key]['p99']:.1f}" for key in CATEGORY_LATENCIES]
-        rows.append([name or "-", str(each["requests"]), str(each["tokens_out"]), *cells, *(t or "-" for t in times)])
+        times = [values[key] and f"{values[key]['p50']:.1f} / {values[key]['p99']:.1f}" for key in CATEGORY_LATENCIES]
+        counts = (str(values["requests"]), str(values["tokens_out"]))
+        rows.append([name or "-", *counts, *cells, *(t or "-" for t in times)])
     return rows
 
 
@@ -46,12 +48,12 @@ CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
 def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Of few requests, p99 is the maximum."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: by column.  For few requests, p99 is the maximum."""
     columns = list(figures)
     return [
         [
             f"{time_title(name)}, p50 / p90 / p99 ms",
-            *(" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in columns),
+            *(" / ".join(f"{ms:.1f}" for ms in (column[name] or {}).values()) or "-" for column in columns),
         ]
         for name in LATENCY_TIMES
     ]
@@ -86,8 +88,8 @@ def check_plot_path(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """The figures of a server at one rate of arrivals.  latencies: percentiles in ms, by the name of a time.
-    answered_per_second: requests a second; goodput_per_second: those within the limits."""
+    """The figures of a server at one rate of arrivals.  latencies: percentiles in ms, by the names in LATENCY_TIMES.
+    answered_per_second: all answered requests.  goodput_per_second: answered requests within the limits."""
 
     server: str
     rate: float
@@ -97,10 +99,8 @@ class LoadPoint:
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
-    """Plot p50 and p99 of each time, and requests a second, over the rate.  Write the plot to `path`, if it is given.
-
-    limits: in ms, by the name of a time.  Raises EspalierError.
-    """
+    """Plots p50 and p99 of each time, and requests a second, over the rate.  Writes the plot to `path`; None: no plot.
+    limits: in ms, by the names in LATENCY_TIMES.  Raises EspalierError."""
     if path is None:
         return
     from matplotlib.figure import Figure

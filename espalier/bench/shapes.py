@@ -1,7 +1,7 @@
 """The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
-Unlike the published models, each model here has an untied lm_head, because the lab's synthetic models need one.  A pass
-costs the same, because a tied head also reads the whole embedding.
+Each model here has an untied lm_head, because the lab's synthetic models need one, even if the published model shares
+the lm_head's weight with the embedding.  A pass costs the same: in both cases, the head reads a matrix of this size.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ DRAFT_HEAD_SIZE = 128
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a published model, and of a draft for it.  config_fields: of its config.json.  The target emits ids
-    from first_emitted_id up to end_emitted_id, if they are in the draft's vocabulary."""
+    """The sizes of a published model, and of a draft for it.  config_fields: of its config.json.  The lab's synthetic
+    target emits token ids from first_emitted_id to end_emitted_id - 1 that are in the draft's vocabulary."""
 
     name: str
     hugging_face_id: str
@@ -48,13 +48,13 @@ class Shape:
         fields, count = self.config_fields, self.config_fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
-        by_layer = {name: each[:layers] for name, each in fields.items() if isinstance(each, list)}
+        by_layer = {name: values[:layers] for name, values in fields.items() if isinstance(values, list)}
         name = f"{self.name}, {layers} of {count} layers"
         return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": layers})
 
     @property
     def emitted_ids(self) -> range:
-        """The token ids that may be emitted."""
+        """The token ids that the synthetic target may emit."""
         return range(self.first_emitted_id, self.end_emitted_id)
 
     @property
@@ -70,8 +70,8 @@ class Shape:
     def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        Latent attention has no K and V heads.  So a draft for such a target has heads of 128 values, and at most a
-        quarter as many key-value heads as heads.
+        A target with latent attention has no K and V heads.  Its draft has heads of at most DRAFT_HEAD_SIZE values, and
+        at most a quarter as many key-value heads as heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -265,9 +265,8 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
-# The default Gemma 4 config of Transformers 5.24 has the sizes of an E model (E2B, E4B).  These are the sizes that
-# public loaders check the published files against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of
-# 704 (26B-A4B).
+# These sizes are in public loaders, which check the published files: 50 sliding and 10 full layers (31B), 25 and 5 with
+# 128 experts of 704 (26B-A4B).  The default config of Transformers 5.24 is of another model, E2B or E4B.
 GEMMA4_31B = {
     **GEMMA4_FIELDS,
     "vocab_size": 262144,

@@ -1,7 +1,7 @@
 """Measures GPU times with CUDA graphs: of functions, of the memory bandwidth, and of chains of a pass's products.
 
-A timed function should find only those data in the L2 cache that it finds there in real use.  So each layer of a chain
-has its own weights.  A single shape is measured with more copies of its weight than fit in the cache.
+In the engine, a layer's weights are not in the L2 cache when the layer begins.  So that they are not there during a
+measurement either, layers of a chain have different weights, and a single shape is measured with many weights.
 """
 
 import math
@@ -27,20 +27,19 @@ from espalier.models.quantisers import QUANTISERS
 
 # The bytes that the bandwidth test reads: several times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
-# A measurement lasts long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down after
-# 0.2 s, and recovers after 0.4 s (docs/log.md).
+# How long a measurement lasts, so that the GPU's clocks settle.  At its power limit, a GPU slows down after 0.2 s, and
+# recovers after 0.4 s (docs/log.md).
 MEASUREMENT_SECONDS = 1.0
 DEFAULT_REPEATS = 8
-# A shorter graph is replayed several times between two CUDA events, whose own time then hardly counts.
+# A graph that takes less time is replayed several times between two CUDA events, because events take time too.
 MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
-# Suffixes of the names of layers that read a norm's output.  Up to `max_kernel_rows`, the norm's launch quantises their
-# input.  The qkv of an EAGLE head reads two norms, whose launch does not quantise, but its quantisation is not measured
-# either.
+# Ends of the names of layers whose input the launch of a norm quantises, for up to `max_kernel_rows` rows.  The time of
+# quantising does not count for these layers, nor for the qkv of an EAGLE head, where another launch quantises.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
-# At least MIN_COPIES copies of a weight of one name and shape exist, with at least MIN_BYTES in total.
-MIN_COPIES, MIN_BYTES = 4, 2**30
+# Different weights of one name and shape: at least this number, and at least these bytes, if there are enough layers.
+MIN_WEIGHT_COPIES, MIN_WEIGHT_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[InputRows, Matrix], Tensor]
@@ -60,8 +59,8 @@ class GraphTimer:
     ) -> list[float]:
         """Returns the median ms of each function.  The functions take turns, so that all run on an equally warm GPU.
 
-        They run for `seconds`, and at least `repeats` times.  Only the second half counts: a GPU at its power limit
-        slows down within tenths of a second, and a server runs much longer."""
+        They run for `seconds`, and at least `repeats` times.  Only the second half of the times counts: a GPU at its
+        power limit slows down after some tenths of a second, and a server runs much longer."""
         return median_graph_ms([self.capture(body) for body in functions], repeats, seconds)
 
     def memory_bandwidth(self, device: torch.device) -> float:
@@ -79,7 +78,7 @@ class GraphTimer:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = self._first_graph.pool() if self._first_graph else None
-        # In other modes, event queries of NCCL's threads would break the capture.
+        # In the other capture modes, a query of an event by a thread of NCCL would end the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             function()
         self._first_graph = self._first_graph or graph
@@ -90,18 +89,19 @@ def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, second
     """Returns the median ms of each graph.  See GraphTimer.median_ms."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
     num_replays = [max(1, min(MAX_REPLAYS, int(MIN_TIMED_MS / max(ms, 1e-3)))) for ms in first_ms]
-    times_of: list[list[float]] = [[] for _ in graphs]
-    begun = time.perf_counter()
-    while not times_of[0] or time.perf_counter() - begun < seconds:
-        for times, new in zip(times_of, _replay_times(graphs, repeats, num_replays), strict=True):
-            times += new
-    return [statistics.median(times[len(times) // 2 :]) for times in times_of]
+    times_by_graph: list[list[float]] = [[] for _ in graphs]
+    started_at = time.perf_counter()
+    while not times_by_graph[0] or time.perf_counter() - started_at < seconds:
+        for times, new_times in zip(times_by_graph, _replay_times(graphs, repeats, num_replays), strict=True):
+            times += new_times
+    return [statistics.median(times[len(times) // 2 :]) for times in times_by_graph]
 
 
 def _replay_times(
     graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, num_replays: Sequence[int]
 ) -> list[list[float]]:
-    """Returns the ms of a replay: [graphs][turns].  num_replays: a turn's replays by graph.  Syncs only at the end."""
+    """Returns the ms of a replay, [graphs][turns].  num_replays: how often a turn replays each graph.  Syncs at the
+    end."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -115,11 +115,8 @@ def _replay_times(
 
 
 class Weights:
-    """Random weights on a GPU.  Each name and shape has a weight for each layer, which all passes share.
-
-    Layers share weights too, but MIN_COPIES weights of MIN_BYTES in total remain, which fit in no cache.  So two chains
-    of a model fit in memory together.
-    """
+    """Random weights on a GPU, shared by all passes.  Layers have different weights, up to MIN_WEIGHT_COPIES for a name
+    and shape, or MIN_WEIGHT_BYTES, which fit in no cache.  Further layers use these weights again, to save memory."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -127,11 +124,12 @@ class Weights:
 
     def weights_of(self, group: ProductGroup) -> list[Matrix]:
         weights = self._weights_by_shape.setdefault((group.name, group.shape), [])
-        copies = max(MIN_COPIES, math.ceil(MIN_BYTES * group.num_weights / group.weight_bytes))
-        while len(weights) < min(group.first_weight + group.num_weights, copies):
+        num_copies = max(MIN_WEIGHT_COPIES, math.ceil(MIN_WEIGHT_BYTES * group.num_weights / group.weight_bytes))
+        while len(weights) < min(group.first_weight + group.num_weights, num_copies):
             shape = group.shape if group.num_heads == 1 else (group.num_heads, *group.shape)
             weights.append(self.random_weight(shape, group.weight_format))
-        return [weights[at % copies] for at in range(group.first_weight, group.first_weight + group.num_weights)]
+        end = group.first_weight + group.num_weights
+        return [weights[index % num_copies] for index in range(group.first_weight, end)]
 
     def random_weight(self, shape: tuple[int, ...], weight_format: str = DENSE) -> Matrix:
         """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
@@ -139,14 +137,14 @@ class Weights:
         return dense if weight_format == DENSE else QUANTISERS[weight_format].quantise_matrix(dense)
 
     def make_pass(self, groups: Sequence[ProductGroup], multiply: Multiply) -> Callable[[], None]:
-        """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""
+        """Returns a function that runs all products of a pass, in the order of `groups`, layer by layer."""
         inputs: InputsBySize = {}
         layers = ((group, layer) for group in group_by_count(groups) for layer in range(group[0].num_weights))
         steps = [(run, layer) for group, layer in layers for run in group]
         return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
     def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
-        """Returns the product with a run's weight of this layer.  inputs: of the chain; equal sizes share an input."""
+        """Returns the product with the weight of this layer.  inputs: of the pass; products of equal size share one."""
         key = group.num_heads, group.num_rows, group.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
@@ -183,19 +181,19 @@ def group_by_count(product_groups: Sequence[ProductGroup]) -> list[list[ProductG
 
 
 def multiply_by_library(x: InputRows, weight: Matrix) -> Tensor:
-    """Multiply with PyTorch's product if it supports the weight: dense weights, and FP8 with scales of whole rows.  Our
-    kernels multiply other quantised weights."""
+    """Multiplies with PyTorch's product if it supports the weight: dense, or FP8 with a scale for each row.  For other
+    quantised weights, multiplies with our kernels."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         return F.linear(x, weight)
-    by_row = InputScales()
+    scale_per_row = InputScales()
     if (
         weight.code == "fp8"
         and weight.rows_per_scale == 1
         and weight.group_size >= weight.shape[1]
-        and weight.input_scales == by_row
+        and weight.input_scales == scale_per_row
     ):
-        values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, by_row)
+        values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, scale_per_row)
         return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
     return linear_quantised(x, weight, None)
 

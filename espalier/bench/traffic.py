@@ -1,6 +1,6 @@
 """Draws the conversations of an open-loop load, with one turn or several, and optional shared beginnings.
 
-Prompts are words of the held-out texts, or token ids, in random order.  So prompts share no other prefixes.
+Prompts are words of the held-out texts, or token ids, in random order, so they have no other prefix in common.
 """
 
 import random
@@ -59,13 +59,14 @@ class Traffic:
         return [self._conversation(i, rng, words, rng.choice(beginnings)) for i in range(count)]
 
     def _conversation(self, index: int, rng: random.Random, words: Sequence[Any], prefix: list[Any]) -> Conversation:
-        drawn = [
+        drawn_turns = [
             (rng.choices(words, k=rng.randint(*self.input_bounds)), rng.randint(*self.output_bounds))
             for _ in range(self.num_turns)
         ]
         if self.vocab_size is None:
-            return Conversation(index, " ".join(prefix), tuple(Turn(" ".join(text), most) for text, most in drawn))
-        return Conversation(index, "", tuple(Turn("", most, token_ids=(*prefix, *ids)) for ids, most in drawn))
+            turns = tuple(Turn(" ".join(text), limit) for text, limit in drawn_turns)
+            return Conversation(index, " ".join(prefix), turns)
+        return Conversation(index, "", tuple(Turn("", limit, token_ids=(*prefix, *ids)) for ids, limit in drawn_turns))
 
 
 def _heldout_words() -> list[str]:
@@ -75,7 +76,7 @@ def _heldout_words() -> list[str]:
 def request_bodies(
     conversation: Conversation, endpoint: str, answers: Sequence[str], shared_fields: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the request body of each turn.  answers: the caller appends each answer before it takes the next body.
+    """Yields the request body of each turn.  answers: the caller appends a turn's answer before it takes the next body.
     shared_fields: the fields that all bodies share."""
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in conversation.turns:

@@ -1,12 +1,12 @@
 """`espalier doctor --tune`: measures the linear layers on this GPU, and writes the fastest kernel plans for the engine.
 
-For each shape and bucket of rows, F.linear is compared with the candidate plans of our kernel.  With --weights, the
-shapes are of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
+For each shape and bucket of rows, the candidate plans of our kernel are compared with a baseline: F.linear, or for
+quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py takes without a table.
 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
-Then a shape's best plans are measured among neighbours, in passes of a model.  In a pass, a kernel with programmatic
-dependent launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
-With --seconds only the first candidates are measured, few rows first.
+Then a shape's best plans are measured among neighbours, in passes of a model.  There, our kernels can start before the
+kernel before them has ended (programmatic dependent launch), and a kernel after F.linear cannot (docs/log.md).
+With --seconds, only the first candidates are measured, for few rows first.
 """
 
 from argparse import Namespace
@@ -62,15 +62,15 @@ from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
 
-# The bytes of weights that one chain reads, so that its time can be measured.
+# The least bytes of weights that one measured graph reads, so that its time is long enough.
 CHAIN_BYTES = 600 * 10**6
-# The bytes of a shape's different weights: more than fit in the L2 cache.
+# The least bytes of a shape's different weights: more than fit in the L2 cache.
 COPIES_BYTES = 300 * 10**6
-# How many candidates are measured again alone, and how many of those are then measured among neighbours.
+# How many of a shape's fastest plans are measured again alone, and how many are then measured among neighbours.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-MEASURED_LAYERS = 8
-NUM_SWEEPS = 2
+# How many layers of a model a measured pass has, and how often the plans of its shapes are chosen again.
+MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
 # For --seconds: the most candidates of a shape and bucket, the share of the time for measurements alone, and the
@@ -79,7 +79,7 @@ MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
 # The first bucket is measured at its fewest rows too, because it spans the most rows.
 MIN_ROWS = 1
 
-# Layers whose output may stay partial sums that the next kernel adds up, and layers before a gate.
+# Layers whose output may be partial sums, which the next kernel adds up, and layers whose output goes through a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
@@ -89,7 +89,7 @@ MIN_MATRIX_SIDE = 256
 # One matrix of an EAGLE head and of a block draft.  A draft with this matrix quantised counts as quantised.
 DRAFT_MATRICES = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
-# Values of --tune.
+# The dtypes that --tune measures.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The engine flags that --tune --shapes uses, and the further flags that tuning a model uses.
 SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overrides")
@@ -102,7 +102,8 @@ Groups = Sequence[ProductGroup]
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """One shape and bucket, measured alone.  fastest_us: of our fastest plan.  plans: fastest first."""
+    """The measurements of one shape and bucket alone.  baseline_us, fastest_us: a product's time with the baseline and
+    with our fastest plan.  plans: the fastest plans, the fastest first."""
 
     shape: Shape
     num_rows: int
@@ -140,29 +141,29 @@ def run(args: Namespace, config: EngineConfig) -> int:
 def _run(args: Namespace, config: EngineConfig) -> int:
     checkpoint = None if args.shapes else find_checkpoint(config)
     dtype = _engine_dtype(config, checkpoint)
-    weights = _weight_format(args)
+    weight_format = _weight_format(args)
     if checkpoint is None:
-        formats = args.weights or DENSE, args.draft_weights or DENSE
-        models = [shape_named(name, *formats) for name in args.shapes.split(",")]
+        weight_formats = args.weights or DENSE, args.draft_weights or DENSE
+        models = [shape_named(name, *weight_formats) for name in args.shapes.split(",")]
     else:
         models = [_sizes_of_checkpoint(args, checkpoint)]
     path = args.choices or user_tuning_file()
     if args.tune == EXPERTS:
         if args.seconds is not None:
             raise EspalierError("--seconds is not for --tune experts, which measures every plan; leave it out")
-        if weights != DENSE:
+        if weight_format != DENSE:
             flag = "--weights" if args.weights else "--draft-weights"
             raise EspalierError(f"{flag} is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
-    shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes_to_measure(model, weights)))
-    tuner = LinearTuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes_to_measure(model, weight_format)))
+    tuner = LinearTuner(DTYPES[dtype], weight_format, inf if args.seconds is None else args.seconds)
     print_header()
     measured_alone: dict[PlanKey, MeasuredPlans] = {}
     table: PlanTable = {}
 
-    def keep(found_plans: PlanTable) -> None:
-        plans = plans_by_shape(found_plans, stored_plans)
+    def write_plans(new_plans: PlanTable) -> None:
+        plans = plans_by_shape(new_plans, stored_plans)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
     # The table keeps the plans of buckets that are not measured now.
@@ -173,15 +174,15 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         for rows in ROWS_BUCKETS:
             measured_alone |= tuner.measure_alone(shapes, rows)
             # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
-            keep({cell: measured.fastest for cell, measured in measured_alone.items()})
+            write_plans({cell: measured.fastest for cell, measured in measured_alone.items()})
             advance()
         for model in models:
             tuner.measure_in_passes(model, measured_alone, table)
             advance()
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in measured_alone.items()} | table
-    keep(table)
-    print_table(_table_rows(measured_alone.values(), table, BASELINE_NAME[weights == DENSE]))
+    write_plans(table)
+    print_table(_table_rows(measured_alone.values(), table, BASELINE_NAME[weight_format == DENSE]))
     if left_out := len(shapes) * len(ROWS_BUCKETS) - len(measured_alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
@@ -199,7 +200,8 @@ def _weight_format(args: Namespace) -> str:
 
 
 def _shapes_to_measure(model: ModelShape, weight_format: str) -> tuple[Shape, ...]:
-    """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
+    """Returns the shapes to measure.  If the format is only for experts, these are the shapes of the linear layers that
+    the format could store."""
     if weight_format == DENSE or not QUANTISERS[weight_format].quantises_only_experts:
         return model.matrix_shapes(weight_format)
     columns = QUANTISERS[weight_format].group_sizes[0]
@@ -237,9 +239,9 @@ def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
 
 def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
     """Raises EspalierError if any matrix of `names` is quantised."""
-    if stored := {formats(name).name for name in names} - {DENSE}:
+    if found_formats := {formats(name).name for name in names} - {DENSE}:
         raise EspalierError(
-            f"--tune measures the quantised matrices of named sizes, and {path} is {min(stored)}; use --shapes "
+            f"--tune measures the quantised matrices of named sizes, and {path} is {min(found_formats)}; use --shapes "
             f"llama-3.1-8b {flag} fp8, or an unquantised copy"
         )
 
@@ -269,7 +271,7 @@ class LinearTuner:
         return quantised_plans.tuning_format_name(any_matrix)
 
     def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
-        """Measure each shape alone in the bucket of `rows`.  The result lacks shapes for which no time is left."""
+        """Measures each shape alone in the bucket of `rows`.  The result lacks shapes for which no time was left."""
         if perf_counter() > self.alone_deadline:
             return {}
         plans, dtype = {shape: self._candidates(shape, rows) for shape in shapes}, self.random_weights.dtype
@@ -285,7 +287,7 @@ class LinearTuner:
             now = perf_counter()
             if now > self.alone_deadline:
                 break
-            # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
+            # A bucket gets half of the time left, because few rows matter more, and their kernels compile more slowly.
             share = (self.alone_deadline - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             measured_plans[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return measured_plans
@@ -310,19 +312,19 @@ class LinearTuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], deadline: float = inf
     ) -> MeasuredPlans:
-        """Measure the plans, but start none after `deadline`.  Then measure the fastest plans again."""
+        """Measures the plans, but starts none after `deadline`.  Then measures the fastest plans again."""
         weights, rows = self.weight_copies(shape), len(x)
-        ends = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
-        first: dict[TritonPlan | LibraryPlan, float] = {}
+        measured_inputs = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
+        first_us: dict[TritonPlan | LibraryPlan, float] = {}
         for plan in plans:
-            first[plan] = self._plan_us(x, weights, [plan], 3)[0]
+            first_us[plan] = self._plan_us(x, weights, [plan], 3)[0]
             if perf_counter() > deadline:
                 break
-        finalists = sorted(first, key=lambda plan: first[plan])[:NUM_REMEASURED]
-        times = [self._plan_us(few, weights, [None, *finalists], 12) for few in ends]
-        cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
-        order = sorted(range(len(ours)), key=lambda i: ours[i])
-        return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
+        finalists = sorted(first_us, key=lambda plan: first_us[plan])[:NUM_REMEASURED]
+        times = [self._plan_us(inputs, weights, [None, *finalists], 12) for inputs in measured_inputs]
+        baseline_us, *plan_us = (sum(each) / len(measured_inputs) for each in zip(*times, strict=True))
+        order = sorted(range(len(plan_us)), key=lambda i: plan_us[i])
+        return MeasuredPlans(shape, rows, baseline_us, min(plan_us, default=inf), tuple(finalists[i] for i in order))
 
     def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
         """Returns the µs of one product by each plan.  The plans take turns."""
@@ -331,13 +333,14 @@ class LinearTuner:
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
 
     def measure_in_passes(self, model: ModelShape, plans_alone: dict[PlanKey, MeasuredPlans], table: PlanTable) -> None:
-        """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
+        """Adds to `table`, for each shape of the model, the plan with which its passes are fastest.  Shapes that are in
+        `table` before keep their plans."""
         model = model.slice_layers(0, MEASURED_LAYERS)
         weights = Weights(self.random_weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                of_format = (r for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format)
-                keys = dict.fromkeys((r.shape, rows) for r in of_format)
+                measured_groups = (r for r in runs if r.num_heads == 1 and r.weight_format == self.weight_format)
+                keys = dict.fromkeys((r.shape, rows) for r in measured_groups)
                 undecided = {key: plans_alone[key] for key in keys if key in plans_alone and key not in table}
                 table |= {cell: measured.fastest for cell, measured in undecided.items()}
                 if not undecided or perf_counter() > self.deadline - WEIGHT_SETUP_SECONDS:
@@ -372,7 +375,7 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, in_parts: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ by the plan; in_parts: as partial sums.  plan: None for F.linear or the quantised rule."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: through a gate.  in_parts: as partial sums."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if in_parts else linear)(x, weight, None, plan)
@@ -395,11 +398,10 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 
 
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
-    """Returns a function that multiplies like a model's layers.
+    """Returns a function that multiplies by the plans of `table` and runs the next kernel too, like a model's layers.
 
-    After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
-    gate follows the GATED_LAYERS, and some plans fuse the gate.
-    """
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv, the engine's next kernel is the
+    rotation, which this kernel stands for.  A gate follows GATED_LAYERS, and some plans fuse the gate."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     in_parts, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
@@ -422,7 +424,7 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
 
 
 def plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `stored_plans`."""
+    """Returns the plans of each shape in `table`.  For buckets that `table` lacks, takes those of `stored_plans`."""
     earlier_plans = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
     return {
         shape: tuple(table.get((shape, rows), LINEAR_TUNING.plan_for_count(plans, rows)) for rows in ROWS_BUCKETS)
@@ -435,8 +437,8 @@ def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, baseline_na
     rows = [["weight", "rows", f"{baseline_name}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in sorted(measured, key=lambda each: (each.shape, each.num_rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        taken = _plan_name(table[bucket.shape, bucket.num_rows], baseline_name)
-        rows.append([shape, f"{bucket.num_rows}", f"{bucket.baseline_us:.1f}", f"{bucket.fastest_us:.1f}", taken])
+        chosen_plan = _plan_name(table[bucket.shape, bucket.num_rows], baseline_name)
+        rows.append([shape, f"{bucket.num_rows}", f"{bucket.baseline_us:.1f}", f"{bucket.fastest_us:.1f}", chosen_plan])
     return rows
 
 

@@ -5,6 +5,7 @@ First, each of the two products is measured alone.  Then their fastest plans are
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ from espalier.kernels.layers.experts_plan import (
     experts_plan_by_rule,
 )
 from espalier.kernels.layers.linear_plans import TuningTable
+from espalier.kernels.ops.activation import RELU2, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
@@ -34,18 +36,18 @@ from espalier.terminal.console import installed_version, print_header, print_tab
 # A chain has MIN_CALLS to MAX_CALLS calls.
 MAX_CALLS = 16
 MIN_CALLS = 3
-# The bytes and FLOPs of a chain whose time can be measured.
+# The bytes and FLOPs of a chain that takes long enough to be measured.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-# How many of a product's fastest plans are measured together with the other product's.
+# How many of the fastest plans of each product are combined with those of the other product.
 NUM_COMBINED = 2
 # How many times a plan is timed: alone, and together with the other product.
 REPEATS_ALONE, REPEATS_TOGETHER = 3, 10
 TABLE_COLUMNS = "experts|rows|touched|tile|gate and up|down|us|by rule, us|of memory's|TFLOP/s".split("|")
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
-# (calls, plan, num_calls) -> a function that runs the first num_calls calls with the plan
+# (inputs, plan, num_calls) -> a function that runs the first num_calls calls of the chain with the plan
 MakeChain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
 
 
@@ -58,9 +60,14 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     return gate_up.normal_(std=shape.hidden_size**-0.5), down.normal_(std=shape.inner_size**-0.5)
 
 
+def activation_of(shape: ExpertsShape) -> Activation:
+    """Returns an activation that needs as many matrices as the experts have."""
+    return SILU if shape.num_matrices == SILU.num_matrices else RELU2
+
+
 class ChainInputs:
-    """The inputs of a chain of `num_calls` calls with `num_rows` rows each.  Each call uses other experts.  num_calls:
-    None for as many calls as can be timed.  active_experts: see random_expert_ids."""
+    """The inputs of calls with `num_rows` rows each.  Calls use different experts while unused experts remain.
+    num_calls: None for enough calls to be timed.  active_experts: see random_expert_ids."""
 
     def __init__(
         self,
@@ -96,8 +103,8 @@ def random_expert_ids(
     """Returns the expert ids [rows, K] of each call.
 
     active_experts: how many experts get rows in each call.  Calls use different experts while unused experts remain.
-    None: uniform routing.  Then rows are independent, and a row gets an expert again only after (almost) all others.
-    """
+    None: as many as uniform routing chooses.  Then the rows of a call are independent of each other, and the same row
+    of later calls gets other experts while unused experts remain."""
     generator = torch.Generator().manual_seed(num_rows)
     if active_experts is None:
         return _deal_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
@@ -108,13 +115,14 @@ def random_expert_ids(
 def _deal_experts(
     num_rows: int, num_experts: int, per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns each row's experts [rows, per_row] by call.  Calls use different experts while unused experts remain."""
+    """Returns each row's experts for each call, [rows, per_row].  A row of later calls gets other
+    experts while unused experts remain."""
     calls_per_deal = num_experts // per_row
-    calls: list[Tensor] = []
-    while len(calls) < num_calls:
-        dealt = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * per_row]
-        calls += dealt.view(num_rows, calls_per_deal, per_row).sort(-1).values.unbind(1)
-    return [ids.contiguous() for ids in calls[:num_calls]]
+    ids_by_call: list[Tensor] = []
+    while len(ids_by_call) < num_calls:
+        dealt_experts = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * per_row]
+        ids_by_call += dealt_experts.view(num_rows, calls_per_deal, per_row).sort(-1).values.unbind(1)
+    return [ids.contiguous() for ids in ids_by_call[:num_calls]]
 
 
 def _spread_over_rows(experts: Tensor, num_rows: int, top_k: int, generator: torch.Generator) -> Tensor:
@@ -130,8 +138,8 @@ def _spread_over_rows(experts: Tensor, num_rows: int, top_k: int, generator: tor
 class MeasuredExperts:
     """The measured times of one layer's experts at a number of rows.
 
-    mean_active_experts: the mean number of experts with rows.  measured_us: of all launches, with `plan`; rule_us: with
-    the rule's plan."""
+    mean_active_experts: the mean number of experts with rows.  measured_us: the time of all launches with `plan`.
+    rule_us: their time with the plan that the engine takes without a table (experts_plan_by_rule)."""
 
     shape: ExpertsShape
     num_rows: int
@@ -162,7 +170,7 @@ class ExpertsTuner:
     def measure(
         self, shape: ExpertsShape, row_counts: Sequence[int] = MEASURED_ROWS
     ) -> Iterator[list[MeasuredExperts]]:
-        """Measure at each number of rows.  Yields the measurements bucket by bucket (ExpertsShape.pairs_bucket)."""
+        """Measures at each number of rows.  Yields the measurements of each bucket (ExpertsShape.pairs_bucket)."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(row_counts, shape.pairs_bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
@@ -172,22 +180,23 @@ class ExpertsTuner:
         self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
         """Returns the measurements of one bucket, with the plan that is fastest over all its numbers of rows."""
-        [shape] = {each.shape for each in chains}
+        [shape] = {chain.shape for chain in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
-            best = []
+            best_plans = []
             for matrices in (2, 1):
-                of_product = candidate_plans(tile_rows, matrices, self.chip)
-                times = self._measure_alone(chains, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
-                best.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
-            plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
-        whole = self._measure_together(chains, plans, gate_up, down)
-        plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
-        by_rule = [experts_plan_by_rule(shape, each.num_rows, self.dtype, self.chip) for each in chains]
-        rules = self._measure_together(chains, by_rule, gate_up, down)
+                product_plans = candidate_plans(tile_rows, matrices, self.chip)
+                weight = gate_up if matrices == 2 else down
+                times = self._measure_alone(chains, tile_rows, matrices, product_plans, weight)
+                best_plans.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
+            plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best_plans)]
+        times_together = self._measure_together(chains, plans, gate_up, down)
+        plan = min(times_together, key=lambda chain: sum_of_relative_times(times_together, chain))
+        rule_plans = [experts_plan_by_rule(shape, chain.num_rows, self.dtype, self.chip) for chain in chains]
+        rule_times = self._measure_together(chains, rule_plans, gate_up, down)
         return [
-            MeasuredExperts(shape, each.num_rows, each.mean_active_experts, plan, whole[plan][i], rules[by_rule[i]][i])
-            for i, each in enumerate(chains)
+            MeasuredExperts(shape, chain.num_rows, chain.mean_active_experts, plan, plan_us, rule_times[rule_plan][i])
+            for i, (chain, plan_us, rule_plan) in enumerate(zip(chains, times_together[plan], rule_plans, strict=True))
         ]
 
     def _measure_alone(
@@ -198,7 +207,7 @@ class ExpertsTuner:
         plans: Sequence[ProductPlan],
         weight: Tensor,
     ) -> dict[ProductPlan, list[float]]:
-        """Returns the µs of one product by plan, at each number of rows.  num_matrices: 1 for down, else 2."""
+        """Returns the µs of one product by plan, for each chain.  num_matrices: 1 for down, 2 for gate and up."""
         from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
         from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
@@ -208,12 +217,12 @@ class ExpertsTuner:
         }
 
         def chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
-            top_k = chain_inputs.shape.top_k
+            top_k, activation = chain_inputs.shape.top_k, activation_of(chain_inputs.shape)
 
             def body() -> None:
                 for one in tiles[chain_inputs][:num_calls]:
                     if num_matrices == 2:
-                        launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan)
+                        launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan, activation=activation)
                     else:
                         launch_down(chain_inputs.gated_inputs, weight, chain_inputs.router_weights, one, plan)
 
@@ -224,12 +233,17 @@ class ExpertsTuner:
     def _measure_together(
         self, chains: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
-        """Returns the µs of all three launches at each number of rows."""
+        """Returns the µs of all three launches by plan, for each chain."""
 
         def chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+            activation = activation_of(chain_inputs.shape)
+            triton_product = partial(
+                grouped_experts.triton, chain_inputs.x, gate_up, down, plan=plan, activation=activation
+            )
+
             def body() -> None:
                 for ids in chain_inputs.expert_ids[:num_calls]:
-                    grouped_experts.triton(chain_inputs.x, gate_up, down, ids, chain_inputs.router_weights, plan=plan)
+                    triton_product(ids, chain_inputs.router_weights)
 
             return body
 
@@ -238,22 +252,22 @@ class ExpertsTuner:
     def _us_by_plan(
         self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int
     ) -> dict[Plan, list[float]]:
-        """Returns the µs of a call by plan, at each number of rows.  The plans take turns."""
+        """Returns the µs of a call by plan, for each chain.  The plans take turns."""
         with precompile():
             for each in chains:
                 for plan in plans:
                     make_chain(each, plan, 1)()
-        times = []
+        times_by_chain = []
         for each in chains:
             bodies = [make_chain(each, plan, each.num_calls) for plan in plans]
-            times.append([1e3 * ms / each.num_calls for ms in self.timer.median_ms(bodies, repeats)])
-        return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
+            times_by_chain.append([1e3 * ms / each.num_calls for ms in self.timer.median_ms(bodies, repeats)])
+        return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times_by_chain, strict=True), strict=True)}
 
 
 def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
     """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
-    return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
+    return sum(seconds / shortest for seconds, shortest in zip(times[plan], fastest, strict=True))
 
 
 def gpu_versions() -> dict[str, str]:

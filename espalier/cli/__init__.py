@@ -1,4 +1,4 @@
-"""The command line.  Each command has functions `add_flags` and `run`; most flags are generated from config fields."""
+"""The command line.  A command has a function that adds its flags, mostly generated from config fields, and `run`."""
 
 import signal
 import sys
@@ -18,15 +18,15 @@ def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Par
     """Runs a command line of `espalier`.  Returns the exit status.
 
     Ctrl-C prints only one line, even during the imports, which take seconds.  make_parser: makes the parser of another
-    command line; None for the parser of `espalier`.
+    command line, such as `python -m lab`.
     """
     with _terminating_as_interrupting():
-        given = sys.argv[1:] if arguments is None else list(arguments)
+        words = sys.argv[1:] if arguments is None else list(arguments)
         try:
-            if make_parser is None and given[:1] == ["train"]:
+            if make_parser is None and words[:1] == ["train"]:
                 from espalier.train.command import main as train
 
-                return train(given[1:])
+                return train(words[1:])
             from espalier.cli.main import main
         except KeyboardInterrupt:
             return interrupted()
@@ -40,15 +40,16 @@ def interrupted() -> int:
 
 @contextmanager
 def _terminating_as_interrupting() -> Iterator[None]:
-    """Makes SIGTERM act like Ctrl-C, so that a command ends its child processes.  A server has its own handler."""
+    """Makes SIGTERM act like Ctrl-C during the block, so that a command ends its child processes.  A server replaces
+    this handler by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    old_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

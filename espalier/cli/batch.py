@@ -45,9 +45,9 @@ ENGINE_FLAG_DEFAULTS = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# The number of lines in progress for each slot of the engine: when a line ends, the next is already waiting.
+# The lines that are sent at once for each slot of the engine.  With 2, the next line waits already when a line ends.
 LINES_PER_SLOT = 2
-# The longest queue of a local batch.  No batch is so long.
+# The limit of the queue of a batch's own engine.  No batch has so many lines.
 UNREACHED_QUEUE_LENGTH = 2**30
 
 
@@ -94,7 +94,7 @@ def run(args: Namespace) -> int:
     # These imports are slow, and other commands do not need them.
     from espalier.batch_jobs.files import Journal, scan_input
 
-    began = perf_counter()
+    started_at = perf_counter()
     journal = Journal(args.output, scan_input(args.input))
     try:
         if journal.num_unanswered:
@@ -106,15 +106,15 @@ def run(args: Namespace) -> int:
         _print_line(f"interrupted: {_progress_text(journal)}; run the same command again to go on")
         return INTERRUPTED_STATUS
     except EspalierError as error:
-        if not journal.num_answered:  # the cause may be a wrong flag; the same command would then fail again
+        if not journal.num_answered:  # a flag may be wrong, so the same command may fail again
             raise
         raise EspalierError(f"{error}; {_progress_text(journal)}; run the same command again to go on") from None
     finally:
         journal.close()
-    again = "; to ask all lines again, delete this file" if journal.num_failed else ""
-    seconds = f"{perf_counter() - began:.1f} s"
+    advice = "; to ask all lines again, delete this file" if journal.num_failed else ""
+    seconds = f"{perf_counter() - started_at:.1f} s"
     _print_line(
-        f"{_progress_text(journal)}, {journal.num_failed} with an error, after {seconds}, in {args.output}{again}"
+        f"{_progress_text(journal)}, {journal.num_failed} with an error, after {seconds}, in {args.output}{advice}"
     )
     return int(journal.num_failed > 0)
 

@@ -43,10 +43,9 @@ TokenName = Callable[[int], str]
 
 
 def round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
-    """Returns a drawing of one round's tree.
+    """Returns a drawing of one round's tree.  token_name: returns a token's text.  signs: the characters of a drawing.
 
-    token_name: returns a token's text.  A node's score is the sum of the log-probabilities along its branch.  The tree
-    has the nodes with the highest scores."""
+    A node's score is the sum of the log-probabilities on the path to it, by the draft."""
     drawing = Text()
     _draw_node(drawing, trace, 0, "", "", token_name, signs)
     bonus = trace.emitted[-1]
@@ -132,7 +131,7 @@ def run(args: Namespace) -> int:
 def show_demo(args: Namespace, console: Console) -> int:
     """Print the demo.  Returns 1 if plain decoding and the tree differ in tokens, else 0.  Raises EspalierError."""
     # max_batch is 1, because two engines share the device, and each runs one request at a time.  dtype is float32,
-    # because rounding in bfloat16 sometimes changes the order of two nearly tied tokens.
+    # because rounding in bfloat16 may change which of two almost equally likely tokens is the likeliest.
     require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
@@ -151,13 +150,13 @@ def show_demo(args: Namespace, console: Console) -> int:
         _warm_up(plain_llm, tree_llm, prompts[0])
         traces.clear()
         plain, tree = _complete_prompts(console, plain_llm, tree_llm, prompts, params)
-        same = _print_comparison(console, plain_llm, prompts, plain, tree)
+        is_identical = _print_comparison(console, plain_llm, prompts, plain, tree)
         _draw_round(console, tree_llm, traces)
     _print_figures(console, plain, tree)
     console.print(Text("\ntry next", "bold"))
     for command in NEXT_STEPS:
         console.print(Text("  " + command.replace("espalier", _start_command(), 1)))
-    return 0 if same else 1
+    return 0 if is_identical else 1
 
 
 def _require_tree(llm: LLM) -> None:
@@ -185,16 +184,17 @@ def _warm_up(plain_llm: LLM, tree_llm: LLM, prompt: str) -> None:
 def _complete_prompts(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
 ) -> tuple[DecodingResult, DecodingResult]:
-    """Complete each prompt plainly, then with the tree.  The engines alternate, so other load slows both equally."""
+    """Completes each prompt plainly, then with the tree.  The engines take turns, so that other programs on the machine
+    slow both equally."""
     plain, tree = DecodingResult(), DecodingResult()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
-            for llm, run in ((plain_llm, plain), (tree_llm, tree)):
-                start = perf_counter()
+            for llm, result in ((plain_llm, plain), (tree_llm, tree)):
+                started_at = perf_counter()
                 [output] = llm.generate(prompt, params)
-                run.seconds += perf_counter() - start
-                run.outputs.append(output)
-                run.stats.merge(output.speculation)
+                result.seconds += perf_counter() - started_at
+                result.outputs.append(output)
+                result.stats.merge(output.speculation)
                 advance()
     for i, (prompt, output) in enumerate(zip(prompts, tree.outputs, strict=True), 1):
         _print_rule(console, f"prompt {i} of {len(prompts)}")
@@ -241,7 +241,7 @@ def _print_comparison(
 
 
 def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[int]) -> str:
-    """Returns a text with the log-probabilities of `tokens` after `prior_tokens`, by plain decoding."""
+    """Returns a text with the log-probabilities of `tokens` after the prompt and `prior_tokens`, by plain decoding."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *prior_tokens]], params)
@@ -255,15 +255,16 @@ def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draw the first round that accepted the most tokens.  A path of the tree's full depth counts as one token less."""
+    """Draws the first of the rounds that emitted the most tokens.  An accepted path of the greatest depth of all trees
+    counts as if its last node was rejected."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
-    best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
-    about = ", score = log-probability of the branch by the draft"
-    console.print(Text.assemble(("one round", "bold"), (about, DIM_STYLE)))
+    shown_trace = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
+    subtitle = ", score = log-probability of the branch by the draft"
+    console.print(Text.assemble(("one round", "bold"), (subtitle, DIM_STYLE)))
     decode = llm.tokenizer.decode
-    console.print(round_tree(best, lambda token: repr(decode([token])), drawing_signs(console)))
+    console.print(round_tree(shown_trace, lambda token: repr(decode([token])), drawing_signs(console)))
 
 
 def _print_figures(console: Console, plain_result: DecodingResult, tree_result: DecodingResult) -> None:

@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, re
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The report lists at most this number of ranks: the GPUs of one machine.
+# The largest number of ranks in the report: a machine has at most this number of GPUs.
 MAX_RANKS = 8
 OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
@@ -93,7 +93,7 @@ def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 
 def _print_matrix() -> int:
-    """Print a line for each feature of each backend, because a table of sixteen columns would be too wide."""
+    """Prints a line for each backend and feature, because a table with a column for each backend would be too wide."""
     console, (head, rows) = stdout(), support_matrix([backend.support for backend in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support

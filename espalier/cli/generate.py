@@ -60,24 +60,27 @@ def run(args: Namespace) -> int:
         prepared = prepare_engine(EngineConfig(**engine_settings(args)))
     inputs = prepared.inputs
     inputs.resolve(params)
-    checked = [_checked_prompt(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
-    token_lists, each_params = [tokens for tokens, _ in checked], [limited for _, limited in checked]
+    prepared_prompts = [_checked_prompt(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
+    token_lists = [tokens for tokens, _ in prepared_prompts]
+    params_by_prompt = [prompt_params for _, prompt_params in prepared_prompts]
     with waiting("loading the model"):
         llm = LLM.from_prepared(prepared)
     with llm:
         if len(token_lists) == 1 and not args.json and params.n in (None, 1):
-            return _print_stream(llm, token_lists[0], each_params[0])
-        return _print_outputs(llm, token_lists, each_params, args.json)
+            return _print_stream(llm, token_lists[0], params_by_prompt[0])
+        return _print_outputs(llm, token_lists, params_by_prompt, args.json)
 
 
 def _checked_prompt(
     inputs: InputProcessor, index: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Returns a prompt's tokens and parameters.  The default max_tokens is DEFAULT_MAX_TOKENS, or what fits."""
+    """Returns a prompt's tokens and parameters.  If neither flags nor model set max_tokens, it is DEFAULT_MAX_TOKENS,
+    or less if less fits."""
     from espalier.llm import number_prompt_errors
 
     with number_prompt_errors(index, len(prompts)):
-        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[index]}]) if chat else prompts[index]
+        message = {"role": "user", "content": prompts[index]}
+        prompt = inputs.chat_tokens([message], inputs.require_text_fits) if chat else prompts[index]
         tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.model_info.generation_config:
@@ -131,9 +134,9 @@ def _read_file(path: Path) -> list[Any]:
             raise EspalierError(
                 f'--file {path}, line {number}: not a JSON string and not an object with "prompt"; write one per line'
             )
-        if isinstance(value, dict) and (others := [name for name in value if name != "prompt"]):
+        if isinstance(value, dict) and (other_names := [name for name in value if name != "prompt"]):
             raise EspalierError(
-                f'--file {path}, line {number}: {others[0]!r} has no effect there; keep only "prompt" and give '
+                f'--file {path}, line {number}: {other_names[0]!r} has no effect there; keep only "prompt" and give '
                 "flags, or use `espalier batch`"
             )
         prompts.append(prompt)
@@ -145,16 +148,16 @@ def _read_file(path: Path) -> list[Any]:
 def _print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> int:
     """Print the text while it is generated.  On a terminal, tokens from the draft are coloured."""
     console = stdout()
-    start = perf_counter()
-    count = 0
-    last = OutputChunk("")
-    for last in llm.stream(prompt, params):
-        count += len(last.token_ids)
+    started_at = perf_counter()
+    num_tokens = 0
+    chunk = OutputChunk("")
+    for chunk in llm.stream(prompt, params):
+        num_tokens += len(chunk.token_ids)
         # A chunk with any token from the draft is coloured, because a chunk's text cannot be divided into its tokens.
-        console.print(Text(last.text, DRAFT_STYLE if any(last.from_draft) else TARGET_STYLE), end="")
+        console.print(Text(chunk.text, DRAFT_STYLE if any(chunk.from_draft) else TARGET_STYLE), end="")
     console.print()
-    _print_figures(llm, count, perf_counter() - start)
-    return _print_failure(last.error)
+    _print_figures(llm, num_tokens, perf_counter() - started_at)
+    return _print_failure(chunk.error)
 
 
 def _print_outputs(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:

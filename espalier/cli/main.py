@@ -143,7 +143,7 @@ def _run_command(args: Namespace) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     if isinstance(sys.stdout, TextIOWrapper):
-        # Escape characters of generated text that stdout's encoding does not have.
+        # Generated text may have characters that stdout's encoding lacks.  They are printed as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return args.run(args)

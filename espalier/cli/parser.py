@@ -1,5 +1,5 @@
-"""A parser based on argparse.  Its errors are one line, and suggest the right command or flag, also for names of other
-engines and for moved commands."""
+"""A parser based on argparse.  An error is one line, which suggests the right command or flag, also for other engines'
+names and for commands that have moved."""
 
 import difflib
 import sys
@@ -19,11 +19,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import other_engines
+from espalier.errors import NUMBER_PARSERS
 from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
-# By command of `espalier`: former subcommands and flags, with the commands of `python -m lab` that replace them.
+# By command: its former subcommands and flags, with the commands of `python -m lab` that replace them.
 MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
@@ -56,17 +57,17 @@ RENAMED_COMMANDS = MappingProxyType(
 
 def moved_to(prog: str, name: str) -> str | None:
     """Returns the advice for a moved command or flag; None for other names.  prog: the command that lacks it."""
-    if renamed := RENAMED_COMMANDS.get((prog, name)):
-        return f"it is now `{renamed}`"
-    found = MOVED_COMMANDS.get(prog, {}).get(name)
-    if found is None:
+    if new_command := RENAMED_COMMANDS.get((prog, name)):
+        return f"it is now `{new_command}`"
+    lab_command = MOVED_COMMANDS.get(prog, {}).get(name)
+    if lab_command is None:
         return None
-    also = "; to choose trees, `espalier bench choose`" if found == "round" else ""
-    return f"it is now in the clone's laboratory: run `python -m lab {found}`{also}"
+    other_advice = "; to choose trees, `espalier bench choose`" if lab_command == "round" else ""
+    return f"it is now in the clone's laboratory: run `python -m lab {lab_command}`{other_advice}"
 
 
 BAD_INPUT_STATUS = 2
-# Nouns for the values of flags, for messages.  A function that parses a flag's value has the noun as __name__.
+# Names of flags' types in messages.  A function that parses a flag's value has this name as its __name__.
 VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
 # Names of commands in other engines, and likely guesses, with the right commands.
 GUESSED_COMMANDS = MappingProxyType(
@@ -93,10 +94,10 @@ GUESSED_COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """A command's help text, and the modules of its code.
 
-    flags: the module with add_flags(parser), or "module:function".  run_module: the module with run(args) -> status,
-    imported only to run the command; None for a command with subcommands.  Most of these modules import PyTorch, but
-    `flags` modules do not, so help and errors about misspelt words are printed at once.
-    """
+    flags: the module with add_flags(parser), or "module:function".  It does not import PyTorch, so that help and errors
+    about misspelt words are printed at once.
+    run_module: the module with run(args) -> status, imported only to run the command; None for a command with
+    subcommands."""
 
     help_text: str
     flags: str
@@ -112,6 +113,8 @@ class Command(NamedTuple):
 class Parser(ArgumentParser):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
+        for kind, read in NUMBER_PARSERS.items():
+            self.register("type", kind, read)
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
@@ -126,17 +129,19 @@ class Parser(ArgumentParser):
 
     def parse(self, arguments: Sequence[str] | None) -> Namespace:
         """Parse the arguments.  On bad input, print one line on stderr and exit with status 2."""
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        if given and given[0].startswith("-") and given[0] not in self.all_flags():
-            self.error(self._unknown_flag_error(given[0], self))
-        known, unknown = self.parse_known_args(given)
-        parser: Parser = getattr(known, "parser", None) or self._deepest_parser(known)
-        if unknown:
-            flags = [each for each in unknown if each.startswith("-")]
-            parser.error(self._unknown_flag_error(flags[0], parser) if flags else f"unknown argument {unknown[0]!r}")
-        if "run" not in known:
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        if words and words[0].startswith("-") and words[0] not in self.all_flags():
+            self.error(self._unknown_flag_error(words[0], self))
+        namespace, unknown_words = self.parse_known_args(words)
+        parser: Parser = getattr(namespace, "parser", None) or self._deepest_parser(namespace)
+        if unknown_words:
+            flags = [word for word in unknown_words if word.startswith("-")]
+            parser.error(
+                self._unknown_flag_error(flags[0], parser) if flags else f"unknown argument {unknown_words[0]!r}"
+            )
+        if "run" not in namespace:
             parser.error(f"a command is missing; use one of {', '.join(parser.commands())}")
-        return known
+        return namespace
 
     def add_commands(self, dest: str, metavar: str, command_table: Mapping[str, "Command"]) -> None:
         """Add a command for each name of `command_table`."""
@@ -147,7 +152,7 @@ class Parser(ArgumentParser):
 
     def commands(self) -> Mapping[str, "Parser"]:
         """Returns this parser's subcommands, by name."""
-        return next((dict(each.choices) for each in self._actions if isinstance(each, _SubParsersAction)), {})
+        return next((dict(a.choices) for a in self._actions if isinstance(a, _SubParsersAction)), {})
 
     def all_flags(self) -> list[str]:
         """Returns this parser's flags."""
@@ -161,9 +166,10 @@ class Parser(ArgumentParser):
         flag = argument.partition("=")[0]
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
-        advice = moved_to(parser.prog, flag) or other_engines.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
+        setting = flag.lstrip("-").replace("-", "_")
+        advice = moved_to(parser.prog, flag) or other_engines.flag_advice(setting, flags, arguments)
         near = difflib.get_close_matches(flag, flags, n=1)
-        if advice is None and (others := [each.prog for each in _all_parsers(self) if flag in each.all_flags()]):
+        if advice is None and (others := [p.prog for p in _all_parsers(self) if flag in p.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
         if advice is None and near:
             advice = f"did you mean {near[0]}?"
@@ -184,7 +190,7 @@ class Parser(ArgumentParser):
 
     def _argument_name(self, action: Action) -> str:
         """Returns the spellings of a flag that was given twice, such as --x and --no-x."""
-        arguments = (each.partition("=")[0] for each in self._arguments)
+        arguments = (word.partition("=")[0] for word in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
 

@@ -32,9 +32,10 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a quantised copy with its original.  texts_description: a description of the texts, for the user.
+    """A comparison of a quantised copy with its original.  texts_description: describes the texts to the user.
 
-    compare(advance): compares, calls `advance` after each step, returns (results for --json, rows of the table)."""
+    compare(advance): compares the models, and calls advance() after each of num_steps steps.  Returns (results for
+    --json, rows of the table)."""
 
     compare: Compare
     num_steps: int
@@ -70,7 +71,7 @@ def run(args: Namespace) -> int:
 
 
 def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
-    """Returns the comparison's results.  A comparison may take long, so messages tell that the copy is complete."""
+    """Returns the comparison's results.  If it fails or is interrupted, messages say that the copy is complete."""
     status = f"{out} is whole"
     stderr().print(
         Text(

@@ -73,10 +73,10 @@ def _add_learn_flags(parser: ArgumentParser) -> None:
 def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
     """Returns the fields of LearnConfig; None without --learn.  Raises EspalierError."""
     names = [f.name for f in fields(LearnConfig)[1:]]
-    given = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
+    learn_flags = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
     if args.learn is None:
-        if given:
-            raise EspalierError(f"{learn_flag(next(iter(given)))} is for --learn; give that too, or leave it out")
+        if learn_flags:
+            raise EspalierError(f"{learn_flag(next(iter(learn_flags)))} is for --learn; give that too, or leave it out")
         return None
     if num_keys > 1:
         raise EspalierError(
@@ -85,7 +85,7 @@ def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
         )
     if args.replicas is not None:
         raise EspalierError("--learn is for one engine; leave out --replicas")
-    return asdict(LearnConfig(args.learn, **given))
+    return asdict(LearnConfig(args.learn, **learn_flags))
 
 
 def _add_timeout_flags(group: _ArgumentGroup) -> None:

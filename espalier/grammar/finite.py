@@ -11,6 +11,12 @@ from espalier.grammar.schema_values import schema_error
 
 # Matches an escape of xgrammar's EBNF.  There, \x reads all hex digits that follow.
 EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# Matches a text, a class, a comment or a repetition of xgrammar's EBNF.  Groups 1 and 2: the repetition's counts.
+EBNF_COUNTS_PATTERN = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}', re.DOTALL
+)
+# xgrammar reads larger counts modulo 2**32.
+MAX_EBNF_COUNT = 2**31 - 1
 # xgrammar's numbers of expression kinds, in the JSON form of a parsed grammar.
 RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
@@ -82,8 +88,9 @@ def _object_can_end(schema: dict[str, Any], finite: set[str]) -> bool:
     return finite_names >= set(schema.get("required", ())) and len(finite_names) >= schema.get("minProperties", 0)
 
 
-def check_ebnf_escapes(ebnf: str) -> str:
-    """Returns the grammar unchanged.  Raises EspalierError for an escape that stands for no character."""
+def check_ebnf(ebnf: str) -> str:
+    """Returns the grammar unchanged.  Raises EspalierError for an escape that stands for no character, and for a count
+    that xgrammar cannot represent."""
     for escape in EBNF_ESCAPE_PATTERN.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
         if digits and ((code := int(digits, 16)) > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]):
@@ -92,6 +99,13 @@ def check_ebnf_escapes(ebnf: str) -> str:
                 f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
                 r"or \U and its 8 hex digits"
             )
+    for found in EBNF_COUNTS_PATTERN.finditer(ebnf):
+        for digits in filter(None, found.groups()):
+            if len(digits.lstrip("0")) > 10 or int(digits) > MAX_EBNF_COUNT:
+                raise EspalierError(
+                    f"the grammar has the repetition {shown(found[0])} at position {found.start()}; use counts of "
+                    f"{MAX_EBNF_COUNT} at most"
+                )
     return ebnf
 
 

@@ -9,6 +9,8 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
+# The start of each error by which the engine ends a request because of its grammar.
+ENDED_BY_GRAMMAR = "the grammar "
 # The most characters of a spec.  Longer specs are refused before they are parsed.
 MAX_SPEC_CHARS = 64 * 1024
 

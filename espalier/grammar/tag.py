@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.finite import check_ebnf_escapes
+from espalier.grammar.finite import check_ebnf
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable_schema
 from espalier.grammar.spec import Grammar, read_json
@@ -71,7 +71,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
     if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
-        check_ebnf_escapes(value["grammar"])
+        check_ebnf(value["grammar"])
     return {name: _enforceable_part(item, strict, depth + 1) for name, item in value.items()}
 
 
@@ -109,7 +109,7 @@ REWRITE_BY_KIND: Mapping[str, Callable[[Grammar], str]] = {
     "json_schema": lambda grammar: enforceable_schema(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: rewrite_tag_for_xgrammar(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
-    "ebnf": lambda grammar: check_ebnf_escapes(grammar.spec),
+    "ebnf": lambda grammar: check_ebnf(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 

@@ -1,7 +1,7 @@
-"""The folder of --learn: the kept sample, the drafts learned from it, and the digests of the models they belong to.
+"""The folder of --learn: a sample of the served texts, the drafts learned from it, and digests of target and draft.
 
-The sample has only token ids, 4 bytes a token.  Training also needs hidden states and the target's distribution,
-hundreds of kilobytes a token, which the trainer computes again in one pass.  No file is ever partly written.
+The sample has only token ids, 4 bytes a token.  A training also needs hidden states and the target's distribution,
+hundreds of kilobytes a token.  The trainer computes them again.  No file is ever partly written.
 """
 
 import fcntl
@@ -23,13 +23,13 @@ from espalier.errors import EspalierError
 from espalier.train.work import replace_file, require_folder
 
 DISK_REMEDY = "free some space there"
-# One of HELD_BACK_INTERVAL prompts is held back for measuring drafts.  Held-back texts get the same share of the bytes.
+# One of HELD_BACK_INTERVAL prompts is held back: its texts measure drafts and do not train them.  They get the same
+# share of the bytes.
 HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
-# A file has at most this share of the bytes of a kind.  Before a file is written, the oldest files are dropped until it
-# fits.
+# A kind of texts has about NUM_FILES files of equal size.  The oldest files are removed until a new file fits.
 NUM_FILES = 16
-# Shorter outputs, in tokens, are not kept, because they say little about a draft.
+# Outputs of fewer tokens are not kept, because they say little about a draft.
 MIN_OUTPUT_TOKENS = 16
 HEADER_LENGTH = 2
 MANIFEST = "manifest.json"
@@ -54,19 +54,19 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Text:
-    """A served text: prompt and output.  output_start: the index of the output's first token."""
+    """A served text.  tokens: of prompt and output.  output_start: the index of the output's first token."""
 
     tokens: np.ndarray
     output_start: int
 
 
 class KeptTexts:
-    """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
+    """The sample of served texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.  max_bytes: the limit of each
-    kind's files and queue.  Counted since startup: texts_per_kind, the texts; num_tokens, the tokens of all texts;
-    num_held_back_tokens, the output tokens of held-back texts.
-    """
+    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
+    max_bytes: by kind of texts, the limit of its files and its queue.
+    Counted since startup: texts_per_kind, the kept texts; num_tokens, their tokens; num_held_back_tokens, the output
+    tokens of held-back texts."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class KeptTexts:
         if len(output) < MIN_OUTPUT_TOKENS:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
-        # The prompt decides the kind, so a repeated prompt is never in both kinds.
+        # A digest of the prompt decides the kind, so texts with equal prompts are of the same kind.
         digest = hashlib.blake2b(row[HEADER_LENGTH : HEADER_LENGTH + len(prompt)].tobytes(), digest_size=1).digest()
         kind = TEXT_KINDS[digest[0] % HELD_BACK_INTERVAL == 0]
         with self._lock:
@@ -95,8 +95,8 @@ class KeptTexts:
         return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 
     def flush(self) -> None:
-        """Write the queued texts, and drop the oldest files beyond the limit.  If it raises OSError, the texts of a
-        kind are lost and no longer counted."""
+        """Writes the queued texts, and removes the oldest files beyond the limit.  If the texts of a kind cannot be
+        written, they are lost, are no longer counted, and OSError is raised."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
@@ -118,7 +118,7 @@ class KeptTexts:
                 np.save(file, np.concatenate(rows))
 
     def _count_texts(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
-        """Add texts to the counts, or subtract them.  rows: a row begins with the lengths of prompt and text."""
+        """Adds texts to the counts, or subtracts them.  rows: one for each text.  sign: 1 or -1."""
         self.texts_per_kind[kind] += sign * len(rows)
         self.num_tokens += sign * sum(int(row[1]) for row in rows)
         self.num_held_back_tokens += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
@@ -137,23 +137,22 @@ class KeptTexts:
 
 
 def read_texts(files: Sequence[Path]) -> Iterator[Text]:
-    """The texts of a sample's files, the newest first."""
+    """Yields the texts of a sample's files, the newest first.  files: the oldest first."""
     for file in reversed(files):
-        rows, at, texts = np.load(file), 0, []
-        while at < len(rows):
-            first, length = int(rows[at]), int(rows[at + 1])
-            texts.append(Text(rows[at + HEADER_LENGTH : at + HEADER_LENGTH + length], first))
-            at += HEADER_LENGTH + length
+        rows, begin, texts = np.load(file), 0, []
+        while begin < len(rows):
+            prompt_length, length = int(rows[begin]), int(rows[begin + 1])
+            texts.append(Text(rows[begin + HEADER_LENGTH : begin + HEADER_LENGTH + length], prompt_length))
+            begin += HEADER_LENGTH + length
         yield from reversed(texts)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts about a learned draft.
+    """The facts about a learned draft.  digest: of the draft's files.
 
-    digest: of the draft's files.  given, before, after: accept lengths on the same held-back traffic, of the draft that
-    was given at startup, of the draft that was served before, and of this draft.
-    """
+    given, before, after: accept lengths on the same held-back texts, of the draft given at startup, of the draft that
+    was served during the training, and of this draft.  num_tokens, seconds: the size and the time of the training."""
 
     digest: str
     given: float
@@ -189,7 +188,8 @@ class LearnFolder:
         self._lock.close()
 
     def served_draft(self) -> Path | None:
-        """Returns the learned draft that was swapped in last, or None.  Raises EspalierError if it is damaged."""
+        """Returns the learned draft to serve; None for the draft given at startup.  Raises EspalierError if the learned
+        draft is damaged."""
         try:
             name = json.loads((self.path / "served.json").read_text())["draft"]
         except FileNotFoundError:
@@ -205,10 +205,9 @@ class LearnFolder:
         return self.drafts / str(max(numbers, default=0) + 1)
 
     def record_served(self, draft: Path) -> None:
-        """Records the draft to serve, and removes all other learned drafts.  Raises OSError.
+        """Records the draft to serve after a restart, and removes all other learned drafts.  Raises OSError.
 
-        A draft outside this folder is the draft given at startup.
-        """
+        draft: a learned draft, or the draft given at startup, which is outside of this folder."""
         if draft.parent == self.drafts:
             with replace_file(self.path / "served.json", DISK_REMEDY) as unfinished:
                 unfinished.write_text(json.dumps({"draft": draft.name}))

@@ -52,8 +52,8 @@ TRAINER_COMMAND = (sys.executable, "-m", "espalier.learn.trainer")
 class TrainerMachine:
     """The device on which the trainer runs.
 
-    idle_only: the trainer computes only while the engine has no work, because both share a GPU.
-    """
+    description: for the log.  environment: the variables with which the trainer finds the device.
+    idle_only: the trainer computes only while the engine has no work, because both share a GPU."""
 
     description: str
     environment: Mapping[str, str]
@@ -103,7 +103,8 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
 
 
 def trainer_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
-    """Returns another GPU if there is one, else the engine's device.  Raises EspalierError if its memory is full."""
+    """Returns another GPU if there is one, else the engine's device.  num_pages: the setting.  Raises EspalierError if
+    the engine's pages take the whole memory of the only GPU."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     gpu, count = device.index or 0, torch.cuda.device_count()
@@ -121,7 +122,7 @@ def trainer_machine(device: torch.device, num_pages: int | str | None) -> Traine
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """The sample's size when a training begins: texts by kind, and output tokens of held-back texts."""
+    """The counts of KeptTexts at one time: texts by kind, and output tokens of held-back texts."""
 
     texts_per_kind: Mapping[str, int]
     num_held_back_tokens: int
@@ -143,9 +144,9 @@ class Candidate:
 class Learner:
     """Keeps the texts that one engine serves, and trains its draft on them.
 
-    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: the counts for
-    metrics.  trainer: the command of the training process; the folder is its last argument.
-    """
+    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: for metrics.
+    trainer: the command of the training process, to which the folder is appended.
+    given_draft: the draft given at startup.  draft_dir: the draft that is served."""
 
     def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER_COMMAND) -> None:
         """Raises EspalierError without changing the folder."""
@@ -212,17 +213,17 @@ class Learner:
         self._end_process()
         self.folder.close()
 
-    # The engine's thread
+    # Methods for the engine's thread
 
     def keep_text(self, request: Request) -> None:
-        """Keep the text of a request that has ended by itself."""
+        """Keeps the text of a request that was not aborted."""
         if request.finish_reason in ("stop", "length"):
             self.kept_texts.add(request.prompt, request.output)
 
     def swap_between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
 
-        The draft's cached rows of running requests stay those of the old weights, which affects only guesses.
+        Running requests keep the rows that the old draft wrote to the cache.  They may change guesses, but no output.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:
@@ -230,7 +231,7 @@ class Learner:
             self._candidate.swap.copy_weights()
             self._swapped_draft, self._candidate = self._candidate, None
 
-    # The thread
+    # Methods for the learner's thread
 
     def _run_thread(self) -> None:
         while not self._close_event.wait(POLL_S):
@@ -239,10 +240,10 @@ class Learner:
             except (OSError, ValueError, RuntimeError) as error:
                 self._record_failure(one_line(error))
         with suppress(OSError):
-            self._remember_swap()
+            self._record_swap()
 
     def _poll(self) -> None:
-        self._remember_swap()
+        self._record_swap()
         self.figures.texts, self.figures.bytes = sum(self.kept_texts.texts_per_kind.values()), self.kept_texts.num_bytes
         if self._process is not None:
             self._check_process(self._process)
@@ -308,10 +309,8 @@ class Learner:
         self.figures.trainings += 1
 
     def _judge_draft(self, draft: Path) -> None:
-        """Make a Candidate of the better of the new and the given draft, if it accepts more than the served draft.
-
-        Raises EspalierError if the new draft is damaged.
-        """
+        """Takes the better one of the new draft and the draft given at startup.  Makes a Candidate of it, if it accepts
+        at least MIN_GAIN tokens more than the served draft.  Raises EspalierError if the new draft is damaged."""
         manifest = read_manifest(draft)
         self.figures.startup_accept_length, self.figures.served_accept_length, self.figures.trained_accept_length = (
             manifest.given,
@@ -319,22 +318,23 @@ class Learner:
             manifest.after,
         )
         is_better = manifest.after > manifest.given
-        best, length = (draft, manifest.after) if is_better else (self.given_draft, manifest.given)
-        if not length >= manifest.before + MIN_GAIN:  # true if `length` is not a number
+        best_draft, accept_length = (draft, manifest.after) if is_better else (self.given_draft, manifest.given)
+        if not accept_length >= manifest.before + MIN_GAIN:  # true if `accept_length` is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
                 *(manifest.after, manifest.before),
             )
             remove_draft(draft)
             return
-        self._candidate = Candidate(best, manifest, Swap(self._served, self._load_draft(best)))
+        self._candidate = Candidate(best_draft, manifest, Swap(self._served, self._load_draft(best_draft)))
 
-    def _remember_swap(self) -> None:
-        """Record the draft that was swapped in.  After an OSError, a restart serves the previous draft."""
-        swapped, self._swapped_draft = self._swapped_draft, None
-        if swapped is None:
+    def _record_swap(self) -> None:
+        """Records the draft that was swapped in, if any, as the one to serve after a restart.  If this raises OSError,
+        a restart serves the previous draft."""
+        candidate, self._swapped_draft = self._swapped_draft, None
+        if candidate is None:
             return
-        self.draft_dir, manifest = swapped.directory, swapped.manifest
+        self.draft_dir, manifest = candidate.directory, candidate.manifest
         self.figures.swaps += 1
         is_back = self.draft_dir == self.given_draft
         log.info(
@@ -347,8 +347,8 @@ class Learner:
         self.folder.record_served(self.draft_dir)
 
     def _load_draft(self, draft: Path) -> DraftModel:
-        """Load a draft as the engine does.  Half-precision weights have one layout on all devices, so they can wait on
-        the CPU until they are copied to the GPU."""
+        """Loads a draft as the engine does.  Half-precision weights are loaded on the CPU, to save memory of the GPU:
+        they have the same layout on all devices, and are copied when the draft is swapped in."""
         dtype = getattr(torch, self.resolved.dtype)
         device = self.resolved.device if dtype.itemsize > 2 else "cpu"
         position_rows = self.resolved.layout.position_rows

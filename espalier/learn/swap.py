@@ -20,8 +20,9 @@ PACKAGE_PREFIX = "espalier."
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a model, and the object or list that holds the tensor under `key`.  path: for messages."""
+class HeldTensor:
+    """A tensor of a model.  holder: the object, list or dict that holds it, under the name or index `key`.  path: from
+    the draft to the tensor, for messages."""
 
     path: str
     holder: Any
@@ -29,21 +30,21 @@ class TensorInfo:
     tensor: Tensor
 
 
-def tensor_places(value: Any, path: str = "draft") -> Iterator[TensorInfo]:
+def tensor_places(value: Any, path: str = "draft") -> Iterator[HeldTensor]:
     """Yields every tensor that a model's objects hold, in the order of their fields.  No object is visited twice."""
-    return _walk_tensors(value, path, set())
+    return _held_tensors(value, path, set())
 
 
-def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorInfo]:
+def _held_tensors(value: Any, path: str, seen: set[int]) -> Iterator[HeldTensor]:
     if id(value) in seen:
         return
     seen.add(id(value))
     for key, member in _named_members(value):
         member_path = f"{path}.{key}"
         if isinstance(member, Tensor):
-            yield TensorInfo(member_path, value, key, member)
+            yield HeldTensor(member_path, value, key, member)
         else:
-            yield from _walk_tensors(member, member_path, seen)
+            yield from _held_tensors(member, member_path, seen)
 
 
 def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -59,7 +60,8 @@ def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Swap:
-    """The pairs (TensorInfo of the served draft, learned tensor).  Raises EspalierError for the first misfit."""
+    """Replaces the weights of the served draft by those of a learned draft.  pairs: (HeldTensor of the served draft,
+    learned tensor).  Raises EspalierError if the drafts differ in more than the values of weights."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
         old, new = list(tensor_places(served)), list(tensor_places(learned))
@@ -70,7 +72,7 @@ class Swap:
             _require_fitting(place, tensor)
 
     def copy_weights(self) -> None:
-        """Swap the weights.  Call it only between Engine.drain and the next step; it waits for queued device work."""
+        """Swaps the weights.  Waits for queued device work.  Call it only between Engine.drain and the next step."""
         _synchronize()
         with torch.no_grad():
             for place, tensor in self.pairs:
@@ -86,10 +88,10 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _require_fitting(place: TensorInfo, tensor: Tensor) -> None:
+def _require_fitting(place: HeldTensor, tensor: Tensor) -> None:
     old = place.tensor
-    same = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
-    if not same or (old.is_mkldnn and isinstance(place.key, int)):
+    is_equal = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
+    if not is_equal or (old.is_mkldnn and isinstance(place.key, int)):
         raise EspalierError(
             f"{place.path} is {old.dtype} {list(old.shape)}, in the new draft {tensor.dtype} {list(tensor.shape)}: "
             "weights that are quantised or packed for the device cannot be swapped"

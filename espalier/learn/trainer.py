@@ -1,7 +1,7 @@
 """The training process: `python -m espalier.learn.trainer DIR` trains the served draft further once, and ends.
 
-The process reads DIR/run.json and the sample, measures the drafts on held-back traffic, and writes the new draft with
-its manifest.  The server signals on stdin when this process may compute.  When stdin is closed, the server has ended,
+The process reads DIR/run.json and the sample, measures the drafts on held-back texts, and writes the new draft with its
+manifest.  The server signals on stdin when this process may compute.  When stdin is closed, the server has ended,
 and this process ends too.
 """
 
@@ -35,22 +35,24 @@ from espalier.train.target import FrozenTarget, training_device
 from espalier.train.windows import TextList
 
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
-# The tokens of a row, by device type; how often the sample is read; and the optimizer steps of one reading, if the
-# sample has enough rows.  With fewer steps, on larger batches, the draft learns nothing.
-ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
-# The tokens that are measured on each side of an output's beginning, and the number of measured texts.
+# The tokens of a row of a batch, by device type.
+ROW_LENGTHS = MappingProxyType({"cpu": 256, "cuda": 1024})
+# How often a training reads the sample, and the optimizer steps of one reading, if the sample has enough rows.  With
+# fewer steps, on larger batches, the draft learns nothing.
+SAMPLE_PASSES, STEPS_PER_PASS = 3, 50
+# Of a measured text, the most tokens before the output and of the output; and the most measured texts.
 MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
-# A training reads REPLAY_FACTOR times as many texts as are new, so that older topics stay.
+# A training reads REPLAY_FACTOR times as many texts as are new, so that the draft keeps what it learned from old texts.
 REPLAY_FACTOR = 2
 # These rates are far lower than for a new draft.  Higher rates would first undo what the draft has learned.
 LEARNING_RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED_EXIT_CODE = 1
-# The process's niceness: it gets a tenth of a core while requests use all cores.
+# The niceness of the process: while requests use all cores, the process gets a tenth of one core.
 NICENESS = 10
 
 
 class TrainSignal:
-    """Listens to the server on stdin, for GO or WAIT.  The end of stdin ends this process, even during a step."""
+    """Reads GO_SIGNAL and WAIT_SIGNAL of the server from stdin.  The end of stdin ends this process at once."""
 
     def __init__(self, stdin: Any) -> None:
         self._may_train = threading.Event()
@@ -68,31 +70,30 @@ class TrainSignal:
 def newest_texts(
     path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
-    """Returns the newest texts, cut to `tokens_before` tokens before the output and `tokens_after` tokens of it."""
-    tokens, firsts = [], []
+    """Returns the newest texts of a kind.  tokens_before, tokens_after: of a text, the most tokens before
+    its output and of its output; None for all."""
+    cut_texts, output_starts = [], []
     for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)
-        tokens.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
-        firsts.append(text.output_start - begin)
-    return TextList.of(tokens, firsts)
+        cut_texts.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
+        output_starts.append(text.output_start - begin)
+    return TextList.of(cut_texts, output_starts)
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
     """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError for too few tokens."""
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
-    # The rest of a row's last text is left out, so a row may use up almost two rows of tokens.
+    # TextRows may leave out a rest of almost a row after each row, so one row may need the tokens of two.
     if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
-    common = {"length": length, "batch": batch, "num_tokens": max(SAMPLE_PASSES * num_tokens, batch * length)}
-    return {**common, **LEARNING_RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
+    sizes = {"length": length, "batch": batch, "num_tokens": max(SAMPLE_PASSES * num_tokens, batch * length)}
+    return {**sizes, **LEARNING_RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
 def train_once(folder: Path, train_signal: TrainSignal) -> Path:
-    """Train a draft further: the served or the given draft, whichever accepts more of the newest held-back traffic.
-
-    run.json names both drafts.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
-    OSError, no directory has the new draft's name.
-    """
+    """Trains a draft further: the served draft, or the one given at startup if it accepts more on the newest held-back
+    texts.  run.json names both.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
+    OSError, no directory has the new draft's name."""
     started_at, config = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = DRAFT_KINDS[config["kind"]], Path(config["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)
@@ -117,7 +118,7 @@ def accept_length(draft_run: DraftRun) -> float:
 
 
 def make_run(kind: DraftKind, sample_dir: Path, run_config: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
-    """Returns a run that trains the served draft on the new texts and on as many older texts."""
+    """Returns a run that trains the served draft on the new texts, and on older texts (REPLAY_FACTOR)."""
     target_dir, device = Path(run_config["target"]), training_device()
     target = kind.target(target_dir, device)
     prompt_tokens = row_length(target) // 2
@@ -143,13 +144,13 @@ def make_draft_run(
     settings = run_settings(num_tokens, row_length(target), target.device, run_config["seconds"], seed)
     config = kind.config(draft, settings)
 
-    def measure_tree(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        written = deepcopy(draft).bfloat16().to(target.lm_head.dtype)
-        return {"tree": measure(kind, written, target, texts, firsts, tree)}
+    def measure_tree(texts: list[np.ndarray], output_starts: list[int]) -> dict[str, AcceptReport]:
+        saved_draft = deepcopy(draft).bfloat16().to(target.lm_head.dtype)
+        return {"tree": measure(kind, saved_draft, target, texts, output_starts, tree)}
 
     save = partial(kind.save, draft, target, files.target, files.out)
-    loss, depth = kind.make_loss(draft, target, config, kind.loss), kind.depth(draft, tree)
-    return DraftRun(draft, target, loss, save, measure_tree, files, config, kind.make_rows, depth)
+    loss_function, depth = kind.make_loss(draft, target, config, kind.loss), kind.depth(draft, tree)
+    return DraftRun(draft, target, loss_function, save, measure_tree, files, config, kind.make_rows, depth)
 
 
 def main(folder: Path) -> int:

@@ -12,7 +12,14 @@ from typing import Any
 
 from espalier.chat import require_template
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.errors import EspalierError, install_command, shown, unknown_name_error
+from espalier.errors import (
+    EspalierError,
+    install_command,
+    require_int,
+    shown,
+    unknown_name_error,
+    whole_number,
+)
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.frontend import FrontendOptions
@@ -94,11 +101,14 @@ class Service:
 def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
     """Parses N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
+    try:
+        least, most = whole_number(low), whole_number(high or low)
+        require_int("", least, 1, most)
+    except ValueError:
         raise EspalierError(
             f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
-        )
-    return ReplicaOptions(int(low), int(high or low), **other_options)
+        ) from None
+    return ReplicaOptions(least, most, **other_options)
 
 
 def parse_service(args: Mapping[str, Any]) -> Service:

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
+from espalier.grammar.spec import ENDED_BY_GRAMMAR
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request_error, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
@@ -30,7 +31,10 @@ SEND_GRACE_S = 10.0
 
 
 class ActiveRequest:
-    """One request in progress.  deadline: when its time limit ends, on the event loop's clock; None for no limit."""
+    """One request in progress.
+
+    deadline: when its time limit ends, on the event loop's clock; None for no limit.  grammar_field: the body's field
+    that the error names if the grammar is refused."""
 
     def __init__(
         self,
@@ -38,7 +42,9 @@ class ActiveRequest:
         make_builder: Callable[[], ResponseBuilder],
         generation: Generation,
         deadline: float | None,
+        grammar_field: str | None,
     ):
+        self.grammar_field = grammar_field
         self.metrics = frontend.metrics
         self.timeout_s = frontend.options.request_timeout_s
         self.make_builder = make_builder
@@ -134,7 +140,7 @@ class ActiveRequest:
             code = "rate_limit_exceeded"
             raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
         except EspalierError as error:
-            raise bad_request_error(error) from None
+            raise bad_request_error(error, self.grammar_field) from None
 
     def _record_metrics(self, parts: list[OutputPart]) -> None:
         """Count the parts in the metrics.  Raises ApiError if a part has an error."""
@@ -155,7 +161,9 @@ class ActiveRequest:
                 metrics.prompt_tokens.inc(part.usage.prompt_tokens)
                 metrics.cached_tokens.inc(part.usage.cached_tokens)
             if output.error is not None:
-                raise ApiError(500, output.error, retry=False)
+                is_grammar = output.error.startswith(ENDED_BY_GRAMMAR)
+                param = self.grammar_field if is_grammar else None
+                raise ApiError(400 if is_grammar else 500, output.error, param, retry=False)
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""

@@ -55,17 +55,17 @@ class PreparedChat:
 
 
 @contextmanager
-def as_api_errors() -> Iterator[None]:
-    """Turns an EspalierError that leaves the block into an ApiError."""
+def as_api_errors(field: str | None = None) -> Iterator[None]:
+    """Turns an EspalierError that leaves the block into an ApiError.  field: see bad_request_error."""
     try:
         yield
     except EspalierError as error:
-        raise bad_request_error(error) from None
+        raise bad_request_error(error, field) from None
 
 
 async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedChat:
     """Check a conversation and make its prompt.  Raises ApiError."""
-    with as_api_errors():
+    with as_api_errors(body.grammar_field):
         body.require_compatible_fields()
         requested_params = body.params()
         params = frontend.resolve(requested_params)
@@ -81,7 +81,8 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
         check_text = frontend.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
         prompt = await frontend.conversation_tokens(_chat_steps, body, plan, check_text, size=size)
-    with as_api_errors():
+    # The grammar of the answer has been checked.
+    with as_api_errors("tools" if body.tools else None):
         frontend.inputs.require_room(prompt, requested_params, body.output_limit_field)
         params = frontend.inputs.apply_plan(plan, params, prompt)
     return PreparedChat(ignored_fields, prompt, params, plan)
@@ -186,7 +187,7 @@ def make_app(
 def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         frontend = frontends.frontend_for(body.model)
-        with as_api_errors():
+        with as_api_errors(body.grammar_field):
             body.require_compatible_fields()
             requested_params = body.params()
             params = frontend.resolve(requested_params)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from espalier.errors import shown
+from espalier.errors import require_int, shown, whole_number
 from espalier.server.batch_store import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
 from espalier.server.batches import BatchRunner
 from espalier.server.bodies import require_utf8
@@ -216,9 +216,10 @@ def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Respo
     """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError."""
     max_count = MAX_LIST_ITEMS[path]
     limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
-    # The check of the length comes first, because int() refuses a number of thousands of digits.
-    if not (limit.isdecimal() and len(limit) <= len(str(max_count)) and 1 <= int(limit) <= max_count):
-        raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {max_count}", "limit")
+    try:
+        require_int("limit", num_items := whole_number(limit), 1, max_count)
+    except ValueError:
+        raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {max_count}", "limit") from None
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order={shown(order)} is not supported; use asc or desc", "order")
@@ -229,6 +230,6 @@ def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Respo
         if not places:
             raise ApiError(400, f"after={shown(after)} is not in the list; use the last_id of the page before", "after")
         ordered = ordered[places[0] + 1 :]
-    page = ordered[: int(limit)]
+    page = ordered[:num_items]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
     return json_response({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})

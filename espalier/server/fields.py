@@ -264,6 +264,12 @@ class GrammarFields(StrictModel):
             raise EspalierError(f"{names} both ask for a form of the output; send only one")
         return grammars[0][1] if grammars else None
 
+    @property
+    def grammar_field(self) -> str | None:
+        """The name of the first field that asks for a form of the output; None for free text."""
+        values = {name: getattr(self, name) for name in GrammarFields.model_fields}
+        return next((name for name, value in values.items() if not isinstance(value, TextFormat | None)), None)
+
     def _requested_grammars(self) -> Iterator[tuple[str, Grammar]]:
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             yield "response_format", grammar

@@ -250,7 +250,7 @@ class ModelFrontend:
         limit_s = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
         deadline = None if limit_s is None else loop.time() + limit_s
-        active_request = ActiveRequest(self, make_builder, generation, deadline)
+        active_request = ActiveRequest(self, make_builder, generation, deadline, body.grammar_field)
         try:
             # Build the answer while the engine computes.
             await self.engines.wait_until_sent()

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import Field, PrivateAttr, create_model, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, create_model, model_validator
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, require_int
+from espalier.errors import EspalierError, require_int, whole_number
 from espalier.limits import MAX_BIASES, MAX_INT32, MAX_LOGPROBS
 from espalier.request import PARAMS_WITH_FLAGS, SamplingParams
 from espalier.server.fields import (
@@ -40,8 +40,9 @@ TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# The key's type is not strict, because JSON keys are strings.
-LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIASES)]
+# JSON keys are strings; those of a body that was made from another body are parsed already.
+TokenKey = Annotated[int, BeforeValidator(lambda key: whole_number(key) if isinstance(key, str) else key)]
+LogitBias = Annotated[dict[TokenKey, float], max_entries(MAX_BIASES)]
 
 
 class TextPart(RequestBody):
@@ -378,6 +379,10 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             variables = options.get("chat_template_kwargs") or {}
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
+
+    @property
+    def grammar_field(self) -> str | None:
+        return super().grammar_field or ("tools" if self.tools else None)
 
     def checked_request_tools(self) -> RequestTools:
         """Returns the request's checked tools and tool_choice.  Raises EspalierError."""

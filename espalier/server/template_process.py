@@ -15,16 +15,12 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from espalier.chat import ChatTemplate, Rendering
+from espalier.chat import LIMIT_ERROR, ChatTemplate, Rendering
 from espalier.errors import EspalierError
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, run_helper_loop
 
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 2**30
-MAX_RENDERED_CHARS = 2**24
-LIMIT_ERROR = (
-    "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
-)
 # The wall-time limit of one rendering, for work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
@@ -70,14 +66,11 @@ def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
     """Returns the rendered text.  Raises EspalierError if the template fails or reaches a limit."""
     try:
         with _cpu_time_limit():
-            text = template.render(rendering)
+            return template.render(rendering)
     except CpuTimeExceeded:
         raise EspalierError(LIMIT_ERROR.format(f"{MAX_CPU_S:g} s of CPU time")) from None
     except MemoryError:
         raise EspalierError(LIMIT_ERROR.format(f"{MAX_MEMORY_BYTES >> 20} MB of memory")) from None
-    if len(text) > MAX_RENDERED_CHARS:
-        raise EspalierError(LIMIT_ERROR.format(f"{MAX_RENDERED_CHARS} characters"))
-    return text
 
 
 @contextmanager

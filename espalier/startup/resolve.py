@@ -189,7 +189,9 @@ def requested_algorithm(config: EngineConfig) -> str:
     requested = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
     if requested not in (*algorithms(), "auto"):
         raise EspalierError(f"algorithm={requested!r} is not supported; use {', '.join(algorithms())} or 'auto'")
-    return requested
+    # Depth 0 is plain decoding whatever the algorithm, so no draft is loaded.
+    is_plain = isinstance(config.speculation, SpeculationConfig) and config.speculation.steps == 0
+    return "none" if is_plain else requested
 
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
@@ -349,8 +351,8 @@ def _max_context(config: EngineConfig, info: StartupInfo, defaults: DeviceDefaul
 def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """Returns the configured tree.
     Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible."""
-    if spec.algorithm == "none":
-        _refuse_tree(speculation, "algorithm='none'")
+    if spec.algorithm == "none" or speculation.steps == 0:
+        _refuse_tree(speculation, "steps=0" if speculation.steps == 0 else "algorithm='none'")
         return PLAIN_TREE
     limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
     default_steps, default_topk = (
@@ -361,8 +363,6 @@ def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeSha
         raise EspalierError(
             f"steps={steps} is above the {spec.max_steps} tokens that this draft proposes in a round; lower it"
         )
-    if not steps:
-        _refuse_tree(speculation, "steps=0")
     num_draft_tokens = min(DEFAULT_NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
     return TreeShape(steps, topk, _value_or_default(speculation.num_draft_tokens, num_draft_tokens))
 

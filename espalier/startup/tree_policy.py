@@ -20,7 +20,7 @@ from typing import Any
 from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_unresolved
 from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains, scaled_first_child_rates
 from espalier.engine.round_times import CpuCosts
-from espalier.errors import EspalierError, without_duplicate_keys
+from espalier.errors import EspalierError, require_int, whole_number, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import ASSUMED_CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
@@ -228,10 +228,12 @@ def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
 
 
 def _read_num_requests(key: Any, source: str) -> int:
-    as_text = str(key)
-    if isinstance(key, bool) or not (as_text.isascii() and as_text.isdigit() and int(as_text) > 0):
-        raise EspalierError(f"{source}: {key!r} is not a number of requests; use 1 or more, as in {EXAMPLE_TABLE}")
-    return int(as_text)
+    try:
+        require_int("", count := whole_number(str(key)), 1)
+    except ValueError:
+        why = f"{source}: {key!r} is not a number of requests; use 1 or more, as in {EXAMPLE_TABLE}"
+        raise EspalierError(why) from None
+    return count
 
 
 def _read_tree(value: Any, source: str) -> TreeShape:

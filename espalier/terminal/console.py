@@ -150,11 +150,8 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Show the line `title` on stderr while the block runs, if stderr is a terminal.
-
-    The line is not animated, because the block may show a progress bar in its place.  It is truncated to one line,
-    because only one line can be removed.
-    """
+    """Shows `title` on stderr while the block runs, if stderr is a terminal.  It is not animated, because the block may
+    show a progress bar in its place.  It is cut to one line, because only one line can be removed."""
     console = stderr()
     if not console.is_terminal:
         yield
@@ -170,7 +167,7 @@ def waiting(title: str) -> Iterator[None]:
 def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
-    """Returns the text of tokens, in which tokens from the draft are coloured."""
+    """Returns the text of output tokens, in which tokens from the draft are coloured.  prompt: the tokens before."""
     text_stream = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
@@ -245,13 +242,17 @@ class HelpText(HelpFormatter):
         flags = [action for action in actions if action.option_strings]
         if usage is not None or len(flags) <= MAX_FLAGS_IN_USAGE:
             return super()._format_usage(usage, actions, groups, prefix)
-        needed = [
+        required_flags = [
             f"{flag.option_strings[-1]} {self._format_args(flag, flag.dest.upper())}" for flag in flags if flag.required
         ]
         start = f"{'usage: ' if prefix is None else prefix}{self._prog} "
-        places = [self._format_args(action, action.dest) for action in actions if not action.option_strings]
+        positional_arguments = [
+            self._format_args(action, action.dest) for action in actions if not action.option_strings
+        ]
         # NUL keeps a flag and its value on one line.
-        words = " ".join(part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *needed, *places])
+        words = " ".join(
+            part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *required_flags, *positional_arguments]
+        )
         indent = " " * len(start)
         return (
             textwrap.fill(start + words, self._width, subsequent_indent=indent, break_on_hyphens=False).replace(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from espalier.config import EngineConfig, SpeculationConfig, annotation_kinds, is_unresolved
-from espalier.errors import EspalierError
+from espalier.errors import NUMBER_PARSERS, EspalierError, whole_number, without_duplicate_keys
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
-# The alternative to --api-key, whose value all users of the machine can see in the list of processes.
+# An environment variable in place of --api-key, whose value all users of the machine see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 PLAIN_FLAG = "--no-speculation"
 
@@ -52,17 +52,17 @@ def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, severa
 
 
 def api_keys(args: Namespace) -> tuple[str, ...]:
-    """Returns the keys of the repeated flag, or the key of the environment.  Raises EspalierError: see api_key."""
-    given = args.api_key or [None]
-    keys = [api_key(Namespace(api_key=each)) for each in given]
+    """Returns the keys of the repeated flag, or the key of the environment.  Raises EspalierError as api_key does."""
+    flag_values = args.api_key or [None]
+    keys = [api_key(Namespace(api_key=value)) for value in flag_values]
     return tuple(key for key in dict.fromkeys(keys) if key is not None)
 
 
 def api_key(args: Namespace) -> str | None:
     """Returns the key of the flag or of the environment; None without a key.
 
-    Raises EspalierError for an empty value, because `--api-key "$KEY"` with KEY unset must not start a server without a
-    key, and for a key that no HTTP header can have, such as a key with the line end of its file.
+    Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    Also for a key that no HTTP header can have, such as a key that ends with the line end of its file.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -90,15 +90,15 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the keywords of LLM for the given flags."""
-    given = _given_fields(args, EngineConfig)
-    tree = _given_fields(args, SpeculationConfig)
+    """Returns the keywords of LLM for the flags that were given."""
+    engine_fields = _given_fields(args, EngineConfig)
+    tree_fields = _given_fields(args, SpeculationConfig)
     if getattr(args, "no_speculation", False):
-        if tree or "draft" in given:
-            named = next(iter(tree), "draft")
-            raise EspalierError(f"{PLAIN_FLAG} is beside {flag_of(named)}, which is for a tree; leave one out")
-        return {**given, "speculation": None}
-    return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
+        if tree_fields or "draft" in engine_fields:
+            tree_flag = next(iter(tree_fields), "draft")
+            raise EspalierError(f"{PLAIN_FLAG} is beside {flag_of(tree_flag)}, which is for a tree; leave one out")
+        return {**engine_fields, "speculation": None}
+    return {**engine_fields, "speculation": SpeculationConfig(**tree_fields)} if tree_fields else engine_fields
 
 
 def given_flags(args: Namespace) -> list[str]:
@@ -109,7 +109,7 @@ def given_flags(args: Namespace) -> list[str]:
 def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
-    The flags are EngineConfig's or the command's own.  With --url, the result is empty: the server has the model.
+    A command has such flags of its own, or those of EngineConfig.  With --url, returns {}: the server has the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -121,8 +121,8 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
-    """Returns the settings; `defaults` replace "auto" and missing settings.  minimum: the smallest value by setting.
-    Raises EspalierError for a smaller value."""
+    """Returns the settings, with `defaults` in place of "auto" and of missing settings.  minimum: the smallest allowed
+    value, by setting.  Raises EspalierError for a smaller value."""
     for name, low in minimum.items():
         given: Any = settings.get(name)
         if not is_unresolved(given) and given < low:
@@ -156,7 +156,7 @@ def require_readable(text: str, description: str, encoding: str) -> str:
 
 def whole_numbers(text: str) -> list[int]:
     """Parses the value N,N of a flag."""
-    return [int(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]
 
 
 whole_numbers.__name__ = "list of whole numbers, such as 1,8"
@@ -187,7 +187,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have equal field names."""
+    """Returns argparse's `dest` of a flag.  The class's name is in it: two classes may have fields of equal names."""
     return f"{config.__name__}.{name}"
 
 
@@ -196,17 +196,19 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
     kinds = annotation_kinds(field.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if field in fields(c))
     help_text = help_text or field.metadata["help"]
-    how: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
+    options: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
-        # The help text also describes an API field with the values true and false; a switch has two names instead.
+        # The help text is for an API field too, which has the values true and false.  A switch has two names instead.
         help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
-        how["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
-        group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **how)
+        options["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
+        group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **options)
     elif Sequence in kinds:
-        how["help"] += "; may be repeated"
-        group.add_argument(flag_of(field.name), action="append", type=_element_type(field.type), metavar="X", **how)
+        options["help"] += "; may be repeated"
+        group.add_argument(flag_of(field.name), action="append", type=_element_type(field.type), metavar="X", **options)
     else:
-        group.add_argument(flag_of(field.name), type=_value_reader(field, kinds), metavar=_metavar(field, kinds), **how)
+        group.add_argument(
+            flag_of(field.name), type=_value_reader(field, kinds), metavar=_metavar(field, kinds), **options
+        )
 
 
 def _metavar(field: Field, types: set[Any]) -> str:
@@ -219,7 +221,7 @@ def _metavar(field: Field, types: set[Any]) -> str:
 
 def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
     if Mapping in types:
-        read = _mapping_reader(int if field.name == "logit_bias" else str)
+        read = _mapping_reader(whole_number if field.name == "logit_bias" else str)
         return _json_or_text(read) if str in types else read
     if int in types:
         return _number_reader(int, field.default == "auto")
@@ -230,18 +232,21 @@ def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
 
 def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        return text if allows_auto and text == "auto" else number_type(text)
+        return text if allows_auto and text == "auto" else NUMBER_PARSERS[number_type](text)
 
     read.__name__ = "whole number" if number_type is int else "number"
     return read
 
 
-def _mapping_reader(key_type: type) -> Callable[[str], dict[Any, Any]]:
-    kind, example = ("a JSON object of token ids", "27") if key_type is int else ("a JSON object", "name")
+def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
+    kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
     def read(text: str) -> dict[Any, Any]:
         try:
-            return {key_type(name): value for name, value in json.loads(text).items()}
+            value = json.loads(text, object_pairs_hook=without_duplicate_keys)
+            return {read_key(name): item for name, item in value.items()}
+        except EspalierError as error:
+            raise ArgumentTypeError(str(error)) from None
         except (ValueError, AttributeError):
             raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 

@@ -32,9 +32,9 @@ from espalier.train.target import training_device
 from espalier.train.work import require_same_origin, target_digest
 from espalier.train.writer import TargetWriter
 
-# SIZE_FLAGS: flags of all trainings.  RECIPE_FLAGS: flags for one kind of draft.
+# The flags of all trainings, by device, and of a kind of draft; and on a GPU, the rows of a kind's batch.
 SIZE_FLAGS = {"cuda": "--length 1024 --save-every 400", "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100"}
-RECIPE_FLAGS = {"eagle3": "--draft-vocab 16384", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
+RECIPE_FLAGS = {"eagle3": "", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
 BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
 # Shares of the total time for generating questions, for generating text, and for the training steps of all trials.  The
 # final training gets the remaining time.
@@ -63,7 +63,7 @@ class DraftSpeed:
 
 
 def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, kinds: list[str]) -> None:
-    """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
+    """Runs `espalier train auto`.  kinds: the kinds of drafts to try, names in train/kinds.py:DRAFT_KINDS.
     Raises EspalierError for invalid input, and OSError if a command fails."""
     device, work, clock = training_device().type, out / "work", TimeBudget(max_minutes * 60)
     made_from = {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
@@ -76,28 +76,28 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
     )
     data = data or write_own_questions(target, work / "questions.jsonl", device, QUESTIONS_SHARE * clock.max_seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
-    text = make_own_text(common, work, device, TEXT_SHARE * clock.max_seconds)
+    text_flags = make_own_text(common, work, device, TEXT_SHARE * clock.max_seconds)
     prompt_flags = write_held_out_prompts(target, data, work / "held_out.jsonl")
     measure = partial(measure_draft, target, [*prompt_flags, *BENCH_RUN_FLAGS[device].split()])
     trials: dict[str, DraftSpeed] = {}
     steps, overhead = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
     for kind in kinds:
-        # The next trial and the final training are each assumed to need the time of the longest trial.
+        # The next trial, and then the training, are both assumed to need as long as the longest trial.
         if trials and 2 * (overhead + steps) > clock.remaining:
             left, needed = format_minutes(clock.remaining), format_minutes(2 * (overhead + steps))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
             continue
         clock.print_progress(f"trial of {kind}")
-        started_at, trial = clock.elapsed, work / f"trial-{kind}"
-        train_kind(kind, [*common, *text, "--out", str(trial)], device, steps)
-        trials[kind] = measure(trial, work / f"trial-{kind}-trees.json", ["--batch", "1"])
+        started_at, trial_dir = clock.elapsed, work / f"trial-{kind}"
+        train_kind(kind, [*common, *text_flags, "--out", str(trial_dir)], device, steps)
+        trials[kind] = measure(trial_dir, work / f"trial-{kind}-trees.json", ["--batch", "1"])
         overhead = max(overhead, clock.elapsed - started_at - steps)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # Outside its steps, the training is assumed to need the time of a trial: it measures more batch sizes, but with
-    # compiled kernels.
-    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.remaining - overhead)))
+    # Besides its steps, the training is assumed to need as much time as a trial.  It measures more batch sizes, but its
+    # kernels are compiled already.
+    train_kind(best, [*common, *text_flags, "--out", str(out)], device, max(steps, int(clock.remaining - overhead)))
     trees = out / "trees.json"
     clock.print_progress("measurement")
     final_speed = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
@@ -174,10 +174,10 @@ def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")
         return
-    rows = [] if device == "cpu" else ["--batch", str(BATCH_ROWS[kind])]
-    extra = ["--anchors", "16"] if (kind, device) == ("block", "cpu") else []
-    limit = ["--num-tokens", "1e12", "--max-seconds", str(seconds)]
-    run_espalier("train", kind, *flags, *RECIPE_FLAGS[kind].split(), *rows, *extra, *limit)
+    batch_flags = [] if device == "cpu" else ["--batch", str(BATCH_ROWS[kind])]
+    anchor_flags = ["--anchors", "16"] if (kind, device) == ("block", "cpu") else []
+    limit_flags = ["--num-tokens", "1e12", "--max-seconds", str(seconds)]
+    run_espalier("train", kind, *flags, *RECIPE_FLAGS[kind].split(), *batch_flags, *anchor_flags, *limit_flags)
 
 
 def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
@@ -202,11 +202,8 @@ def measure_draft(
 
 
 def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
-    """Writes questions to a file.  The target generates a question after the beginning of a user message (Magpie,
-    arXiv 2406.08464).
-
-    Returns the path of the file.  Raises EspalierError for a target without a chat template.
-    """
+    """Writes questions to the file `path`, and returns `path`.  The target generates them itself, as the text after the
+    beginning of a user message (Magpie, arXiv 2406.08464).  Raises EspalierError if it has no chat template."""
     if path.exists():
         return path
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))
@@ -214,18 +211,18 @@ def write_own_questions(target: Path, path: Path, device: str, seconds: float) -
         raise EspalierError(f"--target {target} has no chat template, so it asks no questions; give --data")
     placeholder = "MARK-OF-THE-QUESTION"
     chat_text = tokenizer.hf.apply_chat_template([{"role": "user", "content": placeholder}], tokenize=False)
-    opening = np.array(tokenizer.encode(chat_text.partition(placeholder)[0], add_special_tokens=False), np.int32)
-    num_tokens, size, questions, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
-    with TargetWriter(target, len(opening) + num_tokens, size) as writer:
+    prompt_start = np.array(tokenizer.encode(chat_text.partition(placeholder)[0], add_special_tokens=False), np.int32)
+    num_tokens, batch_size, questions, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
+    with TargetWriter(target, len(prompt_start) + num_tokens, batch_size) as writer:
         started_at, seconds_passed = time.perf_counter(), 0.0
-        while seconds_passed < seconds and rounds * size < MAX_QUESTIONS[device]:
+        while seconds_passed < seconds and rounds * batch_size < MAX_QUESTIONS[device]:
             rounds += 1
-            texts = writer.continuations([opening] * size, num_tokens, 1.0, seed=rounds)
-            texts_of_target = (tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)
+            texts = writer.continuations([prompt_start] * batch_size, num_tokens, 1.0, seed=rounds)
+            texts_of_target = (tokenizer.decode(text[len(prompt_start) :].tolist()).strip() for text in texts)
             questions |= dict.fromkeys(text for text in texts_of_target if text)
             seconds_passed = time.perf_counter() - started_at
             print(f"{len(questions)} questions of the target itself, {seconds_passed:.0f} s", flush=True)
-    lines = [{"kind": "own question", "messages": [{"role": "user", "content": each}]} for each in questions]
+    lines = [{"kind": "own question", "messages": [{"role": "user", "content": text}]} for text in questions]
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     shutil.move(unfinished, path)

@@ -1,7 +1,7 @@
 """Creates, saves, loads and measures block drafts for a frozen target, and makes their loss.
 
-The draft is saved in the `dspark` format of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none).  It
-has no confidence head.  It uses the embedding and the lm_head of the target.
+A draft is saved in the `dspark` format of vLLM's speculators.  Its Markov head has the rank `edge_rank`; 0: there is no
+Markov head.  It has no confidence head, and uses the embedding and the lm_head of the target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from espalier.train.draft_run import LossFunction
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 
-# (topk, num_draft_tokens) of the trees to measure.  The chain has 0, which stands for block_size + 1.
+# (topk, num_draft_tokens) of the trees to measure.  num_draft_tokens 0 stands for block_size + 1.
 MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
@@ -63,7 +63,8 @@ def make_loss(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Like draft_run.training_rows, but with tokens instead of embeddings, because the Markov head reads tokens."""
+    """Returns the inputs of a block draft's loss for tokens [B, R + 1]: the same as draft_run.training_rows, but tokens
+    instead of their embeddings, because the Markov head reads tokens."""
     features, logits = target(tokens)
     return tokens[:, 1:], features[:, :-1], logits[:, 1:]
 
@@ -126,9 +127,7 @@ def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
     """Returns the accept length of a tree at every root position n, max(first_root, 1) <= n < T - block_size.
-
-    tokens: [T], greedy text of the target.  num_draft_tokens: 0 for a chain.
-    """
+    tokens: [T], greedy text of the target.  num_draft_tokens: 0 for block_size + 1, the nodes of a chain."""
     steps, dtype = head.shape.block_size, head.fc.weight.dtype
     roots = torch.arange(max(first_root, 1), len(tokens) - steps, device=tokens.device)
     features = target(tokens[None])[0].to(dtype)

@@ -1,12 +1,12 @@
-"""A block draft as a training module in DSpark's format, in which the root row proposes depth 1.
+"""A block draft as a training module in DSpark's format, in which the root's row proposes depth 1.
 
 The module's parameters have the same names as in the saved file (espalier/train/block.py).  A block at position a
-consists of the root (token a) and of S - 1 mask tokens, at positions a .. a+S-1.  In every layer, the block's rows
-attend to the context rows of the tokens before a, and to the whole block.  Row j proposes token a + j + 1.  Each layer
-projects norm(fc(features)) to the K and V of context rows.
+consists of the root (token a) and of S - 1 mask tokens, at positions a .. a+S-1.  Row j of the block proposes token
+a + j + 1.  In every layer, the block's rows attend to the whole block and to a context row for each token before a.
+Each layer projects the K and V of context rows from norm(fc(features)), with the target's features of the tokens.
 
-A Markov head adds logits that depend on the preceding tokens (espalier/kernels/tree/edges.py).
-`MarkovHead.factors` computes the factors of all depths at once for a known text.
+A Markov head adds logits that depend on the preceding tokens (espalier/kernels/tree/edges.py).  In training, the text
+is known, so `MarkovHead.factors` computes the factors of all depths at once.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class SingleBlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """DSpark's Markov head.  It computes edges: logits of a token that depend on the preceding tokens.
-    The factors of a depth depend on the preceding token ("vanilla"), also on the block's hidden state ("gated"), or on
-    all preceding tokens and the hidden state ("rnn")."""
+    """DSpark's Markov head.  It computes edges: logits of a token that depend on the preceding tokens, as a product of
+    factors [rank] and markov_w2.  edge_kind: what the factors depend on.  "vanilla": the preceding token.  "gated":
+    that token and the block's hidden state.  "rnn": the hidden state and all preceding tokens of the block."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class MarkovHead(nn.Module):
         return self.markov_w2(factors)
 
     def factors(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the factors [..., S, rank] of blocks in a text.  tokens: [..., S], the token before each depth;
-        hidden: [..., S, H]."""
+        """Returns the factors [..., S, rank] of blocks in a text.  tokens: [..., S], the token before each depth.
+        hidden: [..., S, H], the inputs of the lm_head."""
         embedded, projection = self.markov_w1(tokens), self.projection(hidden)
         if projection is None:
             return embedded
@@ -117,18 +117,18 @@ class MarkovHead(nn.Module):
         return torch.stack(factors, -2)
 
     def projection(self, hidden: Tensor) -> FactorProjection | None:
-        """Returns the part of the factors that depends on hidden states; None if there is no such part.  hidden: [...,
-        S, H], the inputs of the lm_head."""
+        """Returns the part of the factors that depends on hidden states; None for "vanilla", which has no such part.
+        hidden: [..., S, H], the inputs of the lm_head."""
         if self.edge_kind == "vanilla":
             return None
         is_recurrent = self.edge_kind == "rnn"
         linear = self.joint_proj if is_recurrent else self.gate_proj
-        hidden_part, of_rows = split_projection_columns(linear.weight, hidden.shape[-1], is_recurrent)
-        return FactorProjection(F.linear(hidden, hidden_part, linear.bias), of_rows, is_recurrent)
+        hidden_part, row_weight = split_projection_columns(linear.weight, hidden.shape[-1], is_recurrent)
+        return FactorProjection(F.linear(hidden, hidden_part, linear.bias), row_weight, is_recurrent)
 
     def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """Returns the edges of blocks as the engine represents them.  logits: [B, S, V], from the lm_head; hidden: [B,
-        S, H], the inputs of the lm_head."""
+        """Returns the edges of blocks in the engine's form.  hidden: [B, S, H], the inputs of the lm_head.  logits:
+        [B, S, V], the outputs of the lm_head."""
         return LowRankEdges(logits, self.markov_w1.weight, self.markov_w2.weight, projection=self.projection(hidden))
 
 
@@ -150,17 +150,17 @@ class BlockHead(nn.Module):
 
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Returns [B, A, S, H], the inputs of the lm_head for A blocks.
-        roots: [B, A, H], embeddings of the tokens at the positions `anchors` [A].  mask_embed: [H].  features: [B, T,
-        F], the features of tokens 0 .. T-1."""
+        anchors: [A], the positions of the blocks' roots.  roots: [B, A, H], the embeddings of the roots.
+        mask_embed: [H], the embedding of the mask token.  features: [B, T, F], of tokens 0 .. T-1."""
         size, num_blocks = self.shape.block_size, len(anchors)
         masks = mask_embed.expand(*roots.shape[:2], size - 1, -1)
         x = torch.cat((roots[:, :, None], masks), 2).flatten(1, 2)
         context = self.hidden_norm(self.fc(features))
-        at = torch.arange(features.shape[1], device=x.device)
+        context_positions = torch.arange(features.shape[1], device=x.device)
         slots = torch.arange(size, device=x.device)
         block = torch.arange(num_blocks, device=x.device).repeat_interleave(size)
-        mask = torch.cat((at < anchors[block][:, None], block[:, None] == block), 1)
-        positions = ((anchors[:, None] + slots).flatten(), at)
+        mask = torch.cat((context_positions < anchors[block][:, None], block[:, None] == block), 1)
+        positions = ((anchors[:, None] + slots).flatten(), context_positions)
         for layer in self.layers:
             x = layer(x, context, positions, mask, self.shape.rope_theta)
         return self.norm(x).unflatten(1, (num_blocks, size))
@@ -177,14 +177,12 @@ def block_loss(
     anchors: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, top-1 agreement by depth [S]).  The loss is soft cross-entropy with the target's distribution, in
-    nats.
+    """Returns (loss, top-1 agreement by depth [S]).  The loss is the cross-entropy with the target's distribution.
 
     lm_head: [V, H], the target's lm_head.  embeds: the embeddings of the tokens and of the mask token.  tokens: [B, R],
     at positions 1 .. R.  features: [B, R, F], at positions 0 .. R-1.  target_logits: [B, R, V], at positions 1 .. R.
     loss_mask: bool [B, R], the positions that count in the loss.  anchors: [A], from 1 to R - S + 1.
-    The Markov head reads the text's tokens, not the draft's guesses.
-    """
+    decay: the weight of a depth, relative to the preceding depth.  The Markov head reads the text, not guesses."""
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
     # The token before depth d has position anchor + d, so it is tokens[:, anchor + d - 1].  target_logits likewise.
     token_indices = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1

@@ -45,7 +45,7 @@ held-out prompts; `agreement_n` the share of the draft's likeliest tokens at dep
 def write_card(
     out: Path, kind: str, target: Path, data: UserText, figures: Mapping[str, float], config: TrainConfig
 ) -> None:
-    kinds = Counter(each.kind or "conversations" for each in data.conversations)
+    kinds = Counter(conversation.kind or "conversations" for conversation in data.conversations)
     sources = [f"{count} {name}" for name, count in kinds.items()]
     sources += [f"{len(data.stream)} tokens of documents"] if len(data.stream) else []
     text = CARD_TEMPLATE.format(

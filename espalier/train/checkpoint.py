@@ -43,7 +43,7 @@ def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -
 
 
 def read_shape(layer_config: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
-    """Returns the shape in `layer_config`, a config.json or the part of a config.json that describes the layers.
+    """Returns a `shape` with the sizes in `layer_config`: a config.json, or the part of one that describes layers.
     other_fields: fields of the shape that are not in `layer_config`."""
     sizes = {name: layer_config[name] for name in shape.__dataclass_fields__ if name in layer_config}
     return shape(**{**sizes, "rope_theta": rope_theta(layer_config), **other_fields})

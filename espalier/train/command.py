@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier.config import supported_values
-from espalier.errors import EspalierError, one_line, require_int
+from espalier.errors import NUMBER_PARSERS, EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_draft_kind, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, length_advice
-from espalier.train.work import require_folder
+from espalier.train.work import require_writable
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -72,11 +72,11 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def number_reader(field: Field) -> Callable[[str], float]:
     """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
-    kind: type[float] = float if field.type is float else int
+    parse = NUMBER_PARSERS[float if field.type is float else int]
 
     def read(text: str) -> float:
         try:
-            return kind(text)
+            return parse(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported_values(field)}") from None
 
@@ -86,6 +86,8 @@ def number_reader(field: Field) -> Callable[[str], float]:
 class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
+        for kind, read in NUMBER_PARSERS.items():
+            self.register("type", kind, read)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits.  The usage is not printed, because the usage of `eagle3` has twenty lines."""
@@ -100,8 +102,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def non_empty_text(text: str) -> str:
-    """The argparse type of a name.  An empty name is refused, so that `--out "$OUT"` with OUT unset does not mean the
-    working directory."""
+    """The argparse type of a name.  Refuses an empty name: `--out "$OUT"` with OUT unset must not mean the working
+    directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a name")
     return text
@@ -183,8 +185,8 @@ def _train(arguments: argparse.Namespace) -> None:
     require_names({"--target": arguments.target})
     require_data(arguments.data)
     refuse_other_model(out, arguments.command)
-    require_folder("--out", out)
-    require_folder("--work", work)
+    require_writable("--out", out)
+    require_writable("--work", work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
     data = import_function("espalier.train.data:read_data")(arguments.data, target)
@@ -197,13 +199,15 @@ def _train_auto(arguments: argparse.Namespace) -> None:
     require_names({"--target": arguments.target})
     if arguments.data is not None:
         require_data(arguments.data)
-    require_folder("--out", arguments.out)
+    require_writable("--out", arguments.out)
     target = find_target(arguments.target, "--target")
     config = read_target(target)
     for kind in arguments.kinds or ():
         read_target(target, TRAINERS[kind].min_layers)
     fitting = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
     kinds = list(dict.fromkeys(arguments.kinds or fitting))
+    if arguments.data is not None:
+        import_function("espalier.train.data:read_data")(arguments.data, target)
     import_function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
 
 
@@ -211,7 +215,7 @@ def _write_own_text(arguments: argparse.Namespace) -> None:
     config = make_config(OwnTextConfig, arguments)
     require_names({"--target": arguments.target})
     require_data(arguments.data)
-    require_folder("--work", arguments.work)
+    require_writable("--work", arguments.work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target))
     data = import_function("espalier.train.data:read_data")(arguments.data, target)
@@ -247,10 +251,10 @@ def refuse_other_model(out: Path, kind: str) -> None:
     """Raises EspalierError if `out` contains a target or a draft of another kind, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
-    found = read_draft_kind(out)
-    if found != kind:
-        what = f"a draft of the kind {found}" if found else "a model that is no draft of this trainer"
-        raise EspalierError(f"--out {out} holds {what}, which {kind} would overwrite; give another folder")
+    found_kind = read_draft_kind(out)
+    if found_kind != kind:
+        found_model = f"a draft of the kind {found_kind}" if found_kind else "a model that is no draft of this trainer"
+        raise EspalierError(f"--out {out} holds {found_model}, which {kind} would overwrite; give another folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# The minimum number of target layers for which the three captured layers differ.
+# A target needs at least this number of layers, so that the three captured layers are different ones.
 MIN_CAPTURED_LAYERS = 6
 
 
@@ -51,8 +51,8 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
             f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(ARCHITECTURES)}"
         )
     for name in SIZE_FIELDS:
-        value, most = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-        if not isinstance(value, int | float) or not 0 < value <= most:
+        value, max_value = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if not isinstance(value, int | float) or not 0 < value <= max_value:
             raise EspalierError(f"{directory / 'config.json'} has {name} {value!r}; give a model whose file is whole")
     if config["num_hidden_layers"] < min_layers:
         raise EspalierError(

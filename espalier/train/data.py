@@ -17,20 +17,18 @@ import numpy as np
 
 from espalier.errors import EspalierError, one_line
 from espalier.inputs import InputProcessor, ModelInfo
-from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, read_records, record_format, token_ids
+from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, prompt_field, prompt_token_ids, read_records
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-# The number of held-out prompts, on which drafts are measured during training, and the tokens of a held-out prompt that
-# is cut from documents.
+# The number of held-out prompts, after which drafts are measured, and the tokens of one that is cut from documents.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that the target answers.
-    tokens: the token ids of the chat prompt, up to the answer.  kind: the `kind` field of the conversation's line, such
-    as "code"."""
+    """A conversation that the target answers.  tokens: the token ids of the chat prompt, up to the answer.
+    kind: the field `kind` of the conversation's record, such as "code"."""
 
     tokens: np.ndarray
     kind: str = ""
@@ -38,9 +36,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class UserText:
-    """The user's training text.
-    stream: the concatenated token ids of all documents, as uint16 or int32.  conversations: the conversations that the
-    target answers.  licenses: the licences that the lines name."""
+    """The user's training text.  stream: the concatenated token ids of all documents, as uint16 or int32.
+    conversations: the conversations that the target answers.  licenses: the licences that the records name."""
 
     stream: np.ndarray
     conversations: Sequence[Conversation] = ()
@@ -48,23 +45,24 @@ class UserText:
 
     @property
     def all_tokens(self) -> np.ndarray:
-        return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
+        return np.concatenate([self.stream, *(conversation.tokens for conversation in self.conversations)])
 
     def split_held_out(self) -> tuple[UserText, list[np.ndarray]]:
         """Returns (the data to train on, the held-out prompts).  Held-out prompts are the last conversations of each
         kind; without conversations, they are cut from the end of the documents."""
         if not self.conversations:
             size = min(HELDOUT_TOKENS, len(self.stream) // (4 * HELDOUT_PROMPTS))
-            cut = len(self.stream) - size * HELDOUT_PROMPTS
-            prompts: Any = self.stream[cut:].astype(np.int32).reshape(HELDOUT_PROMPTS, size) if size else []
-            return replace(self, stream=self.stream[:cut]), list(prompts)
+            num_kept_tokens = len(self.stream) - size * HELDOUT_PROMPTS
+            prompts: Any = self.stream[num_kept_tokens:].astype(np.int32).reshape(HELDOUT_PROMPTS, size) if size else []
+            return replace(self, stream=self.stream[:num_kept_tokens]), list(prompts)
         by_kind: dict[str, list[int]] = {}
-        for number, each in enumerate(self.conversations):
-            by_kind.setdefault(each.kind, []).append(number)
-        most = max(1, HELDOUT_PROMPTS // len(by_kind))
-        held = [n for numbers in by_kind.values() for n in numbers[len(numbers) - min(most, len(numbers) // 4) :]]
-        kept = [each for number, each in enumerate(self.conversations) if number not in set(held)]
-        return replace(self, conversations=kept), [self.conversations[number].tokens for number in held]
+        for number, conversation in enumerate(self.conversations):
+            by_kind.setdefault(conversation.kind, []).append(number)
+        max_per_kind = max(1, HELDOUT_PROMPTS // len(by_kind))
+        counts = {kind: min(max_per_kind, len(numbers) // 4) for kind, numbers in by_kind.items()}
+        held_out = [n for kind, numbers in by_kind.items() for n in numbers[len(numbers) - counts[kind] :]]
+        kept = [conversation for number, conversation in enumerate(self.conversations) if number not in set(held_out)]
+        return replace(self, conversations=kept), [self.conversations[number].tokens for number in held_out]
 
 
 def read_data(path: Path, target: Path) -> UserText:
@@ -74,7 +72,7 @@ def read_data(path: Path, target: Path) -> UserText:
     documents, conversations, licenses = [], [], set()
     for record, tokens in _read_prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
-        if record_format("", record) not in (*TEXT_FIELDS, "token_ids"):
+        if prompt_field("", record) not in (*TEXT_FIELDS, "token_ids"):
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
@@ -87,13 +85,13 @@ def read_prompts(path: Path, target: Path) -> list[list[int]]:
 
 
 def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yields each record with its token ids.  See prompt_files.token_ids."""
-    config, found = read_target(target), False
+    """Yields each record with its token ids.  See prompt_files.prompt_token_ids."""
+    config, has_records = read_target(target), False
     vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _input_processor(target, config))
-    for place, record in read_records("--data", path):
-        yield record, token_ids(place, record, vocab_size, inputs)
-        found = True
-    if not found:
+    for location, record in read_records("--data", path):
+        yield record, prompt_token_ids(location, record, vocab_size, inputs)
+        has_records = True
+    if not has_records:
         raise EspalierError(f'--data {path} is empty; a record is {RECORD_FORMAT}, or "token_ids"')
 
 

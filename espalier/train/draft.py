@@ -1,7 +1,7 @@
 """The EAGLE-3 draft as a training module.  Parameters have the same names as in SafeAILab's checkpoints.
 
-A row combines the feature at position p with the token at p + 1, and predicts the token at p + 2.  The row's RoPE
-position is p.
+Row p of the draft combines the target's feature at position p with the token at p + 1, and predicts the token at p + 2.
+Its RoPE position is p.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """The EAGLE-3 draft: fc, one layer, a norm, and an lm_head over the draft vocabulary.  d2t, t2d: the vocabulary
-    tables of the checkpoint."""
+    """The EAGLE-3 draft: fc, one layer, a norm, and an lm_head over the draft vocabulary.  d2t: for each draft id, the
+    target's id minus the draft id.  t2d: for each target id, whether the draft vocabulary has it."""
 
     d2t: Tensor
     t2d: Tensor
@@ -66,9 +66,8 @@ class Eagle3Draft(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def set_vocabulary(self, target_ids: Tensor, lm_head: Tensor) -> None:
-        """Sets the draft vocabulary.
-        target_ids: the target id of each draft id, ascending.  lm_head: the target's lm_head [vocab, H_target], which
-        initialises the draft's lm_head if the hidden sizes agree."""
+        """Sets the draft vocabulary.  target_ids: the target id of each draft id, ascending.  lm_head: the target's
+        lm_head [vocab, H_target], which initialises the draft's lm_head if the hidden sizes are equal."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
@@ -90,10 +89,9 @@ class Eagle3Draft(nn.Module):
 
         embeds: [B, R, H]; row p has the embedding of token p + 1.  features: [B, R, 3 H_target].
 
-        In the chain from row p, step j reads the token of row p + j and the output of step j - 1.  Step j attends to
-        the step-0 rows up to p and to all steps of the chain up to j.  Returns the outputs before `norm`, [B, R - j, H]
-        for step j.
-        """
+        In the chain from row p, step 0 is row p itself.  Step j reads the token of row p + j and the output of step
+        j - 1, and attends to step 0 of the rows up to p, and to the steps 1 .. j of its own chain.  Returns the outputs
+        before `norm`, [B, R - j, H] for step j."""
         feature, outputs = self.fc(features), []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows = embeds.shape[1]
@@ -119,10 +117,9 @@ def training_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns (loss, top-1 agreement by depth [num_steps]).
 
-    The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows whose likeliest
-    target token is outside that vocabulary are ignored.
-    target_logits: [B, R, vocab], the target's logits for the token that each row predicts.  loss_mask: see depth_loss.
-    """
+    The loss is the cross-entropy with the target's distribution over the draft vocabulary.  Rows do not count if the
+    target's likeliest token is not in that vocabulary.
+    target_logits: [B, R, vocab], for the token that each row predicts.  loss_mask, decay: see depth_loss."""
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
     logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))

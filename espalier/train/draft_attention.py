@@ -1,7 +1,7 @@
 """The attention of a draft during training: causal over the rows of the first step, and along a chain of later steps.
 
-In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs several steps, and reads its own output after the
-first step.  A row attends to keys of several steps, so this module computes the attention scores itself.
+In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs several times.  From the second step on, it reads
+its own output.  A row attends to keys of several steps, so this module computes the attention scores itself.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DraftAttention(nn.Module):
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Computes causal attention to the keys of step 0 and, in each later step, to the key at the row's index.
-    chain: (keys, values) of each step."""
+    """Returns the output of attention in the last step of `chain`, which has (keys, values) of each step so far.  Row p
+    attends to the rows 0 .. p of step 0, and to row p of each later step."""
     (k0, v0), later_steps = chain[0], chain[1:]
     if not later_steps:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

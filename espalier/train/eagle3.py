@@ -14,13 +14,24 @@ from espalier.train.draft_run import LossFunction, RunFiles
 from espalier.train.settings import Eagle3Config
 from espalier.train.target import Eagle3Target, FrozenTarget
 
+# A token outside the draft's vocabulary ends every path.  A draft of SmolLM2 with 4,096 of 49,152 ids missed 5.3%.
+MIN_COVERAGE = 0.995
 
-def choose_vocabulary(tokens: np.ndarray, greedy_counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, float]:
+
+def choose_vocabulary(
+    tokens: np.ndarray, greedy_counts: np.ndarray, vocab_size: int | None
+) -> tuple[np.ndarray, float]:
     """Returns (ascending token ids of the draft vocabulary, the share of the target's greedy tokens that it contains).
-    tokens: a text.  greedy_counts: how often the target chose each token id."""
+
+    tokens: a text.  greedy_counts: how often the target chose each token id.  vocab_size: None for the smallest power
+    of two with MIN_COVERAGE of the greedy tokens, at most all ids."""
     text_shares = np.bincount(tokens, minlength=len(greedy_counts)) / len(tokens)
     greedy_shares = greedy_counts / max(1, greedy_counts.sum())
-    ids = np.sort(np.argsort(-(greedy_shares + 0.1 * text_shares), kind="stable")[:vocab_size])
+    by_share = np.argsort(-(greedy_shares + 0.1 * text_shares), kind="stable")
+    if vocab_size is None:
+        num_covering = int(np.searchsorted(np.cumsum(greedy_shares[by_share]), MIN_COVERAGE)) + 1
+        vocab_size = 1 << (num_covering - 1).bit_length()
+    ids = np.sort(by_share[:vocab_size])
     return ids, float(greedy_shares[ids].sum())
 
 
@@ -39,7 +50,7 @@ def new_draft_with_vocabulary(
     """Returns (a new draft, the figure `coverage`).  Its vocabulary is the target's most frequent tokens."""
     counts = files.own_text.greedy_counts
     tokens = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
-    ids, coverage = choose_vocabulary(tokens, counts, min(config.draft_vocab, len(counts)))
+    ids, coverage = choose_vocabulary(tokens, counts, config.draft_vocab)
     print(f"draft vocabulary {len(ids)} of {len(counts)}: {coverage:.2%} of the target's greedy tokens")
     return new_draft(target, ids, config), {"coverage": coverage}
 

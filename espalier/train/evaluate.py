@@ -1,8 +1,7 @@
 """Measures accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
 The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  The
-trees of all positions are computed together.  Then `make_report` visits the roots of the rounds that decoding would
-run.
+trees of all positions are computed together.  Then `make_report` goes from root to root, like the rounds of decoding.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from espalier.train.writer import TargetWriter, find_repeats
 
 @dataclass
 class Beams:
-    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].
-    on_path: whether the text agrees with the row's path.  chain: the keys and values of the row's ancestors."""
+    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].  on_path: whether the text agrees with the
+    path to the row.  features: what the row reads.  chain: (keys, values) of the row's ancestors, from depth 1 on."""
 
     tokens: Tensor
     scores: Tensor
@@ -60,18 +59,19 @@ def accept_lengths(
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
     roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     outputs, keys, values = causal_rows(draft, embeds, features)
-    at_root = roots[:, None]
-    beams = Beams(at_root, torch.zeros_like(at_root, dtype=dtype), at_root > 0, outputs[at_root - 1])
+    root_columns = roots[:, None]
+    no_scores = torch.zeros_like(root_columns, dtype=dtype)
+    beams = Beams(root_columns, no_scores, root_columns > 0, outputs[root_columns - 1])
     pool_scores, pool_depths, pool_paths = [], [], []
     for depth in range(1, steps + 1):
         if depth > 1:
             embedded = target.embed(beams.tokens).to(dtype)
             beams.features = run_beams(draft, embedded, beams, roots + depth - 2, keys, values, roots)
         log_probs = draft.logits(beams.features).log_softmax(-1)
-        best, ids = log_probs.topk(min(topk, log_probs.shape[-1]), dim=-1)
+        best_scores, ids = log_probs.topk(min(topk, log_probs.shape[-1]), dim=-1)
         children = draft.target_ids[ids].flatten(1)
-        scores = (beams.scores[..., None] + best).flatten(1)
-        parents = torch.arange(beams.tokens.shape[1], device=tokens.device).repeat_interleave(best.shape[-1])
+        scores = (beams.scores[..., None] + best_scores).flatten(1)
+        parents = torch.arange(beams.tokens.shape[1], device=tokens.device).repeat_interleave(best_scores.shape[-1])
         on_path = beams.on_path[:, parents] & (children == tokens[roots + depth][:, None])
         pool_scores.append(scores)
         pool_paths.append(on_path)
@@ -80,14 +80,14 @@ def accept_lengths(
         beams.chain = [(select_rows(k, parents[index]), select_rows(v, parents[index])) for k, v in beams.chain]
         beams = beams.select(index, (children, scores, on_path), parents[index])
     all_scores = torch.cat(pool_scores, 1)
-    kept = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
+    tree_nodes = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
     depths = torch.cat(pool_depths, 1) * torch.cat(pool_paths, 1)
-    return 1 + depths.gather(1, kept).amax(1)
+    return 1 + depths.gather(1, tree_nodes).amax(1)
 
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the rows whose features come from the target.  Returns (outputs [R, H], keys, values [heads, R,
-    head_dim])."""
+    """Computes the draft rows of the text, whose features come from the target.  Returns (outputs [R, H], keys and
+    values, [heads, R, head_dim] each)."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
     q, k, v = draft.midlayer.self_attn.project_qkv(draft.midlayer.join(embeds, feature), cos, sin)
@@ -98,8 +98,9 @@ def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[T
 def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
-    """Returns the outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
-    positions: [N], the RoPE position of each tree's rows.  keys, values: see causal_rows.  roots: [N]."""
+    """Returns the outputs of one draft pass over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
+    embeds: of the beams' tokens.  positions: [N], the RoPE position of each tree's rows.  keys, values: of causal_rows;
+    beams attend to the rows before the root.  roots: [N], positions in the text."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
@@ -118,9 +119,8 @@ def run_beams(
 
 @dataclass
 class AcceptReport:
-    """Mean accept lengths.
-    fresh, repeated: the means over the rounds that decoding would run, in new text and in repeated text.  every_root:
-    the mean with every position as a root.  repeated_share: the share of rounds in repeated text."""
+    """Mean accept lengths.  fresh, repeated: over the rounds that decoding would run, in new text and in repeated text.
+    every_root: over one round at every position.  repeated_share: the share of rounds in repeated text."""
 
     fresh: float
     repeated: float
@@ -159,11 +159,8 @@ def require_measurable(num_tokens: int, steps: int) -> None:
 def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Generates greedy continuations.  Returns (texts, index where each continuation begins) for all continuations with
-    more than max(MIN_MEASURED_TOKENS, steps) tokens.
-
-    Prints the number of omitted prompts.  Raises EspalierError if all prompts are omitted.
-    """
+    """Generates greedy continuations.  Returns (texts, index where each continuation begins).  Continuations of at most
+    max(MIN_MEASURED_TOKENS, steps) tokens are left out; prints how many.  Raises EspalierError if all are left out."""
     shortest = max(MIN_MEASURED_TOKENS, steps)
     with TargetWriter(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
         texts = writer.continuations(prompts, num_tokens, 0.0)
@@ -181,10 +178,11 @@ def continue_prompts(
 def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) -> None:
     """Prints a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
     rows = [["", "steps", "topk", "nodes", "new text", "repeated text", "every position", "rounds in repeated text"]]
-    for name, steps, topk, nodes, found in reports:
+    for name, steps, topk, nodes, report in reports:
         numbers = (str(number) for number in (steps, topk, nodes))
-        means = ("-" if math.isnan(mean) else f"{mean:.2f}" for mean in (found.fresh, found.repeated, found.every_root))
-        rows.append([name, *numbers, *means, f"{found.repeated_share:.0%}"])
+        lengths = (report.fresh, report.repeated, report.every_root)
+        means = ("-" if math.isnan(length) else f"{length:.2f}" for length in lengths)
+        rows.append([name, *numbers, *means, f"{report.repeated_share:.0%}"])
     print("Mean accept length over the target's greedy text: of the rounds that decoding has, in new and in repeated")
     print("text, and of a round after every position.  -: no such round.")
     print_table(rows)

@@ -39,11 +39,13 @@ Tree = tuple[int, int, int]
 class DraftKind:
     """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
-    new_draft: (target, files, config) -> (a new draft, its figures).  loss: the loss of a batch.
-    make_loss: (draft, target, config, loss) -> a LossFunction.  make_rows: see DraftRun.
+    new_draft: (target, files, config) -> (a new draft, figures for its card).
+    loss: the loss of a batch, which may be compiled.  make_loss: (draft, target, config, loss) -> a LossFunction.
+    make_rows: see DraftRun.
     accept_lengths: (draft, target, tokens [T], first_root, *tree) -> lengths at roots n, first_root <= n < T - steps.
     trees: (draft) -> the trees to measure, by name.  depth: (draft, tree) -> tokens of the tree's longest path.
-    save: (draft, target, the target's directory, out).  config: (draft, common settings) -> to train it further.
+    save: (draft, target, the target's directory, out).
+    config: (draft, common settings) -> the settings with which online learning trains the draft further.
     print_details: prints the other results of `evaluate`.  dtype: for evaluating a draft; None: the target's dtype."""
 
     load: Callable[[Path], Any]
@@ -130,8 +132,8 @@ def train(
 def measure(
     kind: DraftKind, draft: Any, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int], tree: Tree
 ) -> AcceptReport:
-    """Measures a draft.  texts: prompts with greedy continuations of the target, which have more tokens than the tree
-    has steps.  output_starts: the index where each continuation begins."""
+    """Measures a draft.  texts: prompts with greedy continuations of the target, longer than the tree is deep.
+    output_starts: the index where each continuation begins."""
     tokens = (torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts)
     lengths = [kind.accept_lengths(draft, target, t, f, *tree) for t, f in zip(tokens, output_starts, strict=True)]
     return make_report(lengths, texts, output_starts)
@@ -148,10 +150,10 @@ def evaluate(
     trees = kind.trees(draft)
     deepest = max(steps for steps, _, _ in trees.values())
     require_measurable(num_tokens, deepest)
-    texts, firsts = continue_prompts(target_dir, prompts, num_tokens, deepest)
+    texts, output_starts = continue_prompts(target_dir, prompts, num_tokens, deepest)
     target = kind.target(target_dir, training_device())
     draft = draft.to(target.device, kind.dtype or target.lm_head.dtype).eval()
-    reports = {name: measure(kind, draft, target, texts, firsts, tree) for name, tree in trees.items()}
-    print_reports([(name, *trees[name], found) for name, found in reports.items()])
-    kind.print_details(draft, target, texts, firsts)
+    reports = {name: measure(kind, draft, target, texts, output_starts, tree) for name, tree in trees.items()}
+    print_reports([(name, *trees[name], report) for name, report in reports.items()])
+    kind.print_details(draft, target, texts, output_starts)
     return reports

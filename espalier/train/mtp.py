@@ -37,8 +37,8 @@ def make_loss(
 
 @torch.no_grad()
 def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int) -> Tensor:
-    """Returns whether the head's likeliest token equals the token of a greedy text, for every depth and every root n.
-    tokens: [T].  Returns bool [steps, roots], for first_root <= n < T - steps."""
+    """Returns whether the head's likeliest token is the text's token: bool [steps, roots], for every depth and every
+    root n, first_root <= n < T - steps.  tokens: [T], greedy text of the target."""
     roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     dtype, (hidden, _) = head.dtype, target(tokens[None])
     outputs = head.unroll(target.embed(tokens[None, 1:]).to(dtype), hidden[:, :-1].to(dtype), steps)

@@ -6,13 +6,13 @@ Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one
     x[p]   = input_proj(concat(token_layernorm(embedding of token p + k), hidden_layernorm(h[p])))
     out[p] = final_layernorm(decoder layer k (x)[p])
 
-The target's lm_head reads out[p] and predicts token p + k + 1.  The next layer may read out[p] too.  Row p attends to
-rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain",
-layer k reads out[p] of layer k - 1; in the form "target", every layer reads the target's h[p].  In both forms, depths
-beyond N run layer N again on its own output.
+The target's lm_head reads out[p] and predicts token p + k + 1.  Row p attends to rows 0 .. p of its layer.  In layer 1,
+h[p] is the target's hidden state at p, after the final norm.  In other layers, h[p] is out[p] of layer k - 1 in the
+form "chain", and the target's hidden state in the form "target".  In both forms, depths beyond N run layer N again on
+its own output.
 
-The rotary position of the row of token q is q - 1.  Layers do not attend to rows of other layers, so any other constant
-offset gives the same scores.
+A row that reads token q has the rotary position q - 1.  Layers do not attend to rows of other layers, so any other
+constant offset gives the same scores.
 """
 
 from __future__ import annotations
@@ -103,11 +103,10 @@ def mtp_loss(
     num_depths: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's
+    """Returns (loss, top-1 agreement by depth [num_depths]).  The loss is the cross-entropy with the target's
     distribution.
 
-    lm_head: [V, H], the target's lm_head.  target_logits: [B, R, V]; row p predicts token p + 2.  loss_mask: see
-    depth_loss.
-    """
+    lm_head: [V, H], the target's lm_head.  target_logits: [B, R, V]; row p predicts token p + 2.  embeds, hidden: see
+    MtpHead.unroll.  loss_mask, decay: see depth_loss."""
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
     return depth_loss(logits, target_logits, target_logits.argmax(-1), loss_mask, decay)

@@ -1,7 +1,7 @@
 """Muon for matrices between hidden states, AdamW for all other weights, and one learning-rate schedule for both.
 
-Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  The step is then
-scaled to the usual root mean square of AdamW's steps (Liu et al., arXiv 2502.16982).
+Muon (Jordan et al., 2024) orthogonalises a matrix's momentum by a few Newton-Schulz iterations.  Then it scales the
+step to the root mean square that steps of AdamW usually have (Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Texts in the names of matrices that have a row for each token of the vocabulary.
+# Matrices with one of these texts in their names have a row for each token of the vocabulary.
 TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 
@@ -58,14 +58,14 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Returns [Muon for matrices between hidden states, AdamW for norms, biases and matrices with a row for each
     token]."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    hidden = [p.ndim == 2 and not any(part in name for part in TOKEN_MATRIX_NAMES) for name, p in trained]
-    matrices = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if is_hidden]
-    others = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if not is_hidden]
-    fused = others[0].is_cuda
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    is_matrix = [p.ndim == 2 and not any(part in name for part in TOKEN_MATRIX_NAMES) for name, p in parameters]
+    matrices = [p for (_, p), for_muon in zip(parameters, is_matrix, strict=True) if for_muon]
+    other_parameters = [p for (_, p), for_muon in zip(parameters, is_matrix, strict=True) if not for_muon]
+    fused = other_parameters[0].is_cuda
     return [
         Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
-        torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused),
+        torch.optim.AdamW(other_parameters, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused),
     ]
 
 

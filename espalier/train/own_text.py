@@ -1,9 +1,9 @@
 """The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
 A training run generates the text once and saves it in the work folder.  `espalier train own-text` generates the text
-before training, with one process per seed.  Runs with the same work folder read the text of all seeds.  Each file
-records the target, data and settings of its text.  Unfinished text is in a separate file (unfinished_text.py), so that
-an interrupted run can continue.
+before training; processes with different seeds may do so at the same time.  A run reads the text of all seeds in its
+work folder.  Each file records the target, data and settings of its text.  Unfinished text is in a separate file
+(unfinished_text.py), so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from espalier.train.windows import StreamWindows, TextList, require_windows
 from espalier.train.work import origin_of, replace_file, require_same_origin
 from espalier.train.writer import TargetWriter
 
-# A seed is multiplied by this factor, so that two seeds draw different windows.
+# A seed is multiplied by this factor and increased by the number of a batch, so that no two batches have equal seeds.
 WINDOW_SEED_FACTOR = 100_003
 TRIAL_FLAGS = "--continuations 64 --continuation-tokens 64"
 TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
@@ -39,9 +39,9 @@ TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
 
 @dataclass
 class OwnText:
-    """The own text of a target.
-    texts: the texts in random order.  greedy_counts: how often the target chose each token id greedily.  held_out: the
-    held-out prompts with greedy continuations."""
+    """The text that a target generated (its own text).  texts: prompts with continuations, in random order.
+    greedy_counts: how often the target chose each token id greedily.  held_out: the held-out prompts with greedy
+    continuations."""
 
     texts: TextList
     greedy_counts: np.ndarray
@@ -94,34 +94,34 @@ def require_prompts(data: UserText, config: OwnTextConfig, target: Path) -> None
 
 
 def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
-    """Generates continuations until all are complete, or until text_seconds have passed.
-    A batch depends only on its number, its size and the prompt lengths, so an interrupted run generates the same text.
-    If generate_batch changes, the remaining text differs, but no batch is generated twice."""
-    if found := unfinished.num_texts:
-        print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
-    started_at, num_made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
-    while (before := unfinished.num_texts) < config.continuations and seconds < most:
-        number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
+    """Generates continuations, batch by batch, until there are config.continuations, or until text_seconds have passed.
+    An interrupted run generates the same text, because a batch depends only on its number, its size and the prompt
+    lengths.  If generate_batch changes, the remaining text differs, but no batch is generated twice."""
+    if num_old := unfinished.num_texts:
+        print(f"{unfinished.path} has {num_old} continuations, {config.continuations - num_old} are left", flush=True)
+    started_at, num_made, seconds, max_seconds = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
+    while (num_texts := unfinished.num_texts) < config.continuations and seconds < max_seconds:
+        number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - num_texts)
         prompts = (
             _cut_prompts(data, config, number, size)
             if not data.conversations
-            else _conversation_prompts(data, config, before, size)
+            else _conversation_prompts(data, config, num_texts, size)
         )
         # A second greedy answer to the same conversation would equal the first, so it is sampled.
-        is_new = not data.conversations or config.seed * config.continuations + before < len(data.conversations)
-        sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
+        is_new = not data.conversations or config.seed * config.continuations + num_texts < len(data.conversations)
+        is_sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
         seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
-        texts = writer.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0, seed)
-        unfinished.append(TextBatch([len(prompt) for prompt in prompts], sampled, texts))
+        texts = writer.continuations(prompts, config.continuation_tokens, 1.0 if is_sampled else 0.0, seed)
+        unfinished.append(TextBatch([len(prompt) for prompt in prompts], is_sampled, texts))
         num_made += size
         seconds = time.perf_counter() - started_at
-        left = min((config.continuations - unfinished.num_texts) * seconds / num_made, max(0.0, most - seconds))
+        left = min((config.continuations - unfinished.num_texts) * seconds / num_made, max(0.0, max_seconds - seconds))
         print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {format_minutes(left)} left", flush=True)
 
 
 def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_prompts: int) -> list[np.ndarray]:
-    """Returns prompts of one length for a batch.
-    With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked."""
+    """Returns prompts of one length for a batch, cut from the documents.  Batches take the lengths of prompt_batches()
+    in turn, which require_prompts has checked."""
     lengths = [length for length, _ in config.prompt_batches()]
     length, seed = lengths[batch_number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + batch_number
     windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
@@ -129,10 +129,10 @@ def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_p
 
 
 def _conversation_prompts(data: UserText, config: OwnTextConfig, num_done: int, num_prompts: int) -> list[np.ndarray]:
-    """Returns the conversations of a batch.  All seeds have the same order: seed n begins where seed n - 1 ends."""
+    """Returns the conversations of a batch.  Their order is the same for all seeds: seed n begins after seed n - 1."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
-    places = config.seed * config.continuations + num_done + np.arange(num_prompts)
-    return [data.conversations[order[place % len(order)]].tokens for place in places]
+    positions = config.seed * config.continuations + num_done + np.arange(num_prompts)
+    return [data.conversations[order[position % len(order)]].tokens for position in positions]
 
 
 def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> tuple[TextList, np.ndarray]:
@@ -141,8 +141,8 @@ def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> t
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in batches:
         if not batch.sampled:
-            said = [text[first:] for text, first in zip(batch.texts, batch.firsts, strict=True)]
-            counts += np.bincount(np.concatenate(said), minlength=vocab_size)
+            continuations = [text[first:] for text, first in zip(batch.texts, batch.firsts, strict=True)]
+            counts += np.bincount(np.concatenate(continuations), minlength=vocab_size)
     order = np.random.default_rng(seed).permutation(len(texts))
     return TextList.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
 
@@ -172,14 +172,14 @@ def write_own_text(
 
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Returns the number of tokens of the longest prompt with its continuation.  prompts: additional prompts."""
+    """Returns the most tokens that a prompt has with its continuation.  prompts: more prompts than those of `data`."""
     conversations = [each.tokens for each in data.conversations]
     cut_lengths = [] if conversations else [length for length, _ in config.prompt_batches()]
     return max([*map(len, conversations), *map(len, prompts), *cut_lengths]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Opens the unfinished text of this seed.  Raises the errors of UnfinishedText."""
+    """Opens the unfinished text of config.seed.  Raises EspalierError as UnfinishedText does."""
     return UnfinishedText(_unfinished_file(work_dir, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
@@ -210,9 +210,9 @@ def load_own_text(
     files = [np.load(path) for path in saved]
 
     def joined_texts(name: str) -> TextList:
-        return TextList(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(TextList)))
+        return TextList(*(np.concatenate([file[f"{name}_{f.name}"] for file in files]) for f in fields(TextList)))
 
-    held_out = TextList(*(files[0][f"held_out_{each.name}"] for each in fields(TextList)))
+    held_out = TextList(*(files[0][f"held_out_{f.name}"] for f in fields(TextList)))
     return OwnText(joined_texts("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 
@@ -226,9 +226,9 @@ def saved_texts(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]
                 made_from = json.loads(str(saved["made_from"])) if "texts_firsts" in saved else None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
-        is_this = path == _own_text_file(work_dir, config)
-        now = {**origin, **fixed_settings(config, OwnTextConfig)} if is_this else origin
-        require_same_origin(path, made_from, now, "give the same flags, or another --work")
+        is_this_seed = path == _own_text_file(work_dir, config)
+        expected = {**origin, **fixed_settings(config, OwnTextConfig)} if is_this_seed else origin
+        require_same_origin(path, made_from, expected, "give the same flags, or another --work")
     return paths
 
 

@@ -14,19 +14,19 @@ from espalier.terminal.flags import flag_of
 
 HiddenForm = Literal["chain", "target"]
 FORMS: tuple[str, ...] = get_args(HiddenForm)
-# These values are copied from espalier/models/block.py, which imports PyTorch.
+# The same values as in espalier/models/block.py, which imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # The lengths, in tokens, of the prompts that the target continues.  Batches have these lengths in turn.
 PROMPT_LENGTHS = (48, 96, 192, 384)
-# A run's seed is multiplied by factors to get 64-bit seeds (own_text.py, windows.py), so it has a limit.
+# The largest seed of a run.  own_text.py and windows.py multiply it by factors, and the results must fit 64 bits.
 MAX_SEED = 10**8
 # The maximum depth of a draft in the engine.
 MAX_DEPTH = 256
 
 
 def length_advice(prompt_tokens: int, max_positions: int) -> str:
-    """Returns advice for an error about a prompt (in tokens) that leaves too few of the target's positions."""
+    """Returns the advice of an error: the largest length of continuations after a prompt, in a target's positions."""
     if prompt_tokens >= max_positions:
         return "use shorter prompts, or another target"
     return f"use at most {max_positions - prompt_tokens}, or shorter prompts"
@@ -34,8 +34,8 @@ def length_advice(prompt_tokens: int, max_positions: int) -> str:
 
 @dataclass(frozen=True)
 class OwnTextConfig:
-    """The settings for the text that the target generates, as training data for its draft (the target's own text).
-    A field with the option `free` may change when a run is continued."""
+    """The settings of the target's own text: text that the target generates as training data for its draft.
+    Fields with the option `free` may have other values when a run is continued."""
 
     continuations: int = option(
         "number of prompts that the target continues: the data's conversations in turn, or pieces of its documents",
@@ -61,9 +61,9 @@ class OwnTextConfig:
         check_fields(self, flag_of)
 
     def prompt_batches(self) -> list[tuple[int, int]]:
-        """Returns (tokens of a prompt, maximum number of prompts in a batch) for each prompt length in use."""
-        left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
-        sizes = [min(self.generate_batch, each) for each in left]
+        """Returns (tokens of a prompt, most prompts of a batch) for each of PROMPT_LENGTHS that a batch has."""
+        num_left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
+        sizes = [min(self.generate_batch, count) for count in num_left]
         return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
 
     def require_target(self, target_config: Mapping[str, Any]) -> None:
@@ -129,10 +129,10 @@ class TrainConfig(OwnTextConfig):
 class Eagle3Config(TrainConfig):
     """The settings of `espalier train eagle3`."""
 
-    draft_vocab: int = option(
-        "number of token ids that the draft can propose: those that the target generates most often; at most all of "
-        "them",
-        4096,
+    draft_vocab: int | None = option(
+        "number of token ids that the draft can propose, those that the target generates most often; at most all of "
+        "them; by default the smallest power of two with a share of 0.995 of the target's greedy tokens",
+        None,
         low=1,
     )
     ttt_steps: int = option("number of depths that are trained", 6, low=1, high=MAX_DEPTH)
@@ -222,6 +222,6 @@ def require_depths(ttt_steps: int, length: int) -> None:
 
 
 def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
-    """Returns the flags of `kind` that must not change when a run is continued, with values; None if not set."""
+    """Returns the values that must not change when a run is continued, by flag of `kind`; None if not set."""
     values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
     return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

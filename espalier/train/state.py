@@ -18,8 +18,8 @@ SAME_FLAGS_REMEDY = "give the same flags to go on, or another --out to begin ane
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state file of a run.
-    made_from: target, data and settings of the run, by flag.  A run can only continue with the same values."""
+    """The state file of a run.  made_from: digests of target and data, and the run's settings, by flag.  Only a run
+    with equal values can continue from the file."""
 
     path: Path
     made_from: Mapping[str, str | None]

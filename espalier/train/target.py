@@ -1,4 +1,4 @@
-"""The frozen target of a training: computes the features that a draft reads, and the target's logits."""
+"""The target of a training, whose weights do not change: computes the features that drafts read, and its logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def training_device() -> torch.device:
 
 
 class FrozenTarget:
-    """A target whose last hidden state (after the final norm) is the draft's feature."""
+    """A target for MTP heads, which read its last hidden state, after the final norm, as the feature."""
 
     min_layers = 1
 
@@ -47,7 +47,7 @@ class FrozenTarget:
 
 
 class Eagle3Target(FrozenTarget):
-    """A target whose concatenated inputs of layers 2, L / 2 and L - 3 are the draft's feature (EAGLE-3)."""
+    """A target for EAGLE-3 and block drafts, whose feature is the joined inputs of its layers 2, L / 2 and L - 3."""
 
     min_layers = MIN_CAPTURED_LAYERS
 

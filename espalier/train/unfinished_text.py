@@ -23,7 +23,8 @@ from espalier.train.work import require_same_origin
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Prompts with continuations.  firsts: tokens of each prompt.  sampled: whether they are sampled, not greedy."""
+    """A batch of prompts with continuations.  firsts: the length of each prompt, which is the index where its
+    continuation begins.  sampled: True for sampled continuations, False for greedy ones."""
 
     firsts: list[int]
     sampled: bool
@@ -96,7 +97,7 @@ class UnfinishedText:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line is complete.  After a power failure, a line may have an end but lack a part before it."""
+    """Whether a line is complete.  After a power failure, a line may have its end and lack bytes before."""
     try:
         json.loads(line)
     except ValueError:

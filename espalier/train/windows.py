@@ -13,20 +13,20 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, row_length: int) -> int:
-    """Returns the number of windows of `row_length + 1` tokens that a stream has at every offset below `row_length`."""
+    """Returns how many windows a stream has, whatever the offset of the first one is.  Windows begin at each
+    `row_length`-th token, and have `row_length + 1` tokens.  The offset is below `row_length`."""
     return max(0, (num_tokens - 1) // row_length - 1)
 
 
 def require_windows(text: str, num_tokens: int, row_length: int, num_rows: int, remedy: str) -> None:
-    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
-    text: the description of the text in the error message."""
-    if (found := num_windows(num_tokens, row_length)) < num_rows:
-        have = f"{text}: {found} rows of {row_length} tokens"
-        raise EspalierError(f"{have}, and a batch takes {num_rows} of them; {remedy}")
+    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.  text: its name in the message."""
+    if (num_found := num_windows(num_tokens, row_length)) < num_rows:
+        text_and_rows = f"{text}: {num_found} rows of {row_length} tokens"
+        raise EspalierError(f"{text_and_rows}, and a batch takes {num_rows} of them; {remedy}")
 
 
 class StreamWindows:
-    """Windows of `row_length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
+    """Windows of `row_length + 1` tokens of a stream on the device.  Each epoch has its own offset and order."""
 
     def __init__(self, stream: np.ndarray, row_length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
@@ -41,7 +41,7 @@ class StreamWindows:
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
     def batches(self, batch_size: int, first_batch: int = 0) -> Iterator[Tensor]:
-        """Yields an infinite sequence of batches [size, length + 1] int64, from first_batch on."""
+        """Yields batches [size, length + 1] int64 without end, from the batch with the number first_batch on."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, batch_size, "give more text"
         )
@@ -59,8 +59,8 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class TextList:
-    """Concatenated texts.  tokens: [N].  lengths: of each text.  firsts: the length of each prompt, which
-    is the index of its first continuation token."""
+    """Texts, each a prompt with its continuation.  tokens: [N], of all texts in order.  lengths: of each text.
+    firsts: the length of each text's prompt, which is the index in the text where its continuation begins."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -83,11 +83,9 @@ class TextList:
 
 
 class TextRows:
-    """Rows of `row_length + 1` tokens.  A row begins with a text, or continues a longer text.
-
-    In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden
-    states would differ.  Every epoch has another order of texts.  If the end of a row cuts a text, the rest of the text
-    is not used in this epoch.
+    """Rows of `row_length + 1` tokens, each with one text or several.  A row begins at the beginning of a text, as in
+    decoding, because the target's hidden states would differ otherwise.  Only a text longer than a row goes on in the
+    next row.  A rest of a text that is shorter than a row is left out in this epoch.  Each epoch has its own order.
     """
 
     def __init__(self, texts: TextList, row_length: int, device: torch.device, seed: int) -> None:
@@ -95,7 +93,7 @@ class TextRows:
         self.text_starts = np.cumsum(texts.lengths) - texts.lengths
 
     def epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices into texts.tokens in the epoch's order, for each row the position of its first index)."""
+        """Returns (indices into texts.tokens, in the order of the epoch's texts; where each row begins among them)."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.text_starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)
@@ -108,12 +106,9 @@ class TextRows:
         return places, np.array(rows, np.int64)
 
     def batches(self, batch_size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields an infinite sequence of batches [size, length + 1]: token ids, and whether each token belongs to a
-        continuation.
-
-        first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if the first
-        epoch has fewer rows than `batch_size`.
-        """
+        """Yields batches without end: (token ids, whether each token belongs to a continuation), [size, length + 1].
+        first_batch: how many batches a resumed run skips.  Raises EspalierError if the first epoch has fewer rows than
+        `batch_size`."""
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:
             places, rows = self.epoch_order(number)

@@ -1,7 +1,7 @@
 """The files of a work folder: checks the target, data and settings that a file was made from, and replaces files
 atomically.
 
-A run that continues, or that trains on saved text of the target, must have the same target, data and settings.
+A run may continue, or train on saved text, only if its target, data and settings are those that the file records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espalier.errors import EspalierError, one_line
 # The number of bytes that are read at the beginning, the middle and the end of each weight file, to identify a target.
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
-# Flags whose values are stored as digests, which error messages do not print.
+# Files record digests for these flags.  Error messages do not print digests.
 ORIGIN_FLAGS = ("--target", "--data")
 
 
@@ -64,20 +64,25 @@ def _flag_text(flag: str, value: str | None) -> str:
     return f"with {flag} {value}" if value is not None else f"without {flag}"
 
 
-def require_folder(flag: str, path: Path) -> None:
-    """Creates a folder.  Raises EspalierError if files cannot be written to the folder."""
+def require_writable(flag: str, path: Path) -> None:
+    """Raises EspalierError if files cannot be written to a folder, or to the folder in which it would be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=next(each for each in (path, *path.absolute().parents) if each.exists())):
             pass
     except OSError as error:
         raise EspalierError(f"{flag} {path} cannot be written ({error.strerror}); use another folder") from None
 
 
+def require_folder(flag: str, path: Path) -> None:
+    """Creates a folder.  Raises EspalierError if files cannot be written to the folder."""
+    require_writable(flag, path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def replace_file(path: Path, remedy: str) -> Iterator[Path]:
-    """Provides a temporary path.  At the end of the block, the file at the temporary path replaces `path`.
-    If the block fails, the old file stays, and OSError is raised."""
+    """Yields a temporary path, to write a file there.  At the end of the block, the file replaces `path`.  If writing
+    fails, the old file stays, and OSError is raised.  remedy: the end of its message."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         yield unfinished

@@ -1,6 +1,6 @@
 """Runs the target in the engine, to generate greedy or sampled continuations of many prompts.
 
-The engine's memory is freed at the end of the block, before the training.
+At the end of the block `with TargetWriter(...)`, the engine's memory is freed, because the training needs it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_BATCH = 256
 
 
 class TargetWriter:
-    """Runs the target in the engine.  max_tokens: the maximum number of tokens of a prompt with its continuation.
-    max_prompts: the maximum number of prompts in a batch."""
+    """Runs the target in the engine.  max_tokens: the most tokens of a prompt with its continuation.  max_prompts: the
+    most prompts in a batch."""
 
     def __init__(self, target: Path, max_tokens: int, max_prompts: int) -> None:
         self.llm = LLM(target, speculation=None, max_batch=min(max_prompts, MAX_BATCH), max_context=max_tokens, seed=0)
@@ -40,9 +40,8 @@ class TargetWriter:
     def continuations(
         self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
-        """Returns each prompt with its continuation, up to the end token or to the beginning of a loop.
-        Penalties and truncation (top_k, top_p) of generation_config are not applied, because drafts learn the plain
-        distribution."""
+        """Returns each prompt with its continuation, up to the end token, or to a repetition (cut_before_loop).
+        The model's defaults of penalties, top_k, top_p and min_p do not apply: drafts learn the plain distribution."""
         params = [
             SamplingParams(
                 *(temperature, 0, 1.0, 0.0, 1.0), max_tokens=num_tokens, min_tokens=0, seed=seed * len(prompts) + index
@@ -50,14 +49,14 @@ class TargetWriter:
             for index in range(len(prompts))
         ]
         outputs = self.llm.generate([[int(token) for token in prompt] for prompt in prompts], params)
-        if wrong := [each.error for each in outputs if each.error]:
-            raise EspalierError(f"--target does not continue a prompt ({wrong[0]}); use another target or other --data")
-        texts = [np.array([*p, *each.token_ids], np.int32) for p, each in zip(prompts, outputs, strict=True)]
+        if error := [output.error for output in outputs if output.error]:
+            raise EspalierError(f"--target does not continue a prompt ({error[0]}); use another target or other --data")
+        texts = [np.array([*p, *o.token_ids], np.int32) for p, o in zip(prompts, outputs, strict=True)]
         return [cut_before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
-    """Returns the text up to the position where the continuation begins to repeat earlier text."""
+    """Returns the text up to the first token of the continuation that completes a repetition (see find_repeats)."""
     loops = find_repeats(text)
     loops[:prompt_length] = False
     starts = np.flatnonzero(loops)
@@ -66,9 +65,9 @@ def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
 
 def find_repeats(tokens: np.ndarray, num_repeated: int = LOOP_TOKENS) -> np.ndarray:
     """Returns for each position whether the `num_repeated` tokens that end there occur earlier in the sequence."""
-    flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
-    for end in range(num_repeated, len(row) + 1):
-        gram = tuple(row[end - num_repeated : end])
-        flags[end - 1] = gram in seen
-        seen.add(gram)
-    return flags
+    is_repeated, seen_runs, token_list = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
+    for end in range(num_repeated, len(token_list) + 1):
+        run = tuple(token_list[end - num_repeated : end])
+        is_repeated[end - 1] = run in seen_runs
+        seen_runs.add(run)
+    return is_repeated

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.bench.linears import ProductGroup, RoutedExperts
 from espalier.bench.timing import InputsBySize, Matrix, Multiply, Product, Weights, group_by_count, run_in_order
-from espalier.bench.tune_experts import ChainInputs, random_experts
+from espalier.bench.tune_experts import ChainInputs, activation_of, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import InputRows, RoundedRows
@@ -93,10 +93,10 @@ def product_steps(runs: Sequence[ProductGroup], with_experts: bool) -> list[Prod
 
 def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
     """Returns the measured number of touched experts, limited to what `rows` rows can touch; None: uniform routing."""
-    if experts.mean_active is None:
+    if experts.mean_active_experts is None:
         return None
     shape = experts.sizes.shape
-    return min(max(round(experts.mean_active), shape.top_k), shape.num_experts, rows * shape.top_k)
+    return min(max(round(experts.mean_active_experts), shape.top_k), shape.num_experts, rows * shape.top_k)
 
 
 def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
@@ -189,10 +189,8 @@ def expert_case(
 
     gate_up, down: as in grouped_experts.  dtype: the dtype of the rows."""
     inputs = ChainInputs(shape, rows, dtype, down.device)
-    calls = [
-        partial(grouped_experts.triton, inputs.x, gate_up, down, expert_ids, inputs.router_weights)
-        for expert_ids in inputs.expert_ids
-    ]
+    product = partial(grouped_experts.triton, inputs.x, gate_up, down, activation=activation_of(shape))
+    calls = [partial(product, expert_ids, inputs.router_weights) for expert_ids in inputs.expert_ids]
     num_bytes = inputs.mean_active_experts * (gate_up.nbytes + down.nbytes) / shape.num_experts
     note = f"{inputs.mean_active_experts:.1f} of them touched"
     return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num_calls, note=note)

@@ -117,7 +117,7 @@ class RoundSize:
 
     tree: for each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
     request.  has_draft: whether a draft runs.
-    num_touched_experts: how many experts the target's pass touches (RoutedExperts.mean_active).
+    num_touched_experts: how many experts the target's pass touches (RoutedExperts.mean_active_experts).
     """
 
     batch: int
@@ -131,7 +131,9 @@ def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductGro
     """Returns (products of the target's pass over the trees, products of the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
-        run if run.experts is None else replace(run, experts=replace(run.experts, mean_active=size.num_touched_experts))
+        run
+        if run.experts is None
+        else replace(run, experts=replace(run.experts, mean_active_experts=size.num_touched_experts))
         for run in shape.target_pass(batch * size.tree.num_draft_tokens)
     )
     draft: list[ProductGroup] = []

@@ -41,7 +41,7 @@ BUNDLED_SHAPE = LlamaShape(
     head_dim=64,
 )
 PRETRAIN_CONFIG = PretrainConfig(num_tokens=2.1e9)
-DRAFT_CONFIG = Eagle3Config(num_tokens=2.763e8, generate_batch=2048)
+DRAFT_CONFIG = Eagle3Config(num_tokens=2.763e8, generate_batch=2048, draft_vocab=4096)
 # Files that the tokenizer is trained on: enough for the merges of a small vocabulary.
 TOKENIZER_FILES = 5000
 # Tokens of the corpus that the draft is trained on, besides the target's own text.

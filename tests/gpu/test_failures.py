@@ -88,6 +88,7 @@ def inside_a_launch(llm: LLM) -> Callable[..., None]:
     return lambda piece: None
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("press", [from_a_timer, from_a_piece, inside_a_launch])
 def test_ctrl_c_leaves_an_engine_that_goes_on(press, right):
     with LLM("bundled", **SETTINGS) as llm:

@@ -36,6 +36,8 @@ REASONS = [
     (Grammar("ebnf", r'root ::= "\ud800"'), r"ud800' at position 10, which is half of a surrogate pair"),
     (Grammar("ebnf", r"root ::= [\xdfff]"), "half of a surrogate pair"),
     (Grammar("ebnf", r'root ::= "\U00110000"'), "no character"),
+    (Grammar("ebnf", 'root ::= "{9999999999}" [{9999999999}] "a"{4294967298}'), r"\{4294967298\}' at position 42; use"),
+    (Grammar("ebnf", 'root ::= "a"{2, 4294967298}'), "use counts of 2147483647 at most"),
     (Grammar("structural_tag", "[]"), "object"),
     (Grammar("structural_tag", '{"structures": [{}], "triggers": []}'), "begin"),
 ]

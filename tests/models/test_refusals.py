@@ -67,6 +67,15 @@ def load_both(draft: Path, target: Path) -> object:
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             ["quantization_config = 'bitsandbytes'", "unquantised"],
         ),
+        *(
+            ({"quantization_config": value}, [f"quantization_config = {re.escape(repr(value))}; an object"])
+            for value in ("fp8", "x", ["awq"], 4, True)
+        ),
+        ({"compression_config": "gptq"}, ["compression_config = 'gptq'; an object"]),
+        *(
+            ({"quantization_config": {"quant_method": "gguf", "types": {"a": value}}}, ["block type .* not supported"])
+            for value in ([], {}, 0, None)
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
@@ -231,6 +240,15 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ({"norm_before_fc": True}, ["'input_norm.weight'", "missing"]),
         ({"fc_norm": True}, ["'fc_norm.0.weight'", "missing"]),
         ({"bias": True}, ["'fc.bias'", "missing"]),
+        *(
+            ({"quantization_config": value}, [f"quantization_config = {re.escape(repr(value))}; an object"])
+            for value in ("fp8", "x", ["awq"], 4, True)
+        ),
+        ({"compression_config": "gptq"}, ["compression_config = 'gptq'; an object"]),
+        *(
+            ({"quantization_config": {"quant_method": "gguf", "types": {"a": value}}}, ["block type .* not supported"])
+            for value in ([], {}, 0, None)
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
         ({"architectures": ["LlamaForCausalLMEagle"]}, ["declared as EAGLE ", "EAGLE-3 head"]),

@@ -97,6 +97,8 @@ def test_what_is_wrong_is_said_before_anything_starts(args, says):
 def test_a_number_of_replicas():
     assert parse_replicas(3) == parse_replicas("3") == ReplicaOptions(3, 3) and not parse_replicas(3).is_autoscaled
     assert parse_replicas("2:8") == ReplicaOptions(2, 8)
+    with pytest.raises(EspalierError, match="whole number, 1 or more, or MIN:MAX"):
+        parse_replicas("1_0")
 
 
 def test_replicas_follow_the_open_tokens():

@@ -238,6 +238,7 @@ def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
         (lambda client: client.files.create(file=b"x" * 100_000, purpose="batch"), "raise --max-file-bytes"),
         (lambda client: client.files.content("../lock"), "not served|there is no file"),
         (lambda client: client.batches.list(limit=0), "use 1 to 100"),
+        (lambda client: client.files.list(limit="٥"), "use 1 to 10000"),
         (lambda client: client.files.list(limit="9" * 5000), "use 1 to 10000"),
         (lambda client: client.batches.list(after="x"), "last_id of the page before"),
         (lambda client: client.get("/batches?limi=3", cast_to=object), "the query has no 'limi'"),

@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from espalier.engine.launch_input import NOT_FINITE_ERROR
+from espalier.engine.masks import NO_TOKEN_LEFT_ERROR, TOOK_TOO_LONG_ERROR
 from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol, tokenizer_threads
@@ -96,7 +98,7 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
         reading = asyncio.create_task(client._read_messages())
         with (
             pytest.raises(ApiError, match="the grammar waits") as caught,
-            ActiveRequest._as_api_errors(SimpleNamespace()),
+            ActiveRequest._as_api_errors(SimpleNamespace(grammar_field="regex")),
         ):
             async for _ in generation.iter_parts(asyncio.get_running_loop().time() + 5):
                 pass
@@ -106,6 +108,20 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
         await client.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(TOOK_TOO_LONG_ERROR, 400), (NO_TOKEN_LEFT_ERROR, 400), (NOT_FINITE_ERROR, 500)]
+)
+def test_a_request_that_its_grammar_ends_is_the_clients_fault(error, status):
+    async def run():
+        part = OutputPart("x", OutputChunk("x.0", 0, finish_reason="abort", error=error))
+        ActiveRequest._record_metrics(SimpleNamespace(metrics=Metrics([]), grammar_field="regex"), [part])
+
+    with pytest.raises(ApiError, match=r"grammar|finite") as caught:
+        asyncio.run(run())
+    assert (caught.value.status_code, caught.value.headers) == (status, {"x-should-retry": "false"})
+    assert caught.value.param == ("regex" if status == 400 else None)
 
 
 def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort(monkeypatch):
@@ -292,7 +308,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     frontend.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
     frontend.draining, frontend.client_shares, frontend.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
-    asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
+    asked = http, SimpleNamespace(grammar_field=None, stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):
         asyncio.run(frontend.respond(*asked, make_builder))
     assert order == ["submitted", "sent", "answer", "forgotten"]

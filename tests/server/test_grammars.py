@@ -113,6 +113,25 @@ def test_what_is_refused_says_why(client, body, says):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, body)
     assert says in caught.value.body["message"] and "\n" not in caught.value.body["message"]
+    assert caught.value.body["param"] and caught.value.body["param"].partition(".")[0] in {*body, *says.split()}
+
+
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}}),
+        ("/chat/completions", {"guided_json": BAD_SCHEMA}),
+        ("/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD_SCHEMA}}}),
+    ],
+)
+def test_a_refused_schema_names_its_field(client, path, body):
+    asked = {"model": "bundled", "input" if path == "/responses" else "messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(openai.BadRequestError, match="'not' is not supported") as caught:
+        client.post(path, body={**asked, **body}, cast_to=object)
+    assert caught.value.body["param"] == next(iter(body))
 
 
 def test_a_stream_and_samples_of_a_chat(client):

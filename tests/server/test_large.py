@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,8 +228,16 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     encoded = []
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
-    with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
-        inputs.chat_tokens(messages, check_text=inputs.require_text_fits)
+    offline, served = inputs.prepare_conversation, partial(inputs.chat_tokens, check_text=inputs.require_text_fits)
+    for call in (served, partial(offline, params=None)):
+        with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
+            call(messages)
+    monkeypatch.setattr(tokenizer.hf, "chat_template", "{{ 'a'|center(2 * 10**7) }}")
+    inputs.text_limit = TextLimit(None)
+    with pytest.raises(EspalierError, match="not finished within 16777216 characters"):
+        offline(messages, None)
+    monkeypatch.undo()
+    monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     assert encoded == []
     assert (
         inputs.chat_tokens([{"role": "user", "content": "a"}], check_text=inputs.require_text_fits) == [1]

@@ -101,6 +101,10 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens=0"),
         ("/v1/completions", {**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
         ("/v1/completions", {**TEXT, "logit_bias": {"99999999": 1}}, "logit_bias token=99999999"),
+        *(
+            ("/v1/completions", {**TEXT, "logit_bias": {"5": 1, key: 2}}, "is no whole number")
+            for key in ("05", " 5", "+5", "5_0", "٥", "5.0", "-0")
+        ),
         ("/v1/completions", {**TEXT, "stop": [""]}, "use strings of one character or more"),
         ("/v1/completions", {**TEXT, "prompt": []}, "prompt=[]"),
         ("/v1/completions", {**TEXT, "prediction": "x"}, "prediction"),

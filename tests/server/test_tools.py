@@ -205,11 +205,20 @@ def test_a_forced_call_has_a_grammar(servers):
             assert engine.submitted[-1].grammar is None
 
 
+UNENFORCEABLE = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}, "strict": True},
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"tools": [NOW, NOW]}, "tools", "is the name of an earlier tool"),
         ({"tools": [{"type": "web_search"}]}, "tools", "is not supported; use"),
+        ({"tools": [UNENFORCEABLE]}, "tools", "'not' is not supported"),
+        ({"tools": [UNENFORCEABLE], "response_format": {"type": "json_object"}}, "tools", "'not' is not supported"),
+        ({"tools": [UNENFORCEABLE], "guided_json": {"not": {}}}, "guided_json", "'not' is not supported"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "tool_choice: Input should be 'none', 'auto' or 'req"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g' is not"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -93,6 +93,7 @@ def test_a_table_becomes_the_layouts_trees(tmp_path):
 
 REFUSED = [
     ({0: {"steps": 0}}, "0 is not a number of requests"),
+    ({"08": {"steps": 0}}, "'08' is not a number of requests"),
     ({"x": {"steps": 0}}, "'x' is not a number of requests"),
     ({True: {"steps": 0}}, "True is not a number of requests"),
     ({8: PLAIN_TREE, 4: PLAIN_TREE}, "4 comes after 8"),

@@ -74,7 +74,7 @@ WRONG = [
     ("mtp --out EMPTY", "argument --out: it is empty; give a name"),
     ("mtp --target EMPTY", "argument --target: it is empty; give a name"),
     ("mtp --data /no/such", "--data /no/such is not a file; give JSON lines"),
-    (f"mtp --out {HERE}", "cannot be written (File exists); use another folder"),
+    (f"mtp --out {HERE}", "cannot be written (Not a directory); use another folder"),
     ("mtp --work /proc/work", "--work /proc/work cannot be written (No such file or directory); use another folder"),
     ("auto --minutes 0.5", "--minutes=0.5 is too few to try drafts; use 1 or more"),
     ("auto --minutes nan", "--minutes=nan is too few to try drafts"),
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(
         status = int(str(left.code))
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1) and said in err
-    assert not list(tmp_path.glob("out/*.*"))
+    assert not (tmp_path / "out").exists()
 
 
 LINES = 'an object with "turns" (texts'
@@ -153,6 +153,18 @@ def test_text_needs_a_tokenizer_and_token_ids_do_not(tmp_path: Path) -> None:
     data.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
     with pytest.raises(EspalierError, match=r'has no tokenizer that can be read \(.+\); give "token_ids" in --data'):
         read_data(data, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["mtp --out new/out --work new/work", "own-text --work new/work", "auto --out new/out"]
+)
+def test_data_that_are_refused_leave_no_folder(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("{")
+    assert main([*line.split(), "--target", "bundled", "--data", "a.jsonl"]) == 2
+    assert "a.jsonl:1: expected" in capsys.readouterr().err and not Path("new").exists()
 
 
 def test_a_command_without_its_flags_names_them(capsys: pytest.CaptureFixture[str]) -> None:

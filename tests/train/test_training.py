@@ -96,10 +96,22 @@ def test_a_continuation_ends_before_a_loop() -> None:
     assert cut_before_loop(looping, len(looping)).tolist() == looping.tolist()  # a prompt may repeat itself
 
 
-def test_vocabulary_follows_what_the_target_says() -> None:
-    ids, coverage = choose_vocabulary(np.array([1, 1, 2, 4]), np.array([0, 3, 0, 6, 1, 0]), 3)
-    assert ids.tolist() == [1, 3, 4]
-    assert coverage == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("counts", "vocab_size", "chosen", "share"),
+    [
+        ([0, 3, 0, 6, 1, 0], 3, [1, 3, 4], 1.0),
+        ([0, 3, 0, 6, 1, 0], None, [1, 2, 3, 4], 1.0),
+        ([0, 300, 0, 700, 2, 0], None, [1, 3], 1000 / 1002),
+        ([1, 1, 1, 1, 1, 1], None, [0, 1, 2, 3, 4, 5], 1.0),
+    ],
+)
+def test_vocabulary_follows_what_the_target_says(
+    counts: list[int], vocab_size: int | None, chosen: list[int], share: float
+) -> None:
+    """Without a size: a power of two of ids, with almost all that the target says."""
+    ids, coverage = choose_vocabulary(np.array([1, 1, 2, 4]), np.array(counts), vocab_size)
+    assert ids.tolist() == chosen
+    assert coverage == pytest.approx(share)
 
 
 class Stopped(Exception):

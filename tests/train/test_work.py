@@ -81,7 +81,7 @@ def begun(target: Path, work: Path, config: TrainConfig) -> Path:
         (BLOCK, {"block_size": 8}, "with --block-size 4, now it is with --block-size 8"),
         (BLOCK, {"layers": 4}, "with --layers 3, now it is with --layers 4"),
         (BLOCK, {"mask_token": 5}, "with --mask-token -1, now it is with --mask-token 5"),
-        (EAGLE3, {"draft_vocab": 16}, "with --draft-vocab 4096, now it is with --draft-vocab 16"),
+        (EAGLE3, {"draft_vocab": 16}, "without --draft-vocab, now it is with --draft-vocab 16"),
         (MTP, {"form": "target"}, "with --form chain, now it is with --form target"),
         (MTP, {"intermediate_size": 8}, "without --intermediate-size, now it is with --intermediate-size 8"),
         (MTP, {"batch": 4}, "with --batch 2, now it is with --batch 4"),

@@ -6,7 +6,7 @@ To add a format, add a file to this package and an entry to FORMATS.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.models.weight_formats.base import (
     FormatLookup,
     StoredTensor,
@@ -72,7 +72,9 @@ def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
     Raises EspalierError naming a format that is not in FORMATS."""
     field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = fields.get(field)
-    method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
+    if not isinstance(quantisation, Mapping | None):
+        raise EspalierError(f'{field} = {shown(quantisation)}; an object with "quant_method" is needed; correct it')
+    method = None if quantisation is None else quantisation.get("quant_method", "?")
     if not isinstance(method, str | None) or method not in FORMATS:
         supported = " or ".join(repr(name) for name in FORMATS)
         raise EspalierError(

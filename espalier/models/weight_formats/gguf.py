@@ -75,7 +75,8 @@ def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "gguf".
     Raises EspalierError naming a block format that is not supported."""
     types = read_object(quantisation, "types")
-    if unknown := next((type for type in types.values() if type not in BLOCK_TYPES), None):
-        raise EspalierError(f"quantization_config: block type {shown(unknown)} is not supported")
+    for type in types.values():
+        if not isinstance(type, str) or type not in BLOCK_TYPES:
+            raise EspalierError(f"quantization_config: block type {shown(type)} is not supported")
     formats = {name: GGUFFormat(type) for name, type in types.items()}
     return lambda name: formats.get(name, DENSE_FORMAT)

@@ -7,7 +7,7 @@ import torch
 
 from espalier.bench import tune_experts
 from espalier.bench.linears import ExpertSizes, ModelShape
-from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_expert_ids
+from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_expert_ids, random_experts
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import TILE_ROWS_BY_PAIRS, ExpertsShape, candidate_plans, experts_plan_by_rule
@@ -16,6 +16,7 @@ from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.mlp import MixtureMLP
 from lab.bench.cells import RoundCell
 from lab.bench.engine_sizes import CellEngineSizes
+from lab.bench.experts import expert_case
 from lab.bench.experts_touched import CountingExperts
 from lab.bench.full_rounds import measure_full_rounds
 from lab.bench.synthetic_models import SyntheticModels
@@ -37,6 +38,12 @@ def test_a_row_goes_through_all_experts_call_by_call():
     assert ChainInputs(SHAPE, 4, torch.float32, CPU).mean_active_experts == pytest.approx(
         SHAPE.active_experts(4), abs=1.5
     )
+
+
+@pytest.mark.parametrize("num_matrices", [1, 2])
+def test_experts_without_a_gate_are_timed_too(kernel_device, num_matrices):
+    shape = ExpertsShape(4, 2, 32, 16, num_matrices)
+    expert_case((), shape, *random_experts(shape, torch.float32, kernel_device), torch.float32, 3).run()
 
 
 @pytest.fixture

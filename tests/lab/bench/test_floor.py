@@ -196,7 +196,7 @@ def test_experts_are_counted_as_they_are_stored(name):
 
 
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
-    monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
+    monkeypatch.setattr("espalier.bench.timing.MIN_WEIGHT_BYTES", 2 * 6 * 8 * 4)
     run = ProductGroup("out", (4, 8), 10, 1)
     weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).weights_of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
@@ -529,7 +529,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     assert cost.num_bytes == size * target.latent.cache_row_size * (target.num_layers + 2 + 2)
     assert cost.flops == 3 * 100 * attention_flops(sizes.layer_specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
-        [(run.num_rows, run.num_weights, run.experts.mean_active) for run in runs if run.experts is not None]
+        [(run.num_rows, run.num_weights, run.experts.mean_active_experts) for run in runs if run.experts is not None]
         for runs in round_products(sizes, RoundSize(3, TreeShape(3, 2, 6), num_touched_experts=5.0))
     )
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
