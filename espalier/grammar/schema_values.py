@@ -153,7 +153,7 @@ def check_count_keywords(rules: dict[str, Any], path: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns a string schema with one pattern for all rules.  It has no characters that JSON must escape."""
+    """Returns a string schema with one pattern for all rules.  Its texts need no escapes in JSON."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:

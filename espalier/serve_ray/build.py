@@ -29,7 +29,7 @@ from espalier.server.run import check_options
 # The default of ReplicaOptions.tokens_per_replica.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Keys of `args` (parse_service), which are also fields of the server's option classes.  A field of a time ends with _s.
+# Keys of `args` (parse_service), which are also fields of the server's option classes.  Fields with times end with _s.
 FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),

@@ -180,7 +180,7 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The streaming response of an ActiveRequest.  first_event, later_events: the first event, and the later events.
+    """The streaming response of an ActiveRequest.  first_event: awaited before the status is sent.
 
     A later error is sent as an event.  To wake this task costs as much as to send an event.  So ActiveRequest writes
     later events directly, if the HTTP server supports that (http1.EXCHANGE_EXTENSION) and the client reads.

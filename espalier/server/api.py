@@ -156,7 +156,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns (application, the middleware inside it, which counts open requests).  batches: None for none."""
+    """Returns (application, its middleware, which counts open requests).  batches: None without batch endpoints."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),

@@ -1,4 +1,4 @@
-"""Runs the batches of a server, one after another.  A batch's input is checked, its lines are answered, files are made.
+"""Runs the batches of a server, one after another.  For each: check the input, answer its lines, make output files.
 
 A batch's requests go through the server's own endpoints, at a lower priority than other requests.  Each answer is
 written to a file at once, so a server that starts again continues where it stopped.

@@ -71,7 +71,7 @@ class FrontendOptions:
 
 # The client name of the requests of batches.
 BATCH_CLIENT = "batches"
-# When the queue is full, 1/SHARE_DIVISOR of max_queue more samples are accepted, from clients with at most so many.
+# When the queue is full, 1/SHARE_DIVISOR of max_queue more samples are accepted, from clients with few samples.
 SHARE_DIVISOR = 4
 # A key of the state in an ASGI scope.  The key marks a request without a time limit.
 NO_TIMEOUT = "unlimited"

@@ -165,7 +165,7 @@ class LimitedReceive:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Raises ApiError.  A body that is little too large is read before (see `finish`).  length: content-length."""
+        """Raises ApiError.  A slightly too large body is read before (see `finish`).  length: content-length."""
         limit = self.max_bytes
         while not self.is_complete and max(self.num_received, length) <= MAX_DROPPED_BODY_MULTIPLE * limit:
             await self._next_message()

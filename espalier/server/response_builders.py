@@ -37,7 +37,7 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  chunks: all chunks so far, if there is no stream.
+    keep_stop: the text includes the stop token's text.  chunks: all so far, if the response is no stream.
     event_affixes: the bytes before and after the text in an event, if all other fields stay the same.
     For text_offset: text_length, the characters so far; has_text, whether a token had text; character_decoder.
     """

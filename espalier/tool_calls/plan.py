@@ -292,7 +292,7 @@ class ChatPlan:
     def _last_turn_text(self, prompt: Sequence[int]) -> str:
         """Returns the prompt's text from its last turn token on: the last special token that is no format's marker.
 
-        Without a turn token, returns a reasoning marker at the prompt's end, else "": the user may have written others.
+        Without a turn token, only a reasoning marker at the prompt's end is returned: earlier ones may be the user's.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)
