@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 
@@ -34,6 +35,8 @@ from tests.learn.test_swap import swap
 from tests.server.serving import exists
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+# Of the engine that learns: enough rounds for two drafts to be told apart.
+ANSWER_PARAMS = replace(PARAMS, max_tokens=16)
 COPIES = """
 import json, shutil, sys
 run = json.load(open(sys.argv[-1] + "/run.json"))
@@ -85,7 +88,7 @@ class Learning:
         return self.learner.figures
 
     def answer(self, prompt):
-        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(ANSWER_PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
             self.learner.swap_between_steps(self.llm.engine)
@@ -103,7 +106,7 @@ class Learning:
             self.learner.swap_between_steps(self.llm.engine)
             time.sleep(0.01)
             assert time.monotonic() < end, self.figures
-        assert self.answer([1, 2, 0]).output == texts()[0][1]
+        assert self.answer([1, 2, 0]).output == texts()[0][1][: ANSWER_PARAMS.max_tokens]
 
 
 def made(tmp_path, before, after, seed=2, given=None):
@@ -247,6 +250,7 @@ def test_a_training_writes_a_whole_draft_that_accepts_more_of_this_traffic(tmp_p
         folder = learning.learner.folder.path
     run = json.loads((folder / "run.json").read_text())
     assert run["draft"] == str(draft(1)) and run["tree"] == [3, 4, 12]
+    monkeypatch.setattr(of_trainer, "SAMPLE_PASSES", 1)
     out = train_once(folder, Always())
     manifest = read_manifest(out)
     assert manifest.after > manifest.before >= 1 and manifest.num_tokens > 500
@@ -269,7 +273,8 @@ def other_kind(kind, directory):
 
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
-def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tmp_path):
+def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(of_trainer, "SAMPLE_PASSES", 1)
     sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(240):  # token 1 begins a prompt; the older half have outputs of token 8 alone
         output = [8] * 30 if number < 120 else [9 + (number + i) % 7 for i in range(30)]
