@@ -6,12 +6,10 @@ It runs as its own process, because a process with TRITON_INTERPRET set does not
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from tempfile import NamedTemporaryFile
 
 import torch
 import triton
@@ -41,6 +39,7 @@ from espalier.kernels.hopper.config import (
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
 from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
 from espalier.kernels.runtime.launch import Chip
+from tests.kernels.machine_code import disassembled
 
 CHIP = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
@@ -322,11 +321,7 @@ def compile_for_hopper(
 
 def machine_code(cubin: bytes) -> list[str]:
     """The SASS instructions in address order.  Triton's own disassembly ends at 64 KB."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        dump = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        lines = subprocess.run(dump, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = disassembled(cubin, triton.knobs.nvidia.cuobjdump, "-sass").splitlines()
     return [line for line in lines if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
 
 
