@@ -11,7 +11,7 @@ seconds to load what tensors without data need.
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -141,11 +141,23 @@ def _seen(value: Any) -> Any:
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
+def _shape_of_first(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function of a tensor and numbers, whose result has the tensor's shape and dtype."""
+
+    def found(tensor: torch.Tensor, *numbers: float, **named: float) -> torch.Tensor:
+        return torch.empty_like(tensor) if tensor.is_meta else function(tensor, *numbers, **named)
+
+    return found
+
+
 def pretend_gpu() -> None:
     target = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget("cuda", 90, 32)}
     driver.set_active(SimpleNamespace(**target))
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META_DEVICE)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment]
+    # For tensors without data PyTorch computes these in Python, in a millisecond each.
+    torch.Tensor.clamp = _shape_of_first(torch.Tensor.clamp)  # type: ignore[method-assign]
+    torch.log_softmax = _shape_of_first(torch.log_softmax)
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
