@@ -73,7 +73,7 @@ def calls() -> Iterator[Callable[..., object]]:
             yield partial(cases.test_a_path_goes_into_the_states_of_all_layers, keeps, 3, 4, marks)
             yield partial(cases.test_a_chain_is_read_and_taken_in, keeps, 1, 3, marks)
     yield partial(cases.test_pieces_of_a_chain_follow_one_another, cases.DELTA, 16)
-    for keeps, columns, bias in cases.ORDERS:
+    for keeps, columns, bias in cases.ORDERS.values():
         for kind in ("tree", "pieces"):
             yield partial(cases.test_inputs_are_convolved_along_their_paths, keeps, columns, bias, kind, torch.float32)
     for kind in ("path", "chain", "pieces"):

@@ -18,8 +18,8 @@ UNIFORM = re.compile(r"(\w*\[)?(?:[^\[\],]*\+)?\bUR(\d+)\b")
 
 
 def disassembled(cubin: bytes, tool: triton.knobs.NvidiaTool, *flags: str) -> str:
-    """What one of NVIDIA's disassemblers prints.  Triton's cache keeps it beside the kernels, since a disassembler
-    takes longer than ptxas."""
+    """What a disassembler of NVIDIA prints.  It is kept in Triton's cache, as kernels are: a disassembler takes longer
+    than ptxas."""
     key = hashlib.sha256(cubin + repr((tool.path, tool.version, flags)).encode()).hexdigest()
     cache, name = get_cache_manager(key), "machine_code.sass"
     kept = cache.get_file(name)

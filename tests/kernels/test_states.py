@@ -32,6 +32,7 @@ from espalier.kernels.ops.states import (
     tree_outputs,
 )
 from tests.interpreter import run_programs_in_reverse
+from tests.pairwise import pairwise_params
 
 CLOSE = 1e-5
 # Sizes that fill no block, and heads of keys that serve several heads.
@@ -259,18 +260,20 @@ def hold_chain(
 
 
 GROUPED = DELTA.columns._replace(k_column=20, v_column=40, k_head_stride=190, v_group_stride=190)
-ORDERS = [
-    (DELTA, DELTA.columns, True),
-    (DELTA, GROUPED, False),
-    (ADDED, ADDED.columns._replace(q_column=32, k_column=16, v_column=0), False),
-    (RecurrentState(taps=3, conv_channels=150), RecurrentState(taps=3, conv_channels=150).columns, True),
-]
+ORDERS = {
+    "delta": (DELTA, DELTA.columns, True),
+    "grouped": (DELTA, GROUPED, False),
+    "added": (ADDED, ADDED.columns._replace(q_column=32, k_column=16, v_column=0), False),
+    "convolution": (RecurrentState(taps=3, conv_channels=150), RecurrentState(taps=3, conv_channels=150).columns, True),
+}
 
 
-@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS, ids=["delta", "grouped", "added", "convolution"])
-@pytest.mark.parametrize("kind", ["tree", "chain", "pieces"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtype, kernel_device):
+@pytest.mark.parametrize(
+    ("order", "kind", "dtype"),
+    pairwise_params(list(ORDERS), ["tree", "chain", "pieces"], [torch.float32, torch.float16]),
+)
+def test_inputs_are_convolved_along_their_paths(order, kind, dtype, kernel_device):
+    keeps, columns, bias = ORDERS[order]
     drawn, batch, width = Drawn(5, kernel_device), 3, 9
     parts = drawn(2, batch * width, 400)[..., :390]
     inputs = add_partial_sums.reference(parts, dtype)
@@ -327,7 +330,7 @@ def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> PreparedRows
     return PreparedRows(q, empty(*k_shape, dtype=single), empty(keeps.heads, keeps.v_size), gates, ordered)
 
 
-@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS, ids=["delta", "grouped", "added", "convolution"])
+@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("kind", ["path", "chain", "pieces"])
 def test_tails_end_in_the_last_inputs_taken(keeps, columns, bias, kind, kernel_device):
     drawn, layers, width = Drawn(6, kernel_device), 2, 6
