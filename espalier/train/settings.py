@@ -131,7 +131,7 @@ class Eagle3Config(TrainConfig):
 
     draft_vocab: int | None = option(
         "number of token ids that the draft can propose, those that the target generates most often; at most all of "
-        "them; by default the smallest power of two with a share of 0.995 of the target's greedy tokens",
+        "them; by default the smallest power of two, 4096 or more, with a share of 0.995 of the target's greedy tokens",
         None,
         low=1,
     )

@@ -100,10 +100,12 @@ def test_a_continuation_ends_before_a_loop() -> None:
     ("counts", "vocab_size", "chosen", "share"),
     [
         ([0, 3, 0, 6, 1, 0], 3, [1, 3, 4], 1.0),
-        ([0, 3, 0, 6, 1, 0], None, [1, 2, 3, 4], 1.0),
-        ([0, 300, 0, 700, 2, 0], None, [1, 3], 1000 / 1002),
-        ([1, 1, 1, 1, 1, 1], None, [0, 1, 2, 3, 4, 5], 1.0),
+        ([0, 3, 0, 6, 1, 0], None, [0, 1, 2, 3, 4, 5], 1.0),
+        ([1] * 4000 + [0] * 6000, None, list(range(4096)), 1.0),
+        ([1] * 5000 + [0] * 5000, None, list(range(8192)), 1.0),
+        ([99] * 4096 + [1] * 2000, None, list(range(4096)), 99 * 4096 / (99 * 4096 + 2000)),
     ],
+    ids=["a size", "few ids", "at least", "a power of two", "almost all"],
 )
 def test_vocabulary_follows_what_the_target_says(
     counts: list[int], vocab_size: int | None, chosen: list[int], share: float
