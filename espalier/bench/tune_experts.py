@@ -191,7 +191,7 @@ class ExpertsTuner:
                 best_plans.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best_plans)]
         times_together = self._measure_together(chains, plans, gate_up, down)
-        plan = min(times_together, key=lambda chain: sum_of_relative_times(times_together, chain))
+        plan = min(times_together, key=lambda plan: sum_of_relative_times(times_together, plan))
         rule_plans = [experts_plan_by_rule(shape, chain.num_rows, self.dtype, self.chip) for chain in chains]
         rule_times = self._measure_together(chains, rule_plans, gate_up, down)
         return [
@@ -267,7 +267,7 @@ class ExpertsTuner:
 def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
     """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
-    return sum(seconds / shortest for seconds, shortest in zip(times[plan], fastest, strict=True))
+    return sum(us / shortest_us for us, shortest_us in zip(times[plan], fastest, strict=True))
 
 
 def gpu_versions() -> dict[str, str]:
