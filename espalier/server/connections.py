@@ -98,7 +98,9 @@ class OpenConnections:
         self._send_progress.pop(connection, None)
 
     def close_stalled(self, now: float, max_stall_s: float | None = None) -> None:
-        """Close connections of stalled clients.  now: the loop's time.  max_stall_s: a limit below send_timeout_s."""
+        """Close connections of stalled clients.
+
+        now: the loop's time.  max_stall_s: how long output may stay unread, if shorter than send_timeout_s."""
         limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
             if num_unsent := _num_unsent_bytes(connection):

@@ -99,14 +99,14 @@ def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
         raise EspalierError(f"tools with more than {MAX_TOOLS} entries is not supported; send fewer")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
-        name = _checked_tool(f"tools[{i}]", tool)
+        name = _checked_tool_name(f"tools[{i}]", tool)
         if name in seen:
             raise EspalierError(f"tools[{i}].function.name={name!r} is the name of an earlier tool; use another")
         seen.add(name)
     return tuple(tools)
 
 
-def _checked_tool(location: str, tool: Any) -> str:
+def _checked_tool_name(location: str, tool: Any) -> str:
     """Checks a tool and returns its name.  Raises EspalierError."""
     form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):

@@ -25,7 +25,10 @@ from espalier.train.settings import EdgeKind
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
-    """The sizes of a block draft.  num_features: how many target layers it reads.  edge_rank: 0 for no Markov head."""
+    """The sizes of a block draft.
+
+    num_features: how many target layers it reads.  edge_rank: the rank of the edges, which score a token by the token
+    before it; 0: the draft has none."""
 
     block_size: int
     num_features: int

@@ -150,6 +150,7 @@ def mixes(parser: ArgumentParser) -> None:
     parser.add_argument("--finding", type=int, default=80, metavar="N", help="rounds in which trees are found (80)")
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds to time (40)")
     parser.add_argument("--even", action="store_true", help="without trees whose rows are shared out")
+    parser.add_argument("--mix", action="append", metavar="NAME", help="a mix of skills, such as 'all 0.8' (all mixes)")
     add_json_flag(parser)
 
 

@@ -17,6 +17,7 @@ import torch
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
+from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, padded_batch
 from espalier.request import Request
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
@@ -98,13 +99,16 @@ class TimedRounds:
 
 
 def run(args: Namespace) -> int:
+    mixes = tuple(MIXES) if args.mix is None else tuple(args.mix)
+    if unknown := sorted(set(mixes) - set(MIXES)):
+        raise EspalierError(f"--mix {unknown[0]!r} is unknown; use one of {', '.join(map(repr, MIXES))}")
     device = require_gpu("mixes")
     sizes = MixSizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
     recipe = mixed_recipe(recipe_of_shape(args.shape, 0, layers=args.layers))
     costs = PredictedCosts(pass_weights(recipe.shape.target, recipe.draft_config), measure_chip(device))
     print_header()
     cells = []
-    for cell in measure_mixes(recipe, sizes, costs, device, args.batch, not args.even):
+    for cell in measure_mixes(recipe, sizes, costs, device, args.batch, mixes, not args.even):
         cells.append(cell)
         stdout().print(cell_line(cell), soft_wrap=True)
         write_json(args.json, {"mixes": cells})
@@ -127,9 +131,10 @@ def measure_mixes(
     costs: PredictedCosts,
     device: torch.device,
     order: Sequence[int],
+    mixes: Sequence[str],
     shares: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a cell for each batch, in this order, and each mix.  shares: whether trees with shared rows run too."""
+    """Yields a cell for each batch, in this order, and each of `mixes`.  shares: whether trees with shared rows run."""
     layout, chosen = make_layouts(recipe, sizes, costs, shares)
     models = SyntheticModels(recipe, dtype_on(device), device, layout.position_rows)
     adaptive = {name: TreeChoice(of_name, costs, is_lookup=False) for name, of_name in chosen.items()}
@@ -137,7 +142,9 @@ def measure_mixes(
     with models.engine(layout, None, on_gpu, all_buckets=True, prefix_cache=True) as (engine, start):
         stdout().print(f"{models.title}; started in {start.seconds:.0f} s", soft_wrap=True)
         for batch in order:
-            for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
+            for mix in mixes:
+                if batch == 1 and len(MIXES[mix]) > 1:
+                    continue
                 fixed: dict[str, TreeChooser] = {
                     tree_label(tree): FixedTreeChooser(layout, tree) for tree in layout.tree_choices_for(batch)
                 }

@@ -74,7 +74,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 VALUES_PER_LOAD = 4096
-# A request with few splits is merged in a small block, several pairs at once.  The small block holds the policy's
+# A request with few splits is merged in a small block, where several pairs may fit.  The small block holds the policy's
 # num_splits, rounded up to a power of two, and at least MIN_SMALL_BLOCK_SPLITS.  If that is above
 # MAX_SMALL_BLOCK_SPLITS, there is no small block.
 MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
@@ -133,7 +133,7 @@ def _merge_splits_kernel(
     BLOCK_V: tl.constexpr, SMALL_BLOCK_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge pairs: PAIRS at once for a request with at most SMALL_BLOCK_SPLITS splits, else one by one."""
-    # The splits may be read before the wait: the attention kernel had waited for them before it let this kernel start.
+    # split_starts may be read before the wait: it was ready before the attention kernel let this kernel start.
     num_splits = tl.load(split_starts_ptr + batch)
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)

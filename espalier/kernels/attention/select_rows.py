@@ -28,8 +28,8 @@ NUM_BINS = 32
 NUM_WARPS = 16
 # topk / EXTRA_GROUPS_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
 EXTRA_GROUPS_DIVISOR = 4
-# In the first iteration a bin holds 2^22 keys, so the scores from a power of two to the next fill two bins.  The last
-# bin holds all lower scores, because the threshold is seldom far below the highest score.
+# The first histogram of _find_threshold has bins of up to 2^22 keys (_score_key), half of those between two powers of
+# two.  The last bin holds all lower scores, because the threshold is seldom far below the highest score.
 FIRST_BIN_BITS = tl.constexpr(22)
 # The lowest key of a visible row; other rows have -inf.
 LOWEST_VISIBLE_KEY = tl.constexpr(0x00800000)

@@ -118,9 +118,9 @@ def _fp8_dot(
 def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, NUM_LINES: tl.constexpr):
     """Prefetch NUM_LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
     # An element of codes_ptr is an FP8 byte or a word of 8 nibbles.  A line has LINE_BYTES bytes.
-    VALUES: tl.constexpr = 8 if CODE > 0 else 1
-    LINE: tl.constexpr = 32 if CODE > 0 else 128
-    row_elements = num_in // VALUES
-    last_element = tl.maximum(tl.minimum(k_end // VALUES, row_elements) - 1, 0)
-    line_begins = tl.minimum(k_begin // VALUES + tl.arange(0, NUM_LINES) * LINE, last_element)
+    VALUES_PER_ELEMENT: tl.constexpr = 8 if CODE > 0 else 1
+    ELEMENTS_PER_LINE: tl.constexpr = 32 if CODE > 0 else 128
+    row_elements = num_in // VALUES_PER_ELEMENT
+    last_element = tl.maximum(tl.minimum(k_end // VALUES_PER_ELEMENT, row_elements) - 1, 0)
+    line_begins = tl.minimum(k_begin // VALUES_PER_ELEMENT + tl.arange(0, NUM_LINES) * ELEMENTS_PER_LINE, last_element)
     prefetch(codes_ptr + w_rows[:, None] * row_elements + line_begins[None, :])

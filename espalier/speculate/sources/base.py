@@ -1,9 +1,9 @@
 """The contract of a source: it proposes paths of tokens that may follow a request's text, and rates how well each path
 matches the text.
 
-A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
-carries the guesses to the device, where sent.py makes paths of them.  merge_paths.py joins all paths with the draft's
-tree.
+A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses: the same paths as
+plain values, which a launch carries to the device, where sent.py makes Paths of them.  merge_paths.py joins all paths
+with the draft's tree.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,6 @@ def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alon
 
 
 def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
     begun, reached = [], []
     run, find = mixes.enter_and_step, mixes.search_trees
 
@@ -60,7 +59,7 @@ def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
 
     monkeypatch.setattr(mixes, "enter_and_step", noted)
     monkeypatch.setattr(mixes, "search_trees", lambda *args: reached.append(find(*args)) or reached[-1])
-    [cell] = mixes.measure_mixes(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
+    [cell] = mixes.measure_mixes(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4], ["half 0.95, half 0.3"])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE_LABEL]
     assert cell["accept length"][tree_label(mixes.SHARED_ROWS_TREES[0])] > 1.2
     assert set(cell["tokens/s"]) > {tree_label(PLAIN_TREE), ADAPTIVE_LABEL, SHARED_ROWS_LABEL}
