@@ -133,9 +133,18 @@ class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
         elif self.top_logprobs:
             raise EspalierError(f'top_logprobs needs include=["{INCLUDE_LOGPROBS}"]; set it, or leave top_logprobs out')
         try:
-            return ChatRequest.model_validate(fields)
+            return _ChatOfResponse.model_validate(fields)
         except ValidationError as error:
             raise validation_error(error.errors(include_url=False, include_input=False), ChatRequest) from None
+
+
+class _ChatOfResponse(ChatRequest):
+    """A chat completion whose late errors name this endpoint's field."""
+
+    @property
+    def grammar_field(self) -> str | None:
+        name = super().grammar_field
+        return None if name is None else RESPONSES_FIELD_NAMES.get(name, name).partition(".")[0]
 
 
 def _chat_tool(location: str, tool: Mapping[str, Any]) -> dict[str, Any]:

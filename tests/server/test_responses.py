@@ -128,6 +128,18 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools"),
+        ({}, None),
+    ],
+)
+def test_a_grammar_that_fails_late_is_named_by_its_field_here(fields, name):
+    assert ResponsesRequest(model="m", input="hi", **fields).as_chat_request().grammar_field == name
+
+
 def test_every_sampling_parameter_that_both_have_is_the_chats():
     values = {name: value for name, value, _ in FIELDS if name in SHARED_FIELDS} | {"logit_bias": {"5": 1.0}}
     values |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
