@@ -103,7 +103,9 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether the vocabulary has tokens for every character.  Other characters are dropped, or fused into one token."""
+    """Whether the vocabulary is known to have tokens for every character.  steps: normalizer's and pre-tokenizer's.
+
+    Without such tokens a character may be dropped, or fused with others into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False

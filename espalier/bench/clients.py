@@ -24,6 +24,7 @@ HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
 LENGTH_HEADER, CHUNKED_HEADER = b"content-length:", b"transfer-encoding: chunked"
 STATUS_OK = 200
 METRICS_TIMEOUT_S = 10.0
+NO_TEXT_ERROR = 'the answer has no text; for a model without a tokenizer add "return_token_ids": true to --extra-body'
 ROUNDS_METRIC_PATTERN = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
 # The advice for the user, by the status of /v1/models.
 REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
@@ -248,7 +249,7 @@ def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
             sent_request.timeline.chunks.append((time, num_ids or 1))
     chunks = sent_request.timeline.chunks
     if not has_end or not chunks:
-        sent_request.error = "the answer has no text" if has_end else "the stream has no end"
+        sent_request.error = NO_TEXT_ERROR if has_end else "the stream has no end"
         return
     num_earlier_tokens = sum(count for _, count in chunks[:-1])
     sent_request.text = "".join(texts)

@@ -88,7 +88,7 @@ class PagePool:
 
 
 class SnapshotRows:
-    """Tracks which rows of the state tables hold snapshots, and to which page of the prefix tree a snapshot belongs.
+    """Tracks which rows of the tables of recurrent states hold snapshots, each of the state at the end of a page.
 
     rows: the table rows that may hold snapshots.
     """

@@ -280,9 +280,9 @@ def _bounds_in_units(bounds: dict[str, Any], denominator: int) -> tuple[int | No
     return max(least, default=None), min(most, default=None)
 
 
-def _bound_in_units(bounds: dict[str, Any], rule: str, denominator: int) -> Fraction:
+def _bound_in_units(bounds: dict[str, Any], keyword: str, denominator: int) -> Fraction:
     """Returns a bound in units of 1/denominator.  Its decimal text is exact; its binary float is not."""
-    return Fraction(repr(bounds[rule])) * denominator
+    return Fraction(repr(bounds[keyword])) * denominator
 
 
 def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def make_block_spec(
     the default algorithm and vocab_size."""
     rows, layers = fields.integer("block_size"), layer_specs_of(layer)
     if windows_end_at_root:
-        # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
+        # Such a window of W rows does not count the root, and spec.window does.
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},

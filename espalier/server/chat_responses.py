@@ -216,7 +216,7 @@ class OutputItems:
         self.num_events += 1
 
     def add_delta(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
-        """Add a delta to the open item, or to a new item.  logprobs: log-probabilities of the content's tokens."""
+        """Add a delta to the open item or to a new one, or end the open item.  logprobs: of the content's tokens."""
         if delta.kind == "content":
             self._open_text_item("message", {"role": "assistant"}, _empty_output_text)
             self._append_text(delta.text, logprobs)

@@ -121,7 +121,10 @@ def test_a_prompt_may_be_token_ids():
     ("events", "why"),
     [
         (events_of("a", end=False), "the stream has no end"),
-        (events_of(""), "the answer has no text"),
+        (
+            events_of(""),
+            'the answer has no text; for a model without a tokenizer add "return_token_ids": true to --extra-body',
+        ),
         ([*events_of("a", end=False), b'data: {"error": {"message": "full"}}\n\n'], "the stream ended early: full"),
     ],
 )

@@ -88,7 +88,7 @@ def sample_triton(
 
 
 def block_sizes(logits: Tensor) -> dict[str, int]:
-    """Returns the constexpr arguments of the first launch.
+    """Returns the block sizes of _best_of_split_kernel, as constexpr arguments.
 
     BLOCK: token ids per load.  UNPROCESSED_BLOCK: token ids per load in rows whose logits need no change and no noise.
     BLOCK and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: how many neighbouring

@@ -167,43 +167,43 @@ def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> W
     return Fp8Format(block, inputs=kind, group_size=group)
 
 
-def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
+def _read_inputs(input_args: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
     """Returns (how FP8 inputs are scaled, how many columns share a dynamic scale)."""
-    if inputs is None:
+    if input_args is None:
         return None, None
-    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")
-    is_fp8 = (inputs.get("type"), inputs.get("num_bits")) == ("float", 8)
+    strategy, dynamic = input_args.get("strategy"), input_args.get("dynamic")
+    is_fp8 = (input_args.get("type"), input_args.get("num_bits")) == ("float", 8)
     if is_fp8 and strategy == "tensor" and dynamic is False:
         return "static", None
     if is_fp8 and strategy == "token" and dynamic is True:
         return "dynamic", None
     if is_fp8 and strategy == "group" and dynamic is True:
-        return "dynamic", read_group_size(inputs, 128)
+        return "dynamic", read_group_size(input_args, 128)
     raise EspalierError(
-        f"quantization_config: input_activations of {inputs.get('num_bits')} bits ({inputs.get('type')}) by "
+        f"quantization_config: input_activations of {input_args.get('num_bits')} bits ({input_args.get('type')}) by "
         f"{strategy!r}, dynamic {dynamic!r}, are not supported, only FP8: dynamic by 'token' or 'group', or static by "
         "'tensor'"
     )
 
 
-def _read_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
-    for args_name, args in (("weights", weights), ("input_activations", inputs or weights)):
+def _read_nvfp4(weight_args: Mapping[str, Any], input_args: Mapping[str, Any] | None) -> WeightFormat:
+    for args_name, args in (("weights", weight_args), ("input_activations", input_args or weight_args)):
         scheme = {name: args.get(name) for name in ("num_bits", "type", "strategy", "group_size")}
         if scheme != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP_SIZE}:
             raise EspalierError(
                 f"quantization_config: {args_name} of NVFP4 with {scheme} are not supported, only 4 bits (float) by "
                 f"'tensor_group' of {NVFP4_GROUP_SIZE}"
             )
-    return Nvfp4Format(COMPRESSED_TENSORS_SUFFIXES, has_input_scales=inputs is not None)
+    return Nvfp4Format(COMPRESSED_TENSORS_SUFFIXES, has_input_scales=input_args is not None)
 
 
-def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
-    strategy = weights.get("strategy")
-    if strategy not in ("group", "channel") or inputs is not None:
+def _read_int4(weight_args: Mapping[str, Any], input_args: Mapping[str, Any] | None) -> WeightFormat:
+    strategy = weight_args.get("strategy")
+    if strategy not in ("group", "channel") or input_args is not None:
         raise EspalierError(
-            f"quantization_config: 4-bit weights by {strategy!r} with input_activations {inputs!r} are not supported, "
-            "only by 'group' or 'channel', without input_activations"
+            f"quantization_config: 4-bit weights by {strategy!r} with input_activations {input_args!r} are not "
+            "supported, only by 'group' or 'channel', without input_activations"
         )
-    group = read_group_size(weights, 128) if strategy == "group" else None
-    has_g_idx = weights.get("actorder") in ("group", "dynamic", True)
-    return PackedFormat(group, has_zero_points=weights.get("symmetric") is False, has_g_idx=has_g_idx)
+    group = read_group_size(weight_args, 128) if strategy == "group" else None
+    has_g_idx = weight_args.get("actorder") in ("group", "dynamic", True)
+    return PackedFormat(group, has_zero_points=weight_args.get("symmetric") is False, has_g_idx=has_g_idx)
