@@ -18,7 +18,7 @@ from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive,
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN_TREE, TreeShape
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, TreeShape
 from espalier.prompt_files import prompt_token_ids, read_records
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
@@ -99,13 +99,17 @@ def choose(
     engines = open_engines(settings)
     require_positions(engines.max_positions, longest, f"--context {context}", f"--tokens {args.tokens}")
     with engines.open() as bench:
-        config, configured_tree = bench.config, bench.engine.layout.tree
+        config, layout = bench.config, bench.engine.layout
+        configured_tree = layout.tree
         if not configured_tree.steps:
             raise EspalierError(
                 "bench choose measures trees up to the configured one, which is plain decoding; set a tree"
             )
-        is_block = bench.engine.layout.block_rows > 0
+        is_block = layout.block_rows > 0
         shapes = trees_to_measure(configured_tree, args.candidates, is_block)
+        if not args.candidates:
+            # What an engine without the draft would do, to compare with.
+            shapes = list(dict.fromkeys((*shapes, layout.tree_without_draft)))
         lengths = None if predict_accept_lengths is None else predict_accept_lengths(configured_tree, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured_tree]:g} of {configured_tree}"
         stdout().print(
@@ -256,9 +260,11 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 
 
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """Returns the fastest tree at each batch size.  If trees are equally fast, it is the first."""
+    """Returns the fastest tree at each batch size.  If trees are equally fast, it is the first.
+
+    TARGET_ONLY is left out: in a table, plain decoding keeps the draft ready for smaller batches."""
     fastest: dict[int, TreeTime] = {}
-    for timed in tree_times:
+    for timed in (timed for timed in tree_times if timed.tree != TARGET_ONLY):
         if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:
             fastest[timed.batch_size] = timed
     return dict(sorted(fastest.items()))

@@ -51,7 +51,9 @@ MAX_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class DraftSpeed:
-    """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding."""
+    """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding.
+
+    Plain decoding is that of an engine without the draft, if it was measured."""
 
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -196,8 +198,10 @@ def measure_draft(
         models = ["--model", str(target), "--draft", str(draft)]
         run_espalier("bench", "choose", *models, *common_flags, *more_flags, "--json", str(figures_file))
     cells: list[dict[str, Any]] = [cell for cell in json.loads(figures_file.read_text())["cells"] if cell["batch"] == 1]
-    plain = next(cell for cell in cells if not cell["steps"])
-    best = max((cell for cell in cells if cell["steps"]), key=lambda cell: cell["tokens_per_second"])
+    plain, best = (
+        max((cell for cell in cells if bool(cell["steps"]) == drafts), key=lambda cell: cell["tokens_per_second"])
+        for drafts in (False, True)
+    )
     return DraftSpeed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
 
 

@@ -9,7 +9,7 @@ from espalier.bench import choose
 from espalier.bench.choose import TreeTime, by_batch_table, fastest_trees, trees_to_measure
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN_TREE, TreeShape
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, TreeShape
 from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
@@ -22,6 +22,7 @@ def test_the_fastest_of_each_batch_becomes_the_table():
         *(TreeTime(batch, WIDE, ms, 4.0) for batch, ms in ((1, 4.0), (2, 8.0), (4, 32.0), (8, 64.0))),
         *(TreeTime(batch, NARROW, ms, 2.0) for batch, ms in ((1, 3.0), (2, 4.0), (4, 8.0), (8, 64.0))),
         *(TreeTime(batch, PLAIN_TREE, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
+        *(TreeTime(batch, TARGET_ONLY, 0.1, 1.0) for batch in (1, 2, 4, 8)),
     ]
     assert TreeTime(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
     assert {batch: one.tree for batch, one in fastest_trees(timed).items()} == {
@@ -61,8 +62,9 @@ def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths
     said = capsys.readouterr().out
     assert said.count("*") == 3 and "plain decoding" in said and "accept lengths measured" in said
     found = json.loads(figures.read_text())
+    # A tree, plain decoding that keeps the draft ready, and plain decoding without a draft.
     assert [(cell["batch"], cell["num_draft_tokens"]) for cell in found["cells"]] == [
-        (batch, nodes) for nodes in (8, 1) for batch in (1, 2, 3)
+        (batch, nodes) for nodes in (8, 1, 1) for batch in (1, 2, 3)
     ]
     plain = [cell for cell in found["cells"] if cell["steps"] == 0]
     assert all(cell["accept_length"] == 1.0 and cell["round_ms"] > 0 for cell in plain)
