@@ -147,8 +147,8 @@ class TestLastPositionOfTheContext:
         "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
     )
     def test_in_a_pool_that_holds_just_that(self, overlap: bool) -> None:
-        setup = Setup(page_size=8, overlap=overlap, max_context=64, num_pages=1 + 8 + overlap, **TREE)
-        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 63, 30)))]
+        setup = Setup(page_size=8, overlap=overlap, max_context=32, num_pages=1 + 4 + overlap, **TREE)
+        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 31, 14)))]
         run_watched(setup.engine(), [(0, r) for r in requests])
         all_undisturbed(setup, requests)
 
