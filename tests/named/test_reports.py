@@ -45,7 +45,7 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
     engine.close()
 
 
-def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 16) -> list[Request]:
+def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 12) -> list[Request]:
     requests = [
         request(i, p, SamplingParams(temperature=i % 2, max_tokens=most)) for i, p in enumerate(prompts(20, lengths))
     ]
@@ -101,7 +101,7 @@ class TestPage512FiveTurns:
         setup = Setup(
             page_size=512, overlap=overlap, max_context=1536, chunk_size=512, max_batch=2, num_pages=9, **TREE
         )
-        conversation_of(setup, turns=5, told=230, said=14)
+        conversation_of(setup, turns=5, told=230, said=8)
 
 
 class TestPage256LongPrompt:
