@@ -71,7 +71,7 @@ EAGLE3 = str(BUNDLED_DRAFTS["eagle3"])
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr("espalier.cli.quantize.GENERATED_TOKENS", 24)
+    monkeypatch.setattr("espalier.cli.quantize.GENERATED_TOKENS", 12)
 
 
 def test_a_copy_of_the_bundled_model(tmp_path, capsys):

@@ -69,7 +69,7 @@ class AnyTree:
 @pytest.mark.parametrize("turn", range(len(DRAFTERS)))
 def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
     setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
-    engine, requests = setup.engine(), mixed(6, max_tokens=11)
+    engine, requests = setup.engine(), mixed(4, max_tokens=11)
     chooser = AnyTree((*(SOURCED if setup.text_paths else SMALL), setup.layout.tree))
     engine.scheduler.round_trees.chooser = chooser
     run_staggered(engine, requests, every=2)

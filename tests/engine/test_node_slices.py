@@ -25,7 +25,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 def ran(setup: Setup, with_grammar: bool) -> Ran:
     requests = []
     for i, (style, prompt) in enumerate(zip(STYLES, prompts(3, (5, 9, 30)), strict=True)):
-        requests.append(request(i, prompt, SamplingParams(max_tokens=30, stop_token_ids=[END], **style)))
+        requests.append(request(i, prompt, SamplingParams(max_tokens=18, stop_token_ids=[END], **style)))
         if with_grammar and i:
             requests[-1].masker = masker_of(GRAMMARS[i])
     return run(setup.engine(), requests)

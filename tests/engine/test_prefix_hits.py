@@ -14,7 +14,7 @@ from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params, pairwise_params
 
 BASE = prompts(11, [36])[0]
-SHORT = SamplingParams(temperature=0.0, max_tokens=5)
+SHORT = SamplingParams(temperature=0.0, max_tokens=3)
 PAGE_SIZES = [1, 3, 16]
 each_page_size = pytest.mark.parametrize("page_size", fewer(PAGE_SIZES, lambda page_size: page_size != 16))
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
@@ -109,7 +109,7 @@ def test_samples_whose_first_is_aborted(overlap: bool) -> None:
     setup = Setup(page_size=2, overlap=overlap, chunk_size=16)
     for delay in range(5):
         engine = setup.engine()
-        requests = [request(i, BASE, SHORT) for i in range(3)]
+        requests = [request(i, BASE, replace(SHORT, max_tokens=5)) for i in range(3)]
         requests[1].prefix_leader = requests[2].prefix_leader = requests[0]
         run_watched(
             engine, [(0, r) for r in requests], lambda step, e=engine, d=delay: e.abort("r0") if step == d else None

@@ -29,7 +29,7 @@ def counted(splits, table, page_size, first, count, block_rows=64):
 def test_kernel_equals_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     splits = kv_splits.triton(length, first, policy)
-    for seed in range(3):
+    for seed in range(2):
         draws = torch.Generator().manual_seed(seed)
         pages = [(r, int(torch.randint(n // page_size + 1, (), generator=draws))) for r, n in enumerate(LENGTHS)]
         table = tables(LENGTHS, page_size, pages if seed else ()).to(kernel_device)

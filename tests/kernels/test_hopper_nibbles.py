@@ -25,6 +25,7 @@ from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 from tests.kernels.gluon_numpy import hopper_linear
 from tests.kernels.quantised_inputs import drawn
+from tests.pairwise import pairwise_params
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
 PLAN = TritonPlan(64, 256, 1, 4, 3)
@@ -86,9 +87,7 @@ def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatc
 SHAPES = [(1, 70, 288, 1, 2), (11, 70, 288, 1, 4), (3, 192, 1056, 2, 3), (16, 64, 2048, 3, 4), (8, 64, 1024, 1, 2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "is_late", "kind"), pairwise_params(SHAPES, [True, False], KINDS))
 def test_its_functions_give_the_product_of_the_dequantised_matrix(kind, is_late, shape):
     """In NumPy, with copies that land late or at once."""
     rows, num_out, num_in, splits, stages = shape

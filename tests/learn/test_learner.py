@@ -55,7 +55,7 @@ def served():
 def texts():
     """What the target says by itself, first to the prompt of every test."""
     prompts = [[1, 2, 0], *([number % 16, 3 + number // 16] for number in range(24))]
-    with engine(speculation=None) as plain:
+    with engine(speculation=None, max_batch=25, num_pages=400) as plain:
         outputs = plain.generate(prompts, PARAMS)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
 
@@ -87,8 +87,8 @@ class Learning:
     def figures(self):
         return self.learner.figures
 
-    def answer(self, prompt, params=ANSWER_PARAMS):
-        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(params), detokenize=False)
+    def answer(self, prompt):
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(ANSWER_PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
             self.learner.swap_between_steps(self.llm.engine)
@@ -106,7 +106,7 @@ class Learning:
             self.learner.swap_between_steps(self.llm.engine)
             time.sleep(0.01)
             assert time.monotonic() < end, self.figures
-        assert self.answer([1, 2, 0], PARAMS).output == texts()[0][1]
+        assert self.answer([1, 2, 0]).output == texts()[0][1][: ANSWER_PARAMS.max_tokens]
 
 
 def made(tmp_path, before, after, seed=2, given=None):

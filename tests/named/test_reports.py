@@ -45,7 +45,7 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
     engine.close()
 
 
-def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 16) -> list[Request]:
+def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 12) -> list[Request]:
     requests = [
         request(i, p, SamplingParams(temperature=i % 2, max_tokens=most)) for i, p in enumerate(prompts(20, lengths))
     ]
@@ -101,7 +101,7 @@ class TestPage512FiveTurns:
         setup = Setup(
             page_size=512, overlap=overlap, max_context=1536, chunk_size=512, max_batch=2, num_pages=9, **TREE
         )
-        conversation_of(setup, turns=5, told=230, said=14)
+        conversation_of(setup, turns=5, told=230, said=8)
 
 
 class TestPage256LongPrompt:
@@ -147,8 +147,8 @@ class TestLastPositionOfTheContext:
         "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
     )
     def test_in_a_pool_that_holds_just_that(self, overlap: bool) -> None:
-        setup = Setup(page_size=8, overlap=overlap, max_context=64, num_pages=1 + 8 + overlap, **TREE)
-        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 63, 30)))]
+        setup = Setup(page_size=8, overlap=overlap, max_context=32, num_pages=1 + 4 + overlap, **TREE)
+        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 31, 14)))]
         run_watched(setup.engine(), [(0, r) for r in requests])
         all_undisturbed(setup, requests)
 

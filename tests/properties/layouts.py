@@ -136,7 +136,7 @@ class Cell:
 
     @property
     def max_tokens(self) -> int:
-        return 13 if self.page_size < 256 else 9
+        return 9
 
     @property
     def names_family(self) -> bool:

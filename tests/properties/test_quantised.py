@@ -87,7 +87,7 @@ def setup_of(kind: str, family: str, **fields: Any) -> QuantisedSetup:
 
 def traffic(count: int = 3) -> list[Request]:
     return [
-        request(i, prompt, SamplingParams(max_tokens=11, **STYLES[i % len(STYLES)]), seed=70 + i)
+        request(i, prompt, SamplingParams(max_tokens=8, **STYLES[i % len(STYLES)]), seed=70 + i)
         for i, prompt in enumerate(prompts(5, [3, 14, 6, 9][:count]))
     ]
 

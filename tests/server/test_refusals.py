@@ -292,10 +292,10 @@ def test_a_body_that_is_wrong_everywhere_is_one_error():
     [
         {"stop": ["", *(["x" * 7] * 300_000)]},
         {"stop": [0] * 500_000},
-        {"logit_bias": {str(i): "x" for i in range(200_000)}},
-        {"logit_bias": {str(i): 0 for i in range(200_000)}},
+        {"logit_bias": dict.fromkeys(map(str, range(70_000)), "x")},
+        {"logit_bias": dict.fromkeys(map(str, range(70_000)), 0)},
         {"x" * 10**6: 0},
-        {f"wrong_{i}": 0 for i in range(200_000)},
+        dict.fromkeys(map("wrong_{}".format, range(70_000)), 0),
         {"model": "x" * 10**6},
     ],
     ids=lambda fields: next(iter(fields))[:12],

@@ -14,7 +14,7 @@ FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 HI = {"role": "user", "content": "hi"}
 # Half of a surrogate pair, as an escape in JSON.
 HALF = r"\ud83d"
-NUM_CUTS = 3
+NUM_CUTS = 1
 
 
 def written(family, chance):
