@@ -183,10 +183,10 @@ def test_openais_client_runs_batches(served, client):
 
 
 def test_a_line_may_wait_longer_than_another_request(tmp_path):
-    with serving(tmp_path, "--request-timeout", "0.1", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
-        assert served.request(DEFAULT_URLS[1], LONG | {"max_tokens": 200})[0] == 504
+    with serving(tmp_path, "--request-timeout", "0.2", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
+        assert served.request(DEFAULT_URLS[1], LONG)[0] == 504
         client = openai.OpenAI(base_url=f"{served.base}/v1", api_key="none")
-        file, _ = upload(client, [line(1, body=LONG | {"max_tokens": 200})])
+        file, _ = upload(client, [line(1, body=LONG)])
         done = ended(
             client, client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
         )
