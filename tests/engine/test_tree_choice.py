@@ -124,12 +124,8 @@ class Simulation:
         return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in trees)
 
 
-SIMULATIONS = [
-    (0.1, {}, BATCHES),
-    (0.4, {"shared": 0.4}, (3, 16, 31)),
-    (0.9, {}, (1, 8, 64)),
-    (0.6, {"found": 0.9}, (1, 8)),
-]
+SHARED, FOUND = {"shared": 0.4}, {"found": 0.9}
+SIMULATIONS = [(0.1, {}, BATCHES), (0.4, SHARED, (3, 16, 31)), (0.9, {}, (1, 8, 64)), (0.6, FOUND, (1, 8))]
 
 
 @pytest.mark.parametrize(("level", "more", "batches"), SIMULATIONS)

@@ -106,15 +106,11 @@ def test_a_small_body_is_read_at_once():
     ]
 
 
+MANY = dict.fromkeys(map(str, range(70_000)), 1)
 REFUSED = {
     "parts": (ChatRequest, chat([PART] * 100_000), "messages", "more than 65536 entries"),
     "messages": (ChatRequest, chat("") | {"messages": chat("")["messages"] * 5000}, "messages", "more than 4096"),
-    "logit_bias": (
-        CompletionRequest,
-        text("a", logit_bias=dict.fromkeys(map(str, range(70_000)), 1)),
-        "logit_bias",
-        "65536",
-    ),
+    "logit_bias": (CompletionRequest, text("a", logit_bias=MANY), "logit_bias", "65536"),
     "a few too many of logit_bias": (
         CompletionRequest,
         text("a" * MAX_INLINE_BYTES, logit_bias=dict.fromkeys(map(str, range(600)), 1)),
