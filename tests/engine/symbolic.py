@@ -121,6 +121,8 @@ class SymbolicDevice:
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         self.launch_inputs.append(launch_input)
         assert launch_input.is_prefill or not launch_input.slot_inits, "a round's launch input has a fixed form"
+        owners = [slot_init.slot for slot_init in launch_input.slot_inits]
+        assert len(set(owners)) == len(owners), "two requests begin in one slot; on a GPU the earlier may win"
         own = [page for a in launch_input.slot_inits for page in a.pages[a.commit_from // self.layout.page_size :]]
         for page in (*own, *(page for _, _, page in launch_input.appended_pages)):
             self.pages[page].clear()
