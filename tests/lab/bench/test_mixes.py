@@ -10,6 +10,7 @@ from espalier.engine.round_trees import tree_label
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.startup.tree_cost import ChipFigures, pass_weights
 from espalier.startup.tree_policy import PredictedCosts
+from lab import __main__ as lab
 from lab.bench import mixes
 from lab.bench.mixes import ADAPTIVE_LABEL, MIXES, SHARED_ROWS_LABEL, SKILLS_BY_KIND, MixSizes, TimedRounds
 from lab.bench.synthetic_models import SyntheticModels
@@ -75,3 +76,8 @@ def test_the_best_fixed_tree_shares_no_rows():
     cell = mixes.cell_figures(found, list(rates)[:-1], [ADAPTIVE_LABEL])
     assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
     assert cell["over best"] == {tree_label(shared): 1.5, ADAPTIVE_LABEL: 1.25}
+
+
+def test_an_unknown_mix_is_refused_before_a_gpu_is_asked_for(capsys):
+    assert lab.main(["mixes", "--shape", "llama-3.1-8b", "--mix", "all 0.9"]) == 2
+    assert "--mix 'all 0.9' is unknown; use one of 'all 0.8', " in capsys.readouterr().err
