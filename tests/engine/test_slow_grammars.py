@@ -290,7 +290,7 @@ def walk(compiler: GrammarCompiler, seed: int) -> str:
 
 
 def test_a_random_grammar_is_refused_or_each_mask_comes_in_time(compiler):
-    ended = [walk(compiler, seed) for seed in (*range(6), 11, 15)]
+    ended = [walk(compiler, seed) for seed in range(18)]
     assert "too slow" not in ended
     # How many are refused depends on the speed of this machine; some of both kinds must remain, or nothing was tested.
     assert {"ambiguous", "ended"} <= set(ended)

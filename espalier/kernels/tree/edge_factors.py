@@ -51,7 +51,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
         return factors, new_states
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     block_rank = max(next_power_of_2(rank), MIN_RANK)
-    # A step over BLOCK_RANK columns of weights and inputs takes at most half of the shared memory.
+    # Fewer columns a step, but at least MIN_RANK, until its weights and inputs fit in half of the shared memory.
     rank_bytes = (num_parts * num_inputs * BLOCK_OUT + tile) * before.element_size()
     while block_rank > MIN_RANK and block_rank * rank_bytes > chip(before).shared_memory // 2:
         block_rank //= 2
