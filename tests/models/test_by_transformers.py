@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Phi3Config, Phi3ForCausalLM
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP, Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.from_transformers.probe import probe_tiny_model, tiny_config, tiny_model
+from espalier.models.from_transformers.target import StackedLinears, TransformersTarget
 from scripts.any_model import ClassResult, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
@@ -262,11 +273,52 @@ class OtherNorm(Phi3RMSNorm):
         return super().forward(hidden_states) + 1e-3
 
 
-def test_only_what_computes_the_same_is_replaced() -> None:
+class OtherMLP(Phi3MLP):
+    """Looks like an MLP of ours, and is not."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * 1.01
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_only_what_computes_the_same_is_replaced(is_changed: bool) -> None:
     tiny = tiny_model(Phi3ForCausalLM, tiny_config(Phi3Config()))
     tiny.model.norm = OtherNorm(64)
-    replacements, _ = probe_tiny_model(tiny)
-    assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm"]
+    if is_changed:
+        for layer in tiny.model.layers:
+            layer.mlp.__class__ = OtherMLP
+    replacements, stacked, _ = probe_tiny_model(tiny)
+    assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm", *(() if is_changed else ("Phi3MLP",))]
+    assert stacked == {}
+
+
+class OwnInputs(LlamaMLP):
+    """Its gate and up have different inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x + 1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_of_one_input_are_one_product(bias: bool) -> None:
+    """The probe compares the logits of a target with its products with the plain model's."""
+    tiny = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig(attention_bias=bias)))
+    for layer in tiny.model.layers:
+        layer.mlp.__class__ = OwnInputs
+        layer.self_attn.k_proj.bias = None
+    replacements, stacked, _ = probe_tiny_model(tiny)
+    assert stacked == {LlamaAttention: ("q_proj", "k_proj", "v_proj")}
+    attention: Any = TransformersTarget(tiny, replacements, stacked).layers[0].self_attn
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert [part.weight.numel() for part in parts] == [0, 0, 0]
+    assert len({part.forward.func for part in parts}) == 1
+
+
+def test_a_layer_called_with_another_input_computes_that_input() -> None:
+    layers, (x, y) = [nn.Linear(3, 2), nn.Linear(3, 4, bias=False)], torch.randn(2, 5, 3)
+    stacked = StackedLinears(layers)
+    for index, rows in ((0, x), (1, x), (1, y), (0, x), (1, y)):
+        torch.testing.assert_close(stacked.output(index, rows), layers[index](rows))
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,9 @@ def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> boo
     args: the arguments of a call.  Both run with these rows, and with small rows, for which a norm's eps matters."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
+        return all(ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-5, 1e-5) for ours, theirs in pairs)
     except Exception:  # any exception: the module is not Espalier's code, and `make` may not fit the module
         return False
-    return all(ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-5, 1e-5) for ours, theirs in pairs)
 
 
 def run_with_mask(
@@ -169,10 +170,21 @@ def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall])
         raise EspalierError("its layers do not attend once each, in the order of one list")
 
 
+def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) -> dict[type, tuple[str, ...]]:
+    """Returns `stacked` of ProbeResult.  calls: each linear layer and its input, in the order of the calls."""
+    parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
+    stacked: dict[type, tuple[str, ...]] = {}
+    for (parent, _), group in groupby(calls, lambda call: (parents[call[0]][0], id(call[1]))):
+        names = [parents[module][1] for module, _ in group]
+        if len(names) > 1 and not isinstance(parent, nn.ModuleList):
+            stacked.setdefault(type(parent), tuple(names))
+    return stacked
+
+
 @torch.no_grad()
 @refusal_reason("a small model of it does not run")
-def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
-    """Returns `replacements` and `can_capture` of ProbeResult.  model: see tiny_model.
+def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tuple[str, ...]], bool]:
+    """Returns `replacements`, `stacked` and `can_capture` of ProbeResult.  model: see tiny_model.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
@@ -187,18 +199,25 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
             request_rows[row] |= request_rows[parent]
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
-    replacements: dict[type, MakeForward] = {nn.Linear: linear_of}
+    # For each class, the functions that fit every module of the class that was called.
+    makers: dict[type, list[MakeForward]] = {}
 
-    def record_replacement(module: Any, args: tuple[Any, ...], out: Any) -> None:
-        for make in REPLACEMENT_MAKERS if type(module) not in replacements else ():
-            if is_replacement(make, module, args):
-                replacements.setdefault(type(module), make)
+    linear_calls: list[tuple[nn.Module, Tensor]] = []
+
+    def record_call(module: Any, args: tuple[Any, ...], out: Any) -> None:
+        if type(module) is nn.Linear:
+            linear_calls.append((module, args[0]))
+        else:
+            candidates = makers.get(type(module), REPLACEMENT_MAKERS)
+            makers[type(module)] = [make for make in candidates if is_replacement(make, module, args)]
 
     model.set_attn_implementation("eager")
     with ExitStack() as hooks:
         for module in model.modules():
-            hooks.enter_context(module.register_forward_hook(record_replacement))
+            hooks.enter_context(module.register_forward_hook(record_call))
         model(input_ids=tokens, use_cache=False)
+    replacements = {nn.Linear: linear_of} | {kind: fitting[0] for kind, fitting in makers.items() if fitting}
+    stacked = find_stacked(model, linear_calls)
     logits = [
         model(input_ids=request_rows[path][None], use_cache=False).logits[0, -1]
         for request_rows, paths in zip(tokens, seen, strict=True)
@@ -208,8 +227,8 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
     model.set_attn_implementation(ATTENTION_NAME)
     captured_layers = tuple(range(model.config.num_hidden_layers + 1))
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
-    for used_replacements in ({}, replacements):
-        target = TransformersTarget(copy.deepcopy(model), used_replacements, captured_layers)
+    for replaced in (({}, {}), (replacements, stacked)):
+        target = TransformersTarget(copy.deepcopy(model), *replaced, captured_layers)
         hidden, inputs, calls = run_with_mask(target, tokens.flip(1), seen.flip(1, 2))
         require_one_call_each(target.layers, calls)
         difference = float((target.logits(hidden).flip(1) - expected_logits).abs().max() / expected_logits.abs().max())
@@ -219,13 +238,14 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
                 f"differ from the plain model's by {difference:.1e} of the largest"
             )
     shape = (*tokens.shape, model.config.hidden_size)
-    return replacements, all(i in inputs and inputs[i].shape == shape for i in captured_layers)
+    return replacements, stacked, all(i in inputs and inputs[i].shape == shape for i in captured_layers)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """The properties of a class with a config.
-    replacements: see TransformersTarget.  replaced_modules: the number of replaced modules of each class, in words.
+    replacements, stacked: see TransformersTarget.
+    replaced_modules: the number of replaced modules of each class, in words.
     can_capture: whether the input of every layer is one row [H] for each token.
     num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
     num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
@@ -234,6 +254,7 @@ class ProbeResult:
     config: Any
     specs: tuple[LayerSpec, ...]
     replacements: Mapping[type, MakeForward]
+    stacked: Mapping[type, tuple[str, ...]]
     replaced_modules: str
     can_capture: bool
     vocab_size: int
@@ -262,7 +283,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         raise EspalierError("its config describes several models (text and images or sound), not one of text")
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
-    replacements, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
+    replacements, stacked, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
     meta_config = copy.deepcopy(config)
     meta_config._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads on the host.
@@ -274,13 +295,14 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     experts = [matrix for matrix in matrices if matrix.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
-        target = TransformersTarget(meta_model, {})
+        target = TransformersTarget(meta_model, {}, {})
         hidden, _, calls = run_with_mask(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
         target.logits(hidden)
     return ProbeResult(
         config=config,
         specs=tuple(spec for *_, spec in calls),
         replacements=replacements,
+        stacked=stacked,
         replaced_modules=", ".join(f"{classes.count(kind)} {kind.__name__}" for kind in replacements),
         can_capture=can_capture,
         vocab_size=target.head.shape[0],

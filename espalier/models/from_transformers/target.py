@@ -6,7 +6,7 @@ comes with a checkpoint never runs.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec, RotatedHeads
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.state.kv_scales import KVScales
@@ -85,8 +85,34 @@ def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args
     return out
 
 
-def linear_of(module: Any) -> Linear:
-    return Linear(dense_weight(module.weight.data), None if module.bias is None else module.bias.data)
+def linear_of(*modules: Any) -> Linear:
+    """Returns one linear layer whose weight stacks the modules' weights, in the modules' memory if there is one."""
+    weights, biases = [module.weight.data for module in modules], [module.bias for module in modules]
+    if len(modules) == 1:
+        return Linear(dense_weight(weights[0]), None if biases[0] is None else biases[0].data)
+    if all(bias is None for bias in biases):
+        return Linear(dense_weight(torch.cat(weights)))
+    rows = [w.new_zeros(len(w)) if bias is None else bias.data for w, bias in zip(weights, biases, strict=True)]
+    return Linear(dense_weight(torch.cat(weights)), torch.cat(rows))
+
+
+class StackedLinears:
+    """Linear layers that are called one after another with the same input, as one product."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.product = linear_of(*modules)
+        self.sizes = [module.out_features for module in modules]
+        self.x: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """Returns the output of the layer with this index."""
+        if x is not self.x:
+            self.x, self.outputs = x, self.product(x).split(self.sizes, -1)
+        out = self.outputs[index]
+        if index == len(self.sizes) - 1:
+            self.x, self.outputs = None, ()
+        return out
 
 
 def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
@@ -96,6 +122,13 @@ def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
     exact = torch.promote_types(weight.dtype, torch.float32)
     norm = RMSNorm(weight.to(exact) + offset if offset else weight, eps)
     return lambda x: norm(x.contiguous())
+
+
+def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Returns an MLP.  Of the module's linear layers, in the order of definition, the last one is `down`."""
+    *inputs, down = (child for child in module.children() if isinstance(child, nn.Linear))
+    gate_up, outer = linear_of(*inputs), linear_of(down)
+    return lambda x: outer(gate_up.gated(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
 
 
 def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -113,9 +146,10 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     return run_experts
 
 
-# Each function may compute the same as a norm or the experts of transformers.
+# Each function may compute the same as a norm, an MLP or the experts of transformers.
 REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
     *(partial(norm_of, offset=offset) for offset in (0.0, 1.0)),
+    *(partial(mlp_of, activation=activation) for activation in (SILU, GELU_TANH, RELU2)),
     *(partial(experts_of, activation=activation) for activation in (SILU, GELU_TANH)),
 )
 
@@ -124,6 +158,7 @@ class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
     replacements: for a module's class, the function that makes the replacement of the module's forward.
+    stacked: for a module's class, the names of its linear layers that become one StackedLinears.
     captured_layers: the layers whose inputs a pass returns; the number of layers means the last layer's output.
     config, layer_specs: set by the loader.
     """
@@ -132,19 +167,33 @@ class TransformersTarget:
     layer_specs: tuple[LayerSpec, ...]
 
     def __init__(
-        self, model: Any, replacements: Mapping[type, MakeForward], captured_layers: tuple[int, ...] = ()
+        self,
+        model: Any,
+        replacements: Mapping[type, MakeForward],
+        stacked: Mapping[type, tuple[str, ...]],
+        captured_layers: tuple[int, ...] = (),
     ) -> None:
         self.model, self.captured_layers = model, captured_layers
         head = model.get_output_embeddings()
         self.head = linear_of(head)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: self.head.shape[0]])
+        # Linear layers whose weights are in a replacement.  They come after their parents in `modules`.
+        copied: set[nn.Module] = set()
         for module in model.modules():
             # A norm without parameters is not replaced: in some norm classes, only some modules have a weight.
-            if type(module) in replacements and any(True for _ in module.parameters()):
+            if type(module) in replacements and module not in copied and any(True for _ in module.parameters()):
                 module.forward = self.head if module is head else replacements[type(module)](module)
-            if isinstance(module.forward, Linear):
-                # The Linear may hold a copy of the weight.  Other code reads only dtype and device of the original.
+                copied.update(child for child in module.modules() if isinstance(child, nn.Linear))
+            elif type(module) in stacked:
+                children = dict(module.named_children())
+                linears = [children[name] for name in stacked[type(module)] if type(children.get(name)) is nn.Linear]
+                product = StackedLinears(linears)
+                for index, linear in enumerate(linears):
+                    linear.forward = partial(product.output, index)
+                copied.update(linears)
+            if module in copied:
+                # Other code reads only dtype and device of the weight.
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
             if (kind := getattr(module, "rope_type", None)) is not None:
                 # A RoPE that changes with the longest position would read positions on the host.  max_position limits
@@ -271,6 +320,7 @@ def load_by_transformers(
                 "do not belong together: download both again"
             )
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced_modules)
-    target = TransformersTarget(model.to(device).eval().requires_grad_(False), probed.replacements, captured_layers)
+    model = model.to(device).eval().requires_grad_(False)
+    target = TransformersTarget(model, probed.replacements, probed.stacked, captured_layers)
     target.config, target.layer_specs = config, probed.specs
     return target
