@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.cores import available_cores, lower_priority, wait_at_exit
+from espalier.grammar.spec import GRAMMAR_LIMIT_S
 
-# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
-# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
-# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
-# that runs when the request arrives, and the request's own first round.
-GRAMMAR_LIMIT_S = 0.125
 # The greatest number of shares.  With more grammars, shares do not become smaller.
 MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.

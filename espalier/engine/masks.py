@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 from torch import Tensor
 
-from espalier.engine.mask_threads import GRAMMAR_LIMIT_S, TOO_SLOW, MaskThreadPool
-from espalier.grammar.spec import ENDED_BY_GRAMMAR
+from espalier.engine.mask_threads import TOO_SLOW, MaskThreadPool
+from espalier.grammar.spec import NO_TOKEN_LEFT_ERROR, TOOK_TOO_LONG_ERROR
 from espalier.grammar.token_masker import ForcedTokens, TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
@@ -22,14 +22,6 @@ from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 HostTrees = list[tuple[list[int], list[int]]]
 # One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
-NO_TOKEN_LEFT_ERROR = (
-    f"{ENDED_BY_GRAMMAR}leaves no token that may follow the output so far: this model's tokens cannot spell what it "
-    "asks for; change the grammar, or lower its counts"
-)
-TOOK_TOO_LONG_ERROR = (
-    f"{ENDED_BY_GRAMMAR}took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the "
-    "output so far; write it so that each text can be read in one way only, lower its counts, or make it smaller"
-)
 NO_FORCED_TOKENS = ForcedTokens([], None)
 
 

@@ -9,8 +9,21 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
-# The start of each error by which the engine ends a request because of its grammar.
-ENDED_BY_GRAMMAR = "the grammar "
+# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
+# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
+# that runs when the request arrives, and the request's own first round.
+GRAMMAR_LIMIT_S = 0.125
+# The errors by which the engine ends a request because of its grammar.
+NO_TOKEN_LEFT_ERROR = (
+    "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
+    "change the grammar, or lower its counts"
+)
+TOOK_TOO_LONG_ERROR = (
+    f"the grammar took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the output so "
+    "far; write it so that each text can be read in one way only, lower its counts, or make it smaller"
+)
+GRAMMAR_ERRORS = (NO_TOKEN_LEFT_ERROR, TOOK_TOO_LONG_ERROR)
 # The most characters of a spec.  Longer specs are refused before they are parsed.
 MAX_SPEC_CHARS = 64 * 1024
 

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
-from espalier.grammar.spec import ENDED_BY_GRAMMAR
+from espalier.grammar.spec import GRAMMAR_ERRORS
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request_error, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
@@ -161,7 +161,7 @@ class ActiveRequest:
                 metrics.prompt_tokens.inc(part.usage.prompt_tokens)
                 metrics.cached_tokens.inc(part.usage.cached_tokens)
             if output.error is not None:
-                is_grammar = output.error.startswith(ENDED_BY_GRAMMAR)
+                is_grammar = output.error in GRAMMAR_ERRORS
                 param = self.grammar_field if is_grammar else None
                 raise ApiError(400 if is_grammar else 500, output.error, param, retry=False)
 

@@ -17,7 +17,7 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.engine import mask_threads
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED_THREADS, MAX_TIME_SHARES, TOO_SLOW, MaskThreadPool
-from espalier.engine.masks import TOOK_TOO_LONG_ERROR
+from espalier.grammar.spec import TOOK_TOO_LONG_ERROR
 from espalier.kernels.ops import drafts
 from espalier.masking.compile import CompilerBusy, GrammarCompiler
 from espalier.masking.masker import GrammarMasker, allowed_tokens

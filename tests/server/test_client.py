@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from espalier.engine.launch_input import NOT_FINITE_ERROR
-from espalier.engine.masks import NO_TOKEN_LEFT_ERROR, TOOK_TOO_LONG_ERROR
+from espalier.grammar.spec import NO_TOKEN_LEFT_ERROR, TOOK_TOO_LONG_ERROR
 from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol, tokenizer_threads
