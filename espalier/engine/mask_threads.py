@@ -1,6 +1,7 @@
 """Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
-A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
+A call of xgrammar (the library of grammars) cannot be interrupted, but it releases the GIL.  So the engine runs these
+calls in threads and waits.
 Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share, a
 further thread starts, so that other grammars need not wait.  When slow grammars have used the other half too, their
 threads are abandoned.  An abandoned thread goes on at a low priority until its call returns; the result is dropped.
@@ -18,12 +19,12 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
-# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
-# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
-# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
-# that runs when the request arrives, and the request's own first round.
+# The processor time that all grammars of a round may take together, counting half of what they took in the previous
+# round.  After this time the engine goes on without the grammars that took more than their share.  Ordinary grammars
+# take less than a fiftieth of this time.  A new request may have to wait for this time twice: in the round that runs
+# when the request arrives, and in the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
-# The greatest number of shares.  With more grammars, shares do not become smaller.
+# The time is divided into at most this many shares.  With more grammars, shares do not become smaller.
 MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED_THREADS = 4
@@ -32,6 +33,7 @@ MAX_THREADS = 8
 
 # The result of a piece of work whose thread was abandoned.
 TOO_SLOW: Any = object()
+# A function that does the piece of work with an index, and returns its result.
 IndexedWork = Callable[[int], Any]
 
 
@@ -90,12 +92,12 @@ class MaskThreadPool:
             ]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
             beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.ended_pieces_s)
+            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.used_s_of_ended_pieces)
             beyond_s += overrun_s(call.time_share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.index] = job.used_s(thread)
-                    call.ended_pieces_s.append(call.used_s[job.index])
+                    call.used_s_of_ended_pieces.append(call.used_s[job.index])
                     self._abandon(thread)
                     call.num_unfinished -= 1
             elif call.has_more_threads and all(job.is_slow for _, job in slow):
@@ -164,7 +166,7 @@ class _CallQueue:
             self.num_threads -= 1
             self.num_abandoned += 1
 
-    def forget_thread(self) -> None:
+    def remove_abandoned_thread(self) -> None:
         """Called when an abandoned thread ends."""
         with self.lock:
             self.num_abandoned -= 1
@@ -182,7 +184,7 @@ class _PoolCall:
 
     indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
-    ended_pieces_s: the seconds that each ended or abandoned piece has used in this round.
+    used_s_of_ended_pieces: the seconds that each ended or abandoned piece has used in this round.
     has_more_threads: whether several threads were started for this call."""
 
     def __init__(
@@ -192,7 +194,7 @@ class _PoolCall:
         self.has_more_threads = has_more_threads
         self.time_share_s = time_share_s
         self.used_s = used_s
-        self.ended_pieces_s: list[float] = []
+        self.used_s_of_ended_pieces: list[float] = []
         self.indices = itertools.count()
         self.num_pieces = num_pieces
         self.num_unfinished = num_pieces
@@ -220,8 +222,8 @@ class _ThreadJob:
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: the piece of work that it is doing; clock: the clock of its processor time, None if
-    the system has no such clock."""
+    """A thread of the pool.  job: the piece of work that the thread is doing; clock: the clock of the thread's
+    processor time, None if the system has no such clock."""
 
     def __init__(self, queue: _CallQueue):
         # The thread is a daemon, so the interpreter does not wait for it at exit.
@@ -242,7 +244,7 @@ class _MaskThread(threading.Thread):
             while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
                 now_s = self._do_job(_ThreadJob(call, index, now_s))
             if self.is_abandoned:
-                self.queue.forget_thread()
+                self.queue.remove_abandoned_thread()
                 return
             # Drop the reference, so that the objects of the call are freed while this thread waits.
             del call
@@ -263,7 +265,7 @@ class _MaskThread(threading.Thread):
             if self.is_abandoned:
                 return now_s
             call.used_s[index] += now_s - job.start_s
-            call.ended_pieces_s.append(call.used_s[index])
+            call.used_s_of_ended_pieces.append(call.used_s[index])
             call.results[index], call.error = result, call.error or error
             call.num_unfinished -= 1
             if not call.num_unfinished:
@@ -275,5 +277,5 @@ wait_at_exit(lambda thread: isinstance(thread, _MaskThread) and thread.job is no
 
 
 def _thread_time(thread: _MaskThread) -> float:
-    """Returns the processor time of a thread in seconds; the time of day if the system has no clock for it."""
+    """Returns the processor time of a thread in seconds; elapsed time if the system has no clock for threads."""
     return time.monotonic() if thread.clock is None else time.clock_gettime(thread.clock)

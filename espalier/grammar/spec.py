@@ -26,9 +26,9 @@ class Grammar:
     strict: True refuses a JSON schema whose objects may have unnamed properties.  False accepts the schema, and the
     output has only named properties.
     after: text that ends the model's reasoning, such as "</think>".  The grammar applies only after this text; None:
-    from the first token.  Each wrong field raises EspalierError."""
+    from the first token.  A wrong field raises EspalierError."""
 
-    kind: GrammarKind = ""  # type: ignore[assignment]  # refused below, with the kinds
+    kind: GrammarKind = ""  # type: ignore[assignment]  # "" is refused with a list of the kinds
     spec: str = ""
     strict: bool = True
     after: str | None = None
