@@ -37,9 +37,10 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
     does not read is refused.
     continue_final_message: the output continues the last message.
-    add_generation_prompt: end the prompt with the start of an assistant turn.  None: if continue_final_message is off.
+    add_generation_prompt: end the prompt with the start of an assistant turn.  None: do so unless
+    continue_final_message is set.
     tools: tool definitions for the template; ignored if the template reads no tools.
-    add_special_tokens: add the special tokens that a plain text gets, such as BOS, to those of the template.
+    add_special_tokens: add the special tokens that a plain text gets, such as BOS, to those that the template writes.
     allow_special_tokens_in_messages: the text of a special token in a message becomes that token."""
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -167,7 +168,7 @@ class ChatTemplate:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuses names that apply_chat_template or ChatOptions has, and names that the template does not read."""
+        """Refuses ChatOptions fields, apply_chat_template parameters, and names that the template does not read."""
         if not isinstance(kwargs, Mapping):
             raise EspalierError(f"chat_template_kwargs={kwargs!r} is not supported; use a dict from name to value")
         if not kwargs:
@@ -218,7 +219,8 @@ class SpecialTokens:
         self.names = {
             token.content for token in added if token.special or CONTROL_TOKEN_PATTERN.fullmatch(token.content)
         }
-        # The pattern has all added tokens: a tokenizer prefers an added token to a special token inside that token.
+        # The pattern has all added tokens, because the tokenizer reads an added token as one token even if the name of
+        # a special token is inside it.
         self._added_token_pattern = _pattern_of(token.content for token in added)
         self._first_char_pattern = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
@@ -235,7 +237,7 @@ class SpecialTokens:
             is_type = path[-1:] == ("type",) and value.isidentifier()
             return value if is_type else self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            # A template looks up most names, so they get no marks.  It prints the names of arguments and parameters.
+            # Names of arguments and parameters get marks, because templates print them.  Other names are looked up.
             prints_names = "arguments" in path or path[-1:] == ("properties",)
             return {
                 self.insert_marks(name, mark) if prints_names or not str(name).isidentifier() else name: (
@@ -263,7 +265,7 @@ class SpecialTokens:
         return [match[0] for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
 
     def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
-        """Returns the text without positions, and the spans of the special tokens that had no mark inside."""
+        """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
@@ -283,7 +285,7 @@ class SpecialTokens:
             pieces += [prompt.text[position:start], renamed.new_names[prompt.text[start:end]]]
             position = end
         text = "".join([*pieces, prompt.text[position:]])
-        # Unlike `encode`, encode_batch releases the GIL.
+        # encode_batch, because it releases the GIL and `encode` does not.
         with convert_tokenizer_panics():
             [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
@@ -296,7 +298,7 @@ class SpecialTokens:
 class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
-    new_names: by old name.  Token ids, and the tokenization of all other text, are unchanged.
+    new_names: the random names, by old name.  Token ids, and the tokenization of all other text, are unchanged.
     """
 
     def __init__(self, backend: Any, old_names: Sequence[str]):
@@ -334,7 +336,7 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _random_digits() -> str:
     """Returns a random number, to use as a mark.  Digits survive a template that trims, splits, quotes or changes case.
 
-    Two marks cannot overlap: 1 is only the first digit of a mark, and 2 only the last.
+    Two marks cannot overlap, because 1 is only the first digit of a mark, and 2 only the last.
     """
     octal = f"{secrets.randbits(3 * 24):024o}"
     return f"1{octal.translate(REPLACE_1_AND_2)}2"
@@ -367,7 +369,7 @@ def _variables_of(template: str) -> set[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class WithoutConstants(NodeTransformer):
-        """Keeps Jinja from computing constant expressions while it parses: 'a' * 10**10 would take all memory."""
+        """Keeps Jinja from computing constant expressions while it parses, as 'a' * 10**10 would take all memory."""
 
         def visit_Const(self, node: nodes.Const) -> nodes.Node:
             return nodes.ContextReference()

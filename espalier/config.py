@@ -16,20 +16,21 @@ from espalier.errors import EspalierError, refuse_unknown_fields, shown
 from espalier.layout import RoundLayout, TreeShape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-# The value of kv_dtype that is not also a dtype of models.
+# The only value of `kv_dtype` that `dtype` does not accept.
 FP8_KV = "fp8_e4m3"
 KV_DTYPES = (FP8_KV, *DTYPES)
 
 
-def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """Returns a dataclass field with a help text.  limits: low and high (inclusive), above (exclusive), or choices."""
-    return field(default=default, metadata={"help": text, **limits})
+def option(help_text: str, default: Any = "auto", **limits: Any) -> Any:
+    """Returns a dataclass field with a help text.  limits: the bounds of its value, low and high (both included) or
+    above (excluded); or choices, the allowed values."""
+    return field(default=default, metadata={"help": help_text, **limits})
 
 
 @refuse_unknown_fields
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The draft tree.  SafeAILab's EAGLE has the values depth = steps - 1 and total_token = num_draft_tokens."""
+    """The draft tree.  For this tree, SafeAILab's EAGLE has depth = steps - 1 and total_token = num_draft_tokens."""
 
     algorithm: str = option(
         "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
@@ -65,7 +66,7 @@ class SpeculationConfig:
 class EngineConfig:
     """The settings of LLM.
 
-    None and "auto" both leave the choice to startup, but speculation=None is plain decoding.
+    A field that is None or "auto" gets its value at startup, except that speculation=None is plain decoding.
     """
 
     model: str | PathLike[str] = field(
@@ -145,20 +146,20 @@ class EngineConfig:
 
 
 class RoundCosts(Protocol):
-    """Predicts the times of rounds.  The object is a plain value, so that another process can get it.
+    """Predicts the times of rounds.  The object is a plain value, so that it can be sent to another process.
 
-    uses_clock: whether measured times correct the predictions.  Then the predictions must be in seconds.
+    uses_clock: whether measured times correct the predictions.  If so, the predictions must be in seconds.
     """
 
     @property
     def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """Returns the predicted time of a round.  context: the mean number of tokens of a request."""
+        """Returns the predicted time of a round.  context: the mean number of tokens that a request has so far."""
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """Returns the predicted time of a round that verifies `rows` rows in total.  Only called without a clock."""
+        """Returns the predicted time of a round that verifies `rows` rows in total.  Only called if not uses_clock."""
         ...
 
 
@@ -166,10 +167,10 @@ class RoundCosts(Protocol):
 class ResolvedConfig:
     """An EngineConfig without "auto": the values with which the engine runs.
 
-    layout: the trees and the sizes of passes.  num_pages: includes the dummy page.
-    num_snapshots: 0 for a model without recurrent states, or without a prefix cache.
+    layout: the trees and the sizes of passes.  num_pages: pages of the KV cache, with the dummy page of padding.
+    num_snapshots: the most snapshots of recurrent states; 0 for a model without such states, or without a prefix cache.
     round_costs: predicts the times of rounds; None if the engine chooses no trees while it runs (tree_choice.py).
-    sources: the sources that propose tokens beside the draft.  index_bytes: the memory of the source `index`."""
+    sources: names of the sources that propose tokens beside the draft.  index_bytes: memory of the source "index"."""
 
     model: str
     draft: str | None
@@ -198,8 +199,8 @@ class ResolvedConfig:
     def as_dict(self) -> dict[str, Any]:
         """Returns all fields and all fields of the layout, by name, except round_costs.
 
-        `by_batch` maps a batch size to the tree that rounds have from this size on, `choices` to the trees that may be
-        chosen from this size on."""
+        `by_batch` maps a batch size to the tree of rounds from this size on.  `choices` maps a batch size to the trees
+        from which the engine chooses from this size on."""
         sizes = asdict(self.layout)
         del sizes["trees"]
         sizes["by_batch"] = {min_batch: shape.sizes for min_batch, shape in self.layout.trees}
@@ -262,7 +263,7 @@ def _range_text(limits: Mapping[str, Any]) -> str:
 
 
 def annotation_kinds(annotation: Any) -> set[Any]:
-    """Returns the classes and literal values of an annotation."""
+    """Returns the classes and literal values of an annotation, such as {int, "auto"} for int | Literal["auto"]."""
     if get_origin(annotation) in (Union, types.UnionType):
         return set().union(*(annotation_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""The CPU cores that this process may use, how its threads wait for each other, and a thread's priority and end."""
+"""The CPU cores that this process may use, how its threads wait for each other, and their priority and end."""
 
 import atexit
 import os
@@ -20,8 +20,8 @@ MAX_EXIT_WAIT_S = 10.0
 # A variable of GNU's OpenMP, which runs PyTorch's threads.  OpenMP reads the variable when it is loaded.
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
-# These spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  If the
-# thread that it waits for needs the same core, both become many times slower (docs/log.md).
+# This many spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  If the
+# thread that it waits for needs the same core, both threads become many times slower (docs/log.md).
 SHORT_SPIN_COUNT = "1000"
 
 

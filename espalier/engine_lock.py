@@ -1,7 +1,7 @@
-"""A lock that lets one thread at a time use an engine, and protects parts of its work from interruption.
+"""A lock that lets one thread at a time use an engine, and protects parts of that thread's work from interruption.
 
-Ctrl-C may come at any line.  Python's garbage collector may also close an abandoned stream at any line, in any thread.
-That thread may be running a launch for another thread.
+Ctrl-C may come at any line.  Python's garbage collector may also close an abandoned stream at any line, in any thread,
+even in a thread that is in the middle of an engine step.
 """
 
 import signal
@@ -50,7 +50,7 @@ class EngineLock:
         self._run_postponed()
 
     def _run_postponed(self) -> None:
-        # A thread that cannot take the lock leaves its action to the lock's owner, which calls this after its turn.
+        # A thread that cannot take the lock leaves its action to the lock's owner, which runs it after its turn.
         while self._postponed_actions:
             with _defer_interrupts():
                 if not self.lock.acquire(blocking=False):

@@ -21,9 +21,9 @@ from espalier import other_engines
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_REPR_CHARS = 160
-# int() and float() also read spaces, "+", "_", leading zeros and the digits of other scripts: one number, many texts.
+# int() and float() also read spaces, "+", "_", leading zeros and the digits of other scripts.  The patterns do not.
 WHOLE_NUMBER_PATTERN = re.compile(r"0|-?[1-9][0-9]*")
-# "nan" and "inf" are read: the check of the range refuses them, and names the range.
+# "nan" and "inf" match, because the check of the range refuses them later, with an error that names the range.
 NUMBER_PATTERN = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan|-?inf")
 # The least similarity for "did you mean".  Names such as presence_penalty and length_penalty are less similar.
 MIN_SIMILARITY = 0.8
@@ -56,17 +56,17 @@ def shown(value: Any) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml from the clone.  The package is on no index."""
+    """Returns the command that installs an extra of pyproject.toml from the clone, as the package is on no index."""
     return f"pip install -e '.[{extra}]'"
 
 
 class ContextOverflow(EspalierError):
-    """The prompt leaves no token of max_context for the output, or fewer tokens than max_tokens."""
+    """The prompt is too long for max_context, alone or with the max_tokens or min_tokens after it."""
 
 
 def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
-    """Returns the error for a prompt of `size`, a text such as "9 tokens".  Langchain and litellm search the message
-    for "maximum context length is".
+    """Returns the error for a prompt of `size`, a text such as "9 tokens".  Langchain and litellm recognise the error
+    by the words "maximum context length is".
 
     max_position: the model's number of positions, which max_context cannot exceed; None if the caller does not know it.
     """
@@ -108,7 +108,9 @@ def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def convert_tokenizer_panics() -> Iterator[None]:
-    """Turns a panic of the tokenizers library into an EspalierError.  Slow matches panic; a panic is no Exception."""
+    """Turns a panic of the tokenizers library into an EspalierError.
+
+    The library panics if a match takes too long.  In Python, a panic is a BaseException but not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -143,7 +145,7 @@ def unknown_name_error(
 
 
 def whole_number(text: str) -> int:
-    """Parses a whole number in its one plain form.  Raises ValueError for other text."""
+    """Parses a whole number that is written in digits alone, such as 27 or -27.  Raises ValueError for other text."""
     if not WHOLE_NUMBER_PATTERN.fullmatch(text):
         raise ValueError(f"{shown(text)} is no whole number; write its digits alone, such as 27")
     return int(text)
@@ -178,7 +180,7 @@ def require_int(
 ) -> None:
     """Refuse a value that is not a whole number from low to high; None is allowed if `optional`.
 
-    remedy: added to the message.  Raises EspalierError.
+    remedy: what the user can do, at the end of the message.  Raises EspalierError.
     """
     if optional and value is None:
         return
@@ -189,7 +191,7 @@ def require_int(
 
 
 def require_text(subject: str, text: str) -> None:
-    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  subject: names the text.  Raises EspalierError."""
+    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  subject: the text's name in the EspalierError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -226,9 +228,9 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
 
 
 def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator for the method `method_name`: an unknown keyword raises EspalierError with the most similar one.
+    """Decorator for the method `method_name`: an unknown keyword raises EspalierError with the most similar keyword.
 
-    options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
+    options: a dataclass.  The method takes an object of this class, so the class's fields are refused as keywords.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:

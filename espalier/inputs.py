@@ -27,8 +27,9 @@ Step = Mapping[str, Any]
 # The largest ratio of the text's lengths before and after a normalization step.  A canonical decomposition has 1 to 4
 # characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter of the length.
 MAX_SHRINK_BY_STEP: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
+# These steps of a pre-tokenizer keep all characters of a text.
 LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
-# These steps keep all characters unless their behavior is "Removed".
+# These steps of a pre-tokenizer keep all characters unless their behavior is "Removed".
 SPLITTING_STEPS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
 
@@ -103,9 +104,10 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether the vocabulary is known to have tokens for every character.  steps: normalizer's and pre-tokenizer's.
+    """Whether the vocabulary is known to have tokens for every character.
 
-    Without such tokens a character may be dropped, or fused with others into one token."""
+    Without such tokens, a character may be dropped, or fused with others into one token.  steps: the steps of the
+    normalizer and of the pre-tokenizer."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False
@@ -119,7 +121,7 @@ class ConversationOptions(ChatOptions, total=False):
     """The options of LLM.chat.
 
     tool_choice: as in OpenAI's API.  parallel_tool_calls: False allows one call at most.  tool_format,
-    reasoning_format: names of espalier/tool_calls/formats; "auto" chooses the formats of the chat template."""
+    reasoning_format: names of formats in espalier/tool_calls/formats; "auto": the formats of the chat template."""
 
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
@@ -146,10 +148,10 @@ class ModelInfo:
 
 
 class InputProcessor:
-    """Turns prompts and parameters into engine input, and refuses those that the model does not support.
+    """Turns prompts and parameters into engine input, and refuses input that the model does not support.
 
     tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: the default of
-    the option of this name (ChatOptions)."""
+    ChatOptions.allow_special_tokens_in_messages."""
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
         self.model_info = info
@@ -229,15 +231,15 @@ class InputProcessor:
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit after the prompt.  Raises EspalierError.
 
-        params: the user's parameters.  ResolvedParams pass: the user's max_tokens was checked before, and a default of
-        the model need not fit.  name: the user's name for max_tokens."""
+        params: the user's parameters.  ResolvedParams are not checked, because the user's max_tokens was checked before
+        it was resolved, and a default of the model need not fit.  name: the user's name for max_tokens."""
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.model_info.max_context:
             raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the plan's grammar and the special tokens that its parsers read.  Raises
-        EspalierError if this model does not support the result."""
+        """Returns the parameters with the plan's grammar and the special tokens that the plan's parsers read.  Raises
+        EspalierError if this model does not support them."""
         return self.require_supported(plan.params_with_grammar(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

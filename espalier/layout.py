@@ -18,12 +18,14 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 MAX_ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A pass of more rows runs
-# longer than its eager launch: for an 8B model in FP8, 60 ms on a slow host; 2,048 rows take 37 ms (H100, docs/log.md).
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A pass of more rows
+# needs no CUDA graph, because the GPU computes it for longer than the host needs to launch its kernels.  (8B model in
+# FP8, H100 with a slow host: 61 ms to launch the kernels, 37 ms to run 2,048 rows; docs/log.md.)
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
-# The page row of padding.  It stays zero: attention may read it and multiply it by zero, and 0 · NaN would be NaN.
+# The row of the KV cache for padding.  The row must stay zero, because attention may read it with a weight of zero, and
+# 0 · NaN would be NaN.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, "Tensor")
@@ -43,11 +45,11 @@ def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of a tree.
+    """The shape of a draft tree.
 
     steps: the depth.  topk: branches kept at each depth.  num_draft_tokens: nodes verified per round, root included.
-    shared_rows: the mean number of verified rows of a request.  The rows of the batch go to its nodes with the best
-    scores, whichever request they belong to.  0: each request has num_draft_tokens rows.
+    shared_rows: if not 0, a round of B requests verifies only the B * shared_rows nodes with the best scores, whichever
+    request they belong to.  0: each request verifies num_draft_tokens nodes.
     drafts: whether the draft proposes nodes; if False, the paths of other sources make the tree.
     extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
     Raises EspalierError if a tree of this depth and topk has fewer than num_draft_tokens nodes."""
@@ -107,7 +109,7 @@ TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 def padded_batch(batch: int, buckets: Iterable[int]) -> int:
     """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
-    buckets: ascending.  A batch above the largest bucket is not padded."""
+    buckets: padded batch sizes, ascending.  A batch above the largest bucket is not padded."""
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
@@ -121,9 +123,10 @@ def next_bucket(batch: int) -> int:
 class LaunchForm(NamedTuple):
     """The numbers that determine all tensor shapes of a launch, padding included.
 
-    batch: number of requests.  width: rows of each piece of a prefill pass; 0 for a round.
+    batch: number of requests.  width: rows of each piece of a prompt in a prefill pass; 0 for a round.
     pieces: number of pieces; 0 if each request has one piece.
-    tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft."""
+    tree: the tree of a round; None for the layout's tree, and for a captured prefill pass, which always runs the
+    draft."""
 
     batch: int
     width: int = 0
@@ -145,7 +148,7 @@ class LaunchForm(NamedTuple):
 def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
     """Returns the form that a prefill pass is padded to: the first captured form that holds the pass, or None.
 
-    captured_forms: in the order of RoundLayout.captured_passes."""
+    captured_forms: the forms that have a CUDA graph, in the order of RoundLayout.captured_passes."""
     return next((form for form in captured_forms if form.width == width and form.pieces >= pieces), None)
 
 
@@ -161,9 +164,10 @@ class RoundLayout:
     choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
     instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
     does not choose trees while it runs.
-    chunk_size: rows of one prefill pass.  busy_chunk_size: the same, if streams wait for the pass; None: chunk_size.
-    num_recomputed_tokens: the last rows of a prefix hit, which are computed again for the draft.
-    block_rows: rows of the only pass of a block draft; 0 for other drafts.
+    chunk_size: rows of one prefill pass.  busy_chunk_size: the same for a pass that streams wait for; None: chunk_size.
+    num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, because the draft
+    needs their hidden states.
+    block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
     text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
     sent_paths: how many of the host's guesses are merged into each tree."""
 
@@ -226,7 +230,7 @@ class RoundLayout:
 
     @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
-        """Returns the layout of rounds with this tree.  Raises EspalierError if it is larger than the configured tree.
+        """Returns the layout of rounds with this tree.  Raises EspalierError for a tree above the configured tree.
 
         Use the result only for the sizes of a launch.  Size page tables and allocate pages by the original layout."""
         self.tree.require_fits(shape)
@@ -282,7 +286,7 @@ class RoundLayout:
 
     @property
     def beam_rows(self) -> int:
-        """The draft rows that are staged while a tree grows: topk for every depth except the last."""
+        """How many rows of the draft staging holds while a tree grows: topk for every depth except the last."""
         return self.draft_rows_above(max(self.steps, 1))
 
     @property
@@ -348,7 +352,7 @@ class RoundLayout:
         return tuple(form for form in forms if form not in self.captured_passes)
 
     def max_pass_rows(self, is_streamed: bool) -> int:
-        """Returns the most rows of a prefill pass.  is_streamed: whether streams of running requests wait for it."""
+        """Returns the most rows of a prefill pass.  is_streamed: whether running streams wait for the pass."""
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
@@ -360,7 +364,7 @@ class RoundLayout:
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest number of target rows that can be committed before a launch.
 
-        num_known: index of the newest root that the host has read.  rounds_in_flight: does not count this launch."""
+        num_known: index of the newest root that the host has read.  rounds_in_flight: without this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -377,7 +381,8 @@ class RoundLayout:
         """Returns the number of pages that a request must hold before a launch.
 
         num_known: index of the newest root that the host has read.  rounds: the rounds in flight, and the next launch.
-        end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
+        end: number of tokens at which the request finishes.  Rounds that are launched after the request has reached
+        `end`, before the host knows it, decide at most one token each."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:

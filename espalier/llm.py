@@ -34,7 +34,7 @@ log = logging.getLogger("espalier")
 
 
 class LLM:
-    """A loaded model.  Threads may share it: their calls take turns.
+    """A loaded model.  Threads may share it, because their calls take turns.
 
     Arguments are the fields of EngineConfig.  Raises EspalierError for bad or unsupported settings.
     """
@@ -92,7 +92,8 @@ class LLM:
         """Complete all prompts.  Returns outputs in the order of the prompts.
 
         prompts: text or token ids, one or several.  params: one for all prompts, or one for each.  on_chunk: called
-        with each chunk as it is generated.  Raises EspalierError before any prompt starts; later errors: Output.error.
+        with each chunk as it is generated.  Raises EspalierError for bad input before any prompt starts.  Later errors
+        of a prompt are in Output.error.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
@@ -100,7 +101,8 @@ class LLM:
             groups = self._make_requests(_list_of_prompts(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
-            # Close the generator at once: a caller that keeps an error of on_chunk would keep the requests running.
+            # If on_chunk raises, closing the generator aborts the requests.  Otherwise they would run on for as long as
+            # the caller keeps the exception, whose frames hold the generator.
             with closing(self._run(requests)) as chunks:
                 for chunk in chunks:
                     texts[chunk.request_id].append(chunk.text)
@@ -147,7 +149,9 @@ class LLM:
             return self.inputs.chat_tokens(messages, self.inputs.require_text_fits, **options)
 
     def close(self) -> None:
-        """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
+        """Free the engine's memory, once no other thread is using the engine.  A second call does nothing.
+
+        A stream that has not ended raises EspalierError at its next step."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -186,7 +190,7 @@ class LLM:
                 tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
                 checked_prompts.append((tokens, self.inputs.resolve(prompt_params)))
-        # All grammars compile at the same time.
+        # All compilations start before the first result is awaited, so that grammars compile in parallel.
         grammar_futures = [self.start_compile(resolved.grammar) for _, resolved in checked_prompts]
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked_prompts, grammar_futures, strict=True)):
@@ -268,7 +272,7 @@ class LLM:
         try:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
                 self._queue_requests(requests, unread)
-            # A request has ended when its last chunk is read.  Another stream's step may set request.is_done before.
+            # Not request.is_done, because another stream's step may set it before the last chunk is read here.
             num_unfinished = len(requests)
             while num_unfinished:
                 if not unread:
@@ -362,7 +366,7 @@ def is_acceptance_low(totals: SpeculationStats) -> bool:
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse an unknown setting, and a setting that belongs to each request.  Raises EspalierError."""
+    """Refuse an unknown setting, and a setting that belongs in SamplingParams.  Raises EspalierError."""
     engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
     for name in settings:
         if name in sampling - engine:

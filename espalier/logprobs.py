@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-# The first columns of a row, and the column of the first of the likeliest tokens.
+# Columns of a row: the token's id, rank and log-probability, and the first column of the likeliest tokens.
 TOKEN, RANK, CHOSEN, TOP = range(4)
 
 
 def row_words(num_top: int) -> int:
-    """Returns the length, in int64 words, of a row with `num_top` likeliest tokens."""
+    """Returns the length, in int64 words, of a row that lists the `num_top` likeliest tokens."""
     return TOP + 2 * num_top
 
 

@@ -151,8 +151,8 @@ def _too_deep_error(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor in a file.  begin: the offset of its first byte.  type: GGUF's number for its format.
-    shape: values along the last dimension are neighbours."""
+    """The place of a tensor in a file.  begin: the offset of its first byte.  type: GGUF's number for its data format.
+    shape: values along the last dimension are neighbours in the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -226,7 +226,7 @@ def _split_model_files(path: Path) -> list[Path]:
 
 @lru_cache(maxsize=8)
 def _read_header(path: Path, modified_ns: int, size: int) -> GGUF:
-    """Returns the header of one file.  modified_ns, size: with them, lru_cache calls again for a changed file."""
+    """Returns the header of one file.  modified_ns, size: part of lru_cache's key, so a changed file is read again."""
     if size < len(GGUF_MAGIC):
         raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {REDOWNLOAD}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

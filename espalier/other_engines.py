@@ -93,14 +93,14 @@ def keyword_advice(name: str, known_names: Collection[str], python: bool = True)
     """Returns the advice for an unknown keyword: Espalier's name for it, or why Espalier has none.
 
     known_names: the keywords that the caller accepts.  python: whether the advice may name another Python class; False
-    for clients of the server.  Returns None if no table has the keyword, or if only such a class has the setting."""
+    for clients of the server.  Returns None if no table has the keyword, or if `python` forbids the advice."""
     if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known_names):
         return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'
     if name in _REFUSAL_REASONS:
         return f"{_REFUSAL_REASONS[name]}; leave it out"
     if OUR_ARGUMENTS.get(name) in known_names:
         return f"use {OUR_ARGUMENTS[name]}"
-    # The name may also be Espalier's own name for a setting, but of a class that the caller does not take.
+    # The name may also be Espalier's own name for a setting of another class.
     our_name = _OUR_NAMES.get(name) or next(
         (our_setting for our_setting in OTHER_ENGINE_NAMES if our_setting.partition(".")[2] == name), None
     )

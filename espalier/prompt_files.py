@@ -1,4 +1,4 @@
-"""Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
+"""Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by the content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
 or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  Callers decide how they use the texts.
@@ -83,7 +83,7 @@ def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
 
 
 def prompt_field(location: str, record: Mapping[str, Any]) -> str:
-    """Returns the name of the field that holds a record's prompt.  Raises EspalierError for a record without it."""
+    """Returns the name of the field that holds a record's prompt.  Raises EspalierError for a record without one."""
     field = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
     if field is None:
         raise unexpected_record_error(location, "an object without a prompt")
@@ -137,8 +137,9 @@ def prompt_token_ids(
 ) -> list[int]:
     """Returns the token ids of a record's prompt.  Raises EspalierError.
 
-    A conversation is rendered by the chat template, without an answer at its end.  Of "turns", only the first is used,
-    because the model would answer before the second.  inputs: returns the InputProcessor; not called for token ids."""
+    A conversation is rendered by the chat template, without the assistant's messages at its end.  Of
+    "turns", only the first is used, because the model would answer before the second.
+    inputs: returns the InputProcessor; not called for token ids."""
     field = prompt_field(location, record)
     if field in TEXT_FIELDS:
         text = record[field]

@@ -3,7 +3,8 @@
 This module holds values only and knows of no tokenizer, device or model.
 
 SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Derived from them are
-command-line flags, the server's fields, docs, checks of values, the slot table's columns, and offsets in kernels.
+command-line flags, the server's fields, docs, checks of values, and the slot table's columns with their offsets in
+kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +25,9 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     """Returns a field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
-    generation_config: the name of its default in generation_config.json.
-    has_own_spelling: the command line and the server have their own form for it, so no flag and no body field is made.
+    generation_config: the name of the field's default in generation_config.json; None if that file has none.
+    has_own_spelling: whether the command line and the server have their own form of the field.  If so, neither a flag
+    nor a body field is generated.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
@@ -141,7 +143,7 @@ class SamplingParams:
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
         """Returns the parameters with unset fields filled in.
 
-        defaults: the model's generation_config.json ({} if it has none), where do_sample false is temperature 0.
+        defaults: the model's generation_config.json ({} if it has none); do_sample false means temperature 0.
         eos_token_ids: added to stop_token_ids unless ignore_eos.
         """
         values = {
@@ -161,7 +163,7 @@ class SamplingParams:
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos_ids = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         user_ids = tuple(values.get("stop_token_ids", ()))
-        # The user's ids keep duplicates: 1 equals True, so without duplicates the check might not see True.
+        # Duplicates in the user's ids are kept, because True == 1: without duplicates, the check might not see a True.
         values["stop_token_ids"] = (*user_ids, *(token for token in eos_ids if token not in user_ids))
         return ResolvedParams(**values)
 
@@ -170,6 +172,7 @@ class SamplingParams:
 PARAM_CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
 # The fields for which flags and fields of request bodies are generated.
 PARAMS_WITH_FLAGS: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
+# The fields of SamplingParams by their names in generation_config.json.
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
 }
@@ -178,15 +181,16 @@ GENERATION_CONFIG_NAMES = {
 def _slot_column(neutral_value: float, stage: str | None = None) -> Any:
     """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
 
-    neutral_value: the default, which changes no logit.  stage: "filters" or "penalties", a part of sampling that a
-    launch skips if all its parameters are neutral; None for other parameters."""
+    neutral_value: the default, which changes no logit.  stage: the part of sampling that uses the number, "filters" or
+    "penalties".  A launch skips the part if all its numbers are neutral.  None for other parameters."""
     return field(default=neutral_value, metadata={"in_slot": True, "stage": stage})
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to parse an output.  tool_format, reasoning_format: names of parsers, or "".  schemas: the JSON schemas of
-    tools' arguments, by tool name.  answer_start: the beginning of the answer, if the prompt ends with it."""
+    """How to parse an output.  tool_format, reasoning_format: the names of the formats in which the model writes tool
+    calls and reasoning, "" for none.  schemas: the JSON schemas of tools' arguments, by tool name.
+    answer_start: the end of the prompt, if it already begins the answer; else ""."""
 
     tool_format: str
     reasoning_format: str
@@ -199,9 +203,10 @@ class OutputForm:
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
-    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the stop_token_ids that are
-    the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser of
-    tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
+    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the end
+    tokens in stop_token_ids that are the model's own.  shown_special_tokens: special tokens whose names are always in
+    the text, because a parser of tool calls or reasoning reads them.  output_form: set if stop strings apply only to a
+    message's content.
     """
 
     temperature: float = _slot_column(1.0)
@@ -289,16 +294,16 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns a request's tokens into text as they arrive.  espalier.text implements it."""
+    """Turns a request's tokens into text as they arrive.  espalier.text implements the interface."""
 
     def push_token(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once it is complete.  Nothing may be pushed after a stop string."""
         ...
 
     def take_text(self, final: bool) -> str:
-        """Returns the text that no earlier call returned.  It never ends inside a character or a stop string.
+        """Returns the text that no earlier call returned.  The text never ends inside a character or a stop string.
 
-        final: whether no more tokens follow.  Before, text at the end that may begin a stop string is held back."""
+        final: whether no more tokens follow.  Until then, a possible beginning of a stop string is held back."""
         ...
 
 
@@ -307,15 +312,16 @@ class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
     prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.
-    stop_ids: tokens that end the request.  masker: None if every token is allowed.
+    stop_ids: tokens that end the request.  masker: makes the masks of the request's grammar; None without a grammar.
     detokenizer: None if no text is wanted.  streamed: whether the user reads tokens as they come.
-    index: the sample's number among the n samples of a prompt.  prefix_leader: sample 0, for the other samples.  They
-    wait until it has prefilled the prompt, to share its pages.
+    index: the sample's number among the n samples of a prompt.  prefix_leader: the request of sample 0, for the other
+    samples; None for sample 0.  The other samples wait until sample 0 has prefilled the prompt, to share its pages.
     priority: a lower number runs first and is preempted last; equal priorities go by arrival, and several clients take
     turns (engine/queue.py).
-    prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
+    prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as the host has read them.
     num_predicted: how many tokens of params.prediction are in output.
-    generation: how often the request has left a slot.  In a slot:
+    generation: how often the request has left a slot.
+    The following fields are valid only while the request has a slot.
     prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
     num_known: the index of the newest root that the host has read.  The rows below this index are committed.
     rounds_in_flight: rounds that are launched, and whose results the host has not read."""
@@ -379,7 +385,8 @@ class Request:
     def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
-        A prefill always picks a token.  If max_tokens=0, the token counts here too, and is dropped later."""
+        A prefill always picks a token, so the number is above len(prompt) even if max_tokens=0.  The scheduler drops
+        that token."""
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
@@ -389,7 +396,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens to report for each prompt token.  None: none.  Only sample 0 reports them."""
+        """How many likeliest tokens to report for each prompt token.  None: no report.  Only sample 0 reports."""
         return None if self.index else self.params.prompt_logprobs
 
     @property
@@ -408,9 +415,9 @@ class OutputChunk:
 
     index: the sample's number among the n samples of a prompt.
     text: may lack the end of the text of token_ids, because the last characters can still change.
-    from_draft: for each token, whether the round's tree had it.  The target picked the other tokens.
-    prompt_logprobs: in the chunk of the first token, for the whole prompt; if a request ends without a token, in its
-    last chunk, as far as they were read.  finish_reason, stop_reason, error: in a request's last chunk."""
+    from_draft: for each token, whether it is an accepted draft token.  The target alone picked the other tokens.
+    prompt_logprobs: set in the chunk of the first token, for the whole prompt.  If a request ends without a token, its
+    last chunk has those that were read.  finish_reason, stop_reason, error: set in a request's last chunk."""
 
     request_id: str
     index: int = 0

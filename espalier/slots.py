@@ -35,17 +35,19 @@ INT_COLUMNS = (
 # The float32 numbers of a slot.
 FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources of paths beside a draft.  A path's kind is a number for its source and its strength, from 1 to
-# MATCH_STRENGTHS, which says how well the path matches the text.  Kind 0 means no path.  A node has its path's kind.
-# A node that the draft does not propose too is right less often, so its kind is higher by UNDRAFTED_OFFSET.
+# The sources that propose paths of tokens beside a draft.  Tree nodes are divided into kinds, and the engine counts for
+# each kind how often its nodes are right (SlotTable.survival).  A path's kind is a number for its source and its
+# strength, 1 to MATCH_STRENGTHS, which says how well the path matches the text.  Kind 0 means no path.  A path's node
+# has the path's kind if the draft proposes the node too.  Otherwise the node is right less often, so its kind is higher
+# by UNDRAFTED_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
 # The numbers from PATH_KINDS on are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
-# on the rank among siblings (the last rank stands for all later ranks), and on the confidence level: the range that
-# the draft's probability of the node is in.
+# on the node's rank among its siblings (the last rank stands for all later ranks), and on the confidence level, the
+# range that contains the draft's probability of the node.
 NUM_RANKS, NUM_CONFIDENCE_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_CONFIDENCE_LEVELS
 # The columns of a guess before its tokens: start and kind.
@@ -77,12 +79,12 @@ COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 @dataclass(frozen=True)
 class SlotInit:
-    """The values of a request that enters a slot.  The values are plain, so that another process can get them.
+    """The values of a request that enters a slot.  The values are plain, so that they can be sent to another process.
 
     tokens: all known tokens, prompt first.  start: the index of the first row to compute.
     commit_from: rows below this index are in shared pages and are never written.
-    end: the number of tokens at which the request finishes.  sampling: the values of columns that this class does not
-    name.  counts_tokens: whether tokens are counted, for penalties."""
+    end: the number of tokens at which the request finishes.  sampling: the values of the columns that are no field of
+    this class, by column.  counts_tokens: whether tokens are counted, for penalties."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -131,9 +133,9 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 
 
 class ScatterUpdate(NamedTuple):
-    """New values for some cells of one field of the slot table.  Both are [n] int64, arrays of numpy or torch.
+    """New values for n cells of one field of the slot table.  Arrays [n] int64 of numpy or torch.
 
-    indices: into the flattened field.  values: for a float32 field, the bits of the values (float_bits)."""
+    indices: of the cells in the flattened field.  values: for a float32 field, the bits of the values (float_bits)."""
 
     indices: Any
     values: Any
@@ -143,18 +145,18 @@ NO_UPDATE = ScatterUpdate(*np.zeros((2, 0), dtype=np.int64))
 
 
 class SlotTable:
-    """The table of all requests on the device: every field is [num_slots, ...].
+    """The table of all requests on the device.  Every field except `survival` is [num_slots, ...].
 
     Single numbers of a request are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each
     column is also an attribute, a view [num_slots], such as `table.root`.
     page_table: [num_slots, table_width] int32.  carried: the tensors that the drafter passes on to its next round.
-    guesses: [num_slots, P, GUESS_HEADER_COLUMNS + W], the host's guesses.
-    survival: [NODE_KINDS, S], for all requests the log-probability that a node of a kind at a depth is right if its
-    parent is right.  draft_skill: [num_slots, 1], a request's addend to this logarithm for nodes of its draft.
-    own_text_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's
-    prompt and output.
-    candidates: [num_slots, D], the nodes of the request's last tree, also those that got no shared row, packed into
-    numbers (speculate/sources/calibrate.py:pack_nodes)."""
+    guesses: [num_slots, sent_paths, GUESS_HEADER_COLUMNS + max_guess_length], the host's guesses.
+    survival: [NODE_KINDS, steps], for all requests the log-probability that a node of a kind at a depth is right if its
+    parent is right.  draft_skill: [num_slots, 1], added to this log-probability for a request's draft nodes.
+    own_text_paths: [num_slots, text_paths, 1 + steps], kind and tokens of the paths that the last round found in
+    the request's prompt and output.
+    candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, even those that got none of the
+    batch's shared rows, packed into numbers (speculate/sources/calibrate.py:pack_nodes)."""
 
     if TYPE_CHECKING:
 
@@ -245,7 +247,7 @@ class SlotTable:
         self.stop_ids.index_fill_(0, slots, -1)
 
     def write(self, updates: Mapping[str, ScatterUpdate]) -> None:
-        """Write the updates, which are given by field."""
+        """Write the updates.  updates: by field."""
         for name, (indices, values) in updates.items():
             rows: Tensor = getattr(self, name)
             # The low bytes of the int64 are the narrower integer, or the float's bits.  A view costs no launch.
@@ -284,8 +286,8 @@ class BatchState:
     index: [B], the slots' numbers.  prefix_len, root, commit_from: [B], as they were before the launch.
     num_tokens: [B], prefix_len + 1, because the root counts too.  page_table: [B, table_width] int32.
     max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the request's depth_limit and by
-    the tokens that it has left.  num_logprobs: [B], likeliest tokens to report beside each emitted token, -1 if the
-    request wants no log-probabilities.  is_real: [B] bool, False for padding."""
+    the tokens that the request has left.  num_logprobs: [B], likeliest tokens to report beside each emitted token, -1
+    if the request wants no log-probabilities.  is_real: [B] bool, False for padding."""
 
     table: SlotTable
     index: Tensor

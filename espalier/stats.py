@@ -23,7 +23,8 @@ class Usage:
 
 @dataclass
 class LearnStats:
-    """The figures of online learning.  The last training measured the accept lengths, on held-back traffic; before: 0.
+    """The figures of online learning.  The last training measured the accept lengths, on traffic that it did not train
+    on.  They are 0 before the first training.
 
     startup_accept_length: of the draft given at startup.  served_accept_length: of the draft that was served before the
     training.  trained_accept_length: of the draft from the training."""
@@ -40,7 +41,7 @@ class LearnStats:
 
 @dataclass
 class SpeculationStats:
-    """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
+    """Counts over rounds.  Not counted: the token of the prefill, and a round of which no token was kept.
 
     drafted: how many draft tokens were verified.  histogram[i]: how many rounds emitted i tokens.
     rounds_tried_by_depth[d-1]: how many rounds tried depth d: they accepted depth d - 1, and depth d was allowed.
@@ -77,7 +78,7 @@ class SpeculationStats:
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
-        emitted: how many tokens were kept.  accepted: how many of these were in the tree; all, if one of these ended
+        emitted: how many tokens were kept.  accepted: how many of these were draft tokens; all, if a draft token ended
         the request.  drafted: how many draft tokens were verified.  depth: the greatest depth that was allowed."""
         self.drafted += drafted
         _count(self.histogram, [emitted])

@@ -3,8 +3,8 @@
 The stream never returns an incomplete character or a part of a stop string.
 
 A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  The text of
-other tokens can depend on the tokens before them: a leading space, the first bytes of a character.  So they are decoded
-in a window that begins a few tokens before the first new token (Detokenizer)."""
+other tokens can depend on the tokens before them, such as a leading space.  So other tokens are decoded in a window
+that begins a few tokens before the first new token (Detokenizer)."""
 
 import codecs
 import json
@@ -29,7 +29,7 @@ MAX_TOKENS_PER_CHARACTER = 4
 CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 6, 32
 log = logging.getLogger("espalier")
 
-BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_PIECE_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 Decode = Callable[[Sequence[int]], str]
 Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -57,7 +57,7 @@ class StopStringFinder:
         self._end_at_stop(next_text if self.stop else "")
 
     def take_text(self, final: bool) -> str:
-        """Returns the text that no earlier call returned.  final: also text that may begin a stop string."""
+        """Returns the text that no earlier call returned.  final: return text that may begin a stop string too."""
         num_held = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
         text = self._ready_text + self._held_text[: len(self._held_text) - num_held]
         self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - num_held :]
@@ -89,7 +89,7 @@ class TokenBytes(NamedTuple):
 
 
 class Tokenizer:
-    """Wraps a Hugging Face tokenizer with the functions that the engine uses.  template: its chat template."""
+    """Wraps a Hugging Face tokenizer with the functions that the engine uses.  template: the chat template."""
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
@@ -136,7 +136,7 @@ class Tokenizer:
         piece = None if self.backend is None else self.backend.id_to_token(token)
         if piece is not None and self._byte_of_char is not None and all(c in self._byte_of_char for c in piece):
             return TokenBytes(bytes(self._byte_of_char[c] for c in piece), True)
-        if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE.fullmatch(piece)):
+        if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE_PATTERN.fullmatch(piece)):
             return TokenBytes(bytes([int(byte[1], 16)]), True)
         if piece is not None and self._has_space_pieces:
             # Decoding the single token would strip its leading space.
@@ -177,7 +177,7 @@ class Tokenizer:
     def last_turn(self, prompt: Sequence[int], ignored_tokens: Collection[str]) -> str | None:
         """Returns the prompt's text from its last special token on.
 
-        Returns None if the prompt has no special token, or only special tokens that begin or end a text.
+        Returns None if the prompt has no special token, or if the last special token is the tokenizer's BOS or EOS.
         ignored_tokens: special tokens that do not count.
         """
         names = self.template.special_tokens.names
@@ -209,7 +209,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """Loads the tokenizer from a model's directory or GGUF file.  Raises EspalierError if its files cannot be loaded.
+    """Loads the tokenizer from a model's directory or GGUF file.  Raises EspalierError if the files cannot be loaded.
 
     Returns None if the model has no tokenizer; its prompts must then be token ids.
     """
@@ -329,7 +329,8 @@ class Detokenizer:
     """Decodes tokens to complete characters.  The taken texts, joined, equal the decoding of all tokens at once."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
-        """window: context tokens, then tokens to decode.  num_taken: how many of them take_text has read."""
+        """window: context tokens, then tokens to decode.  num_taken: how many tokens of the window are context, or were
+        already returned as text."""
         self.decode = decode
         self.window = self._context_tokens(list(prompt))
         self.num_taken = len(self.window)

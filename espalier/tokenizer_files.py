@@ -1,6 +1,6 @@
 """Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang.
 
-Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
+Nothing here depends on the architecture, so a tokenizer loads even if transformers does not know the model's type.
 """
 
 import json
@@ -21,7 +21,8 @@ GENERIC_MODEL_TYPES = ("llama", "gpt_oss")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # From this number of repetitions on, a repeated part of a pattern counts as repeated without limit.
 MIN_UNSAFE_REPEATS = 10
-# Longer replacement texts of a step are multiplied to get a tokenizer's growth.  Published tokenizers have none.
+# A tokenizer's growth is the product of the lengths of all replacement texts above this length.  Published tokenizers
+# have no such text.
 MAX_SHORT_REPLACEMENT = 4
 MAX_REPLACEMENT_GROWTH = 1000
 PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "decoder")
@@ -50,8 +51,8 @@ def load_hugging_face_tokenizer(path: Path) -> Any:
 def _load_from_gguf(path: Path) -> Any:
     """Returns the tokenizer that a GGUF file describes, with its chat template.
 
-    A file names the rule by which its tokenizer splits text.  If transformers does not know the name, it splits like
-    GPT-2, and a warning is logged.
+    A file names the rule by which its tokenizer splits text.  If transformers does not know the name, transformers
+    splits like GPT-2, and a warning is logged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -131,8 +132,8 @@ def tokenizer_class(path: Path) -> Any:
     """Returns the class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
     If the files name no class, PreTrainedTokenizerFast loads tokenizer.json as it is.  AutoTokenizer would choose a
-    class by the model's type, and some classes replace what the file defines.  It also takes two seconds to import.  So
-    where AutoTokenizer would choose PreTrainedTokenizerFast, only that class is imported.
+    class by the model's type, and some classes replace what the file defines.  AutoTokenizer also takes two seconds to
+    import.  So where AutoTokenizer would choose PreTrainedTokenizerFast, only that class is imported.
     """
     config = _read_fields(path / "config.json")
     class_name = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
@@ -164,7 +165,7 @@ def find_exponential_pattern(backend: Any) -> str | None:
 
 
 def max_replacement_growth(backend: Any) -> int:
-    """Returns the most characters that all replacements can make of one character, each from the text of the last."""
+    """Returns the most characters that one character can become when each replacement reads the last one's text."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)

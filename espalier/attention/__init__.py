@@ -42,7 +42,7 @@ def backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: CacheSpec | None = None) -> str:
-    """Return the backend's name that "auto" means: the first that supports the device, the dtype and `cache_spec`.
+    """Return the name that "auto" means: the first backend that supports the device, the dtype and `cache_spec`.
 
     If no backend supports all three, "auto" means the first backend that supports the device.
     """
@@ -59,8 +59,8 @@ def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: C
 def choose_backends(
     configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """Return the name of the backend of `layers`.  If their groups (group_layers) need different backends, return the
-    names of all groups in one string, joined with NAME_SEPARATOR.
+    """Return the name of the backend of `layers`.  If the groups of these layers (group_layers) need different
+    backends, return the backend's name of each group, joined with NAME_SEPARATOR.
 
     configured: the name that the user set; None for "auto".  Layers that keep a state need no backend.
     """

@@ -2,8 +2,8 @@
 
 Every forward pass of a target or a draft has queries [B, Q].  The queries attend to committed rows, which are in pages,
 and to staged rows [B, R] (cache/kv.py).  A backend must implement attention over the committed rows, and return its
-log-sum-exp.  Code that all backends share computes attention over the staged rows
-(kernels/ops/attention.py:staged_attention) and merges the results.  A backend's plan may override `attend` instead.
+log-sum-exp.  Shared code computes attention over the staged rows (kernels/ops/attention.py:staged_attention) and merges
+the two results.  A backend's plan may override `attend`, to do both itself.
 """
 
 from collections.abc import Sequence
@@ -50,17 +50,17 @@ class CommittedLengths:
 
 
 class SelectedMask(NamedTuple):
-    """mask: [B, Q, P + R] bool: whether a query attends to each of the first P positions and to each staged row."""
+    """mask: [B, Q, P + R] bool, whether a query attends to each of P committed positions and each of R staged rows."""
 
     mask: Tensor
 
 
-# The rows that a layer's queries attend to.  A backend uses one of the two types.
+# The rows that a layer's queries attend to, in sparse attention.  A backend uses one of the two types.
 Selection = SelectedMask | SelectedRows
 
 
 def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
-    """Returns the selections [B, 1, ...] of B of the B · Q queries.  kept_rows: [B], the indices of these queries."""
+    """Returns the selections [B, 1, ...] of one query per request.  kept_rows: [B], its index in all B · Q queries."""
     return type(selection)(*(values.flatten(0, 1)[kept_rows][:, None] for values in selection))
 
 
@@ -87,7 +87,7 @@ class AttentionPlan:
         """Computes attention of q [B, Q, heads, k_size] over committed rows and the staged k, v [B, R, kv_heads, size].
 
         k, v: the results of the layer's `cache_spec.read`.
-        sink: [heads] float32 (float64 for a float64 model), a logit of each head in the softmax that has no value.
+        sink: [heads] float32 (float64 for a float64 model), one more logit of each head's softmax, without a value.
         selected: the rows that the queries attend to, for a layer without sinks; None for all visible rows.
         Returns out [B, Q, heads, v_size].
         """
@@ -109,7 +109,8 @@ class AttentionPlan:
     def select_by_mask(
         self, layer: int, queries: IndexerQueries, keys: Tensor, rows: Tensor, is_committed: Tensor
     ) -> SelectedMask:
-        """Implements `select` in plain torch.  rows: [B, P], page rows.  is_committed: [B, P], whether a row exists."""
+        """Implements `select` in plain torch.  rows: [B, P], the row of the pages for each of P positions.
+        is_committed: [B, P], whether a committed row exists at the position."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = score_keys(queries, torch.cat((committed, keys[:, :, 0]), 1))
         committed_mask = is_committed[:, None].expand(-1, scores.shape[1], -1)
@@ -137,7 +138,7 @@ class AttentionPlan:
         return empty_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
     def kv_scales(self, layer: int) -> KVScales | None:
-        """Returns the scales of a layer with FP8 rows, else None."""
+        """Returns the scales of a layer's K and V if they are FP8, else None."""
         return self.pages.scales.get(layer)
 
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -146,9 +147,10 @@ class AttentionPlan:
 
 
 class AttentionBackend:
-    """An attention backend makes a plan for each pass.  plan_class: the class of these plans.
+    """Makes the plans of passes.  plan_class: the class of these plans.
 
-    A CUDA graph may capture `plan` and the calls of the plan's methods.  So none of them may read lengths on the host.
+    A CUDA graph may capture `plan` and the methods of the plan.  So these must not copy lengths from the device to the
+    host.
     """
 
     support: Support
@@ -158,12 +160,12 @@ class AttentionBackend:
         """Called on the host before every launch (eager, capture or replay of a CUDA graph), on the launch's stream."""
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
-        """Returns the plan for queries `nodes`.  All layers of a pass that have these queries share the plan."""
+        """Returns the plan for the queries of `nodes`.  All layers of a pass that have these queries share the plan."""
         return self.plan_class(pages, specs, prefix, nodes)
 
 
 class GroupedBackend:
-    """The backends of a model's groups of layers.  groups: a pair (layers, backend) for each group."""
+    """The attention backends of a model, one for each group of layers.  groups: (layers, backend) for each group."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)

@@ -20,14 +20,14 @@ from espalier.attention.library import LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.layer_spec import LatentKV
 
-# From this number of output values on, a pass does not split requests: it has enough programs without splits, and each
-# split would write another float32 output.
+# From this number of output values on, a pass does not split requests, because it has enough programs without splits,
+# and each split would write another float32 output.
 MIN_VALUES_WITHOUT_SPLITS = 2**23
 
 
 @cache
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
-    """Return the library's function.  The import happens on first use."""
+    """Return the attention function of FlashAttention-3.  The first call imports the library."""
     assert SUPPORT.library is not None and SUPPORT.library.installed_module is not None
     function: Callable[..., tuple[Tensor, ...]] = import_module(
         SUPPORT.library.installed_module

@@ -1,7 +1,7 @@
 """FlashInfer: K and V heads (its FA2 and FA3 kernels) and latent rows.
 
-A wrapper of the library holds a plan, which the host computes for one shape of pass: how the work is divided among
-programs.  In the library's code (0.6.7), these plans need exact lengths:
+A wrapper is an object of the library that runs one shape of pass.  It holds a plan, which the host computes: how the
+work is divided among programs.  In the library's code (0.6.7), these plans need exact lengths:
 
 - FA2 with splits.  The attention kernel computes a request's number of splits from the length on the device, but the
   merge of the splits takes the number from the plan.  Without splits, an FA2 plan is correct for any lengths.
@@ -41,8 +41,8 @@ MAX_EAGER_PLANS = 12
 @dataclass(frozen=True)
 class PassShape:
     """The properties of a pass for which a plan is made.
-    num_skipped_pages: the number of first pages of each request, to which our kernels attend instead of the library.
-    pages_per_request: the width of tail_prefix's page table.  num_programs: the number that fills the device."""
+    num_skipped_pages: the number of each request's first pages to which our kernels attend instead of the library.
+    pages_per_request: the columns of tail_prefix's page table.  num_programs: how many programs fill the device."""
 
     batch: int
     queries: int
@@ -98,7 +98,7 @@ class WrapperPlan:
         )
 
     def plan_for(self, lengths: CommittedLengths) -> None:
-        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and gets upper bounds."""
+        """Compute the plan for these lengths.  Raises EspalierError if it needs exact lengths and gets upper bounds."""
         if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
             return
         if self.needs_lengths and not lengths.exact:
@@ -140,12 +140,12 @@ class WrapperPlan:
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return wrapper
 
-    def _plan_wrapper(self, rows: Tensor) -> None:
-        """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
+    def _plan_wrapper(self, num_rows: Tensor) -> None:
+        """Compute the wrapper's plan.  num_rows: [B] int32 on the host, the number of rows of each request."""
         shape = self.shape
-        starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
+        starts = pad(num_pages(num_rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.query_starts, starts, self.pages[:0], self._last_page_rows(rows)),
+            *(self.query_starts, starts, self.pages[:0], self._last_page_rows(num_rows)),
             *(shape.spec.heads, *self._head_sizes(shape.spec.cache_spec), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
@@ -158,9 +158,9 @@ class WrapperPlan:
     def _plan_options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
 
-    def _last_page_rows(self, rows: Tensor) -> Tensor:
+    def _last_page_rows(self, num_rows: Tensor) -> Tensor:
         """Returns the number of rows in each request's last page; 0 for a request without rows."""
-        return rows - (num_pages(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
+        return num_rows - (num_pages(num_rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Computes attention.  Returns out and the log-sum-exps in base 2.
@@ -183,8 +183,8 @@ class LatentWrapperPlan(WrapperPlan):
     def _plan_options(self) -> dict[str, bool]:
         return {}
 
-    def _last_page_rows(self, rows: Tensor) -> Tensor:
-        return rows
+    def _last_page_rows(self, num_rows: Tensor) -> Tensor:
+        return num_rows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         size, rows = v.shape[3], k[:, :, 0]
@@ -243,8 +243,8 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> WrapperPlan:
-        """Returns the plan of this shape for the lengths of the last `prepare`.  The plans of a CUDA graph are created
-        in the eager run before the capture."""
+        """Returns the plan of this shape for the lengths that `prepare` got last.  The plans of a CUDA graph are
+        created in the eager run before the capture."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
@@ -256,7 +256,7 @@ class FlashInferBackend(AttentionBackend):
         return plans[shape]
 
     def _workspace(self, shape: PassShape, device: torch.device) -> Tensor:
-        """Returns the library's scratch memory.  Passes run one after another, so all plans share it."""
+        """Returns the library's scratch memory.  All plans share this memory, because passes run one after another."""
         needed = max(WORKSPACE_BYTES, shape.split_bytes if shape.is_split else 0)
         if self.workspace is None or len(self.workspace) < needed:
             self.workspace = torch.empty(needed, dtype=torch.uint8, device=device)
@@ -269,5 +269,5 @@ def device_properties(device: torch.device) -> tuple[int, bool]:
     return (264, True) if properties is None else (2 * properties.multi_processor_count, properties.major == 9)
 
 
-def num_pages(rows: Tensor, page_size: int) -> Tensor:
-    return (rows + page_size - 1) // page_size
+def num_pages(num_rows: Tensor, page_size: int) -> Tensor:
+    return (num_rows + page_size - 1) // page_size

@@ -22,7 +22,7 @@ from espalier.kernels.ops.tree import gather_rows
 
 
 class Rope(Hashable, Protocol):
-    """Tables of a RoPE (espalier/models/rope.py)."""
+    """The tables of cos and sin of a RoPE (espalier/models/rope.py)."""
 
     def rows(self, positions: Tensor) -> Rotation:
         """Returns cos and sin for the flattened positions."""
@@ -32,7 +32,7 @@ class Rope(Hashable, Protocol):
 @dataclass(frozen=True)
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
-    specs: the specs of all layers in the pages: the target's layers, then the draft's.
+    specs: the specs of the target's layers, then of the draft's layers.
     layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
     """
 
@@ -62,17 +62,17 @@ class ModelCache:
         """Returns a pass of the model over Q new rows of each of B requests, after a committed prefix.
 
         nodes: the staged rows that each new row attends to; one Nodes per layer if only some layers are causal.
-        tokens: [B, Q], see Pass.
+        tokens: [B, Q] int64, see Pass.
         positions: [B, Q], the RoPE positions; by default the positions of the nodes.
-        width: the number of staged rows of each request; by default Q.
+        width: the number of staged rows that are reserved for each request; by default Q.
         first_staged: the index of the pass's first row among the staged rows of its request.
         layers: the layers that run; by default all layers of this model.
         page_rows: [B · Q], the page rows to which the new rows are copied, 0 for padding; None to copy no rows.
         commits_by_layer: whether each layer copies its rows to the pages before it attends, instead of `Pass.commit`.
         Needed if a request has several pieces, because a later piece reads the rows of the earlier pieces from the
         pages; and for a draft with several modules, because a pass fills the rows of only one module.
-        needed_row: [B], see Pass.
-        state_access: the states that the layers read; None if no layer of the pass keeps a state.
+        needed_row: [B] int64, see Pass.
+        state_access: the recurrent states that the layers read; None if no layer of the pass keeps a state.
         chosen_rows: the rows that run; None to run all B · Q rows.
         """
         first_nodes = nodes if isinstance(nodes, Nodes) else nodes[0]
@@ -107,7 +107,8 @@ class ModelCache:
     def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
 
-        path: after a round, the slots and their accepted lengths.  `source` then has equally many rows for each slot.
+        path: after a round, the slots and the lengths of their accepted paths, for layers that keep states; else None.
+        With a path, `source` has equally many rows for each slot.
         """
         self.pages.commit(self.staging, source, rows)
         if self.states is not None and path is not None:
@@ -116,7 +117,7 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
+    """Chooses R of the B · Q rows of a pass.  Only these rows run, as one request with R rows.
     pass_rows: [R] int64, ascending: the index of each chosen row among all B · Q rows.  The first row of each request
     is always chosen.
     chosen_index: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen
@@ -142,14 +143,14 @@ class ChosenRows:
         return values[0][self.chosen_index]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first row over its staged rows that are not chosen, because they hold old data."""
+        """Copies each request's first staged row over the rows that are not chosen, because these hold old data."""
         for plane in planes:
             plane[: self.chosen_index.numel()] = plane[self.pass_rows[self.chosen_index.flatten()]]
 
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of a model, made by `ModelCache.begin_pass`, which describes the other fields.
+    """One forward pass of a model.  `ModelCache.begin_pass` makes it, and describes the fields that are missing here.
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.
     positions: [B, Q] int64, for RoPE.
@@ -175,7 +176,7 @@ class Pass:
     def __post_init__(self) -> None:
         self._values_at_positions: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
-        # A layer's index queries, from its `write` to its `attend`; and the rows that the last indexer chose.
+        # The index queries of a layer between its `write` and its `attend`, and the rows that an indexer chose last.
         self._index_queries: IndexerQueries | None = None
         self._selection: Selection | None = None
 
@@ -184,7 +185,7 @@ class Pass:
 
         A layer that reads the rows of another layer writes nothing.
         layer: the layer's index among the layers that run.
-        values: the arguments of the layer's `cache_spec.write`; for a layer that keeps a state, of PassStates.write.
+        values: the last arguments of the layer's `cache_spec.write`, or of PassStates.write if it keeps a state.
         index: the index queries and keys of a layer with an indexer.  The queries choose the rows for this layer, and
         for later layers that attend to chosen rows without an indexer of their own.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] with
@@ -214,8 +215,8 @@ class Pass:
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
-        sink: see AttentionPlan.attend.  For a layer that keeps a state: factors [heads]; factor · v is added to each
-        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`.
+        sink: see AttentionPlan.attend.  For a layer that keeps a state, sink holds factors [heads], and factor · v is
+        added to each row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`.
         """
         spec_index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.chosen_index.shape
@@ -272,15 +273,15 @@ class Pass:
         return self._values_at_positions[rope]
 
     def table_at_positions(self, layer: int, table: Tensor) -> Tensor:
-        """Returns `table` [position_rows] at the positions of the rows that the layer computes, as [B, Q, 1, 1].
-        The table is read once per pass."""
+        """Returns the values of `table` at the positions of the rows that the layer computes, as [B, Q, 1, 1].
+        table: one value for each position.  It is read once per pass."""
         if table not in self._values_at_positions:
             self._values_at_positions[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
         values, kept = self._values_at_positions[table].view(-1), self.kept_rows(layer)
         return (values if kept is None else values[kept]).view(len(self.tokens), -1, 1, 1)
 
     def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
-        """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
+        """Stores a rotation that the kernel of a linear layer has looked up (espalier/models/layers/linear.py)."""
         self._values_at_positions[rope] = rotation
 
     @cached_property

@@ -1,6 +1,6 @@
 """The common part of backends that call a library.  Our own kernels attend to the rows that a library does not support.
 
-A library attends to all rows of a request, from the start of a page on.  A draft has no rows below
+A library attends to all rows of a request, from the start of a page on.  But a draft may have no rows below
 Prefix.first_position.  So our kernels attend to the first pages, which lack rows, and the library to the later pages.
 In layers with a sliding window, only our kernels attend: in a tree, the window of a node depends on the node's depth,
 and no library has an argument for depths.
@@ -37,14 +37,14 @@ library_support = partial(
 
 
 class LibraryAttention(AttentionPlan):
-    """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
+    """An attention plan that calls a library, and our kernels where needed.  Subclasses implement attend_by_library.
 
     tail_prefix: the part of the prefix to which the library attends.
     """
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        # The number of pages that have rows below first_position.  These rows do not exist.
+        # The number of pages with positions below first_position.  At these positions no rows exist.
         self.num_skipped_pages = -(-prefix.first_position // pages.page_size)
         self.tail_prefix = prefix.get_or_make("tail", self._make_tail_prefix) if self.num_skipped_pages else prefix
         self.our_plans: dict[str, AttentionPlan] = {}
@@ -73,7 +73,7 @@ class LibraryAttention(AttentionPlan):
         return merge_results(tail, head), torch.logaddexp(tail[1], head[1])
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
+        """Returns views of K and V of all pages of a layer, [pages, page_size, kv_heads, size] each."""
         k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed_kv(layer))
         return k, v
 
@@ -107,7 +107,7 @@ def require_our_kernels(
     specs: Sequence[LayerSpec],
     lacks_first_rows: bool,
 ) -> None:
-    """Check that our kernels support the layers in which they attend for the library.  Raises EspalierError."""
+    """Check that our kernels support those layers in which they replace the library.  Raises EspalierError."""
     our_specs = [spec for spec in specs if lacks_first_rows or spec.window is not None]
     if support.library is None or device != "cuda" or not our_specs:
         return

@@ -24,8 +24,8 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 class CommittedRows:
     """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
     positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the row's index.
-    last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]).  The last R rows are the
-    staged rows of one pass.  A draft with one layer uses the first P rows again for every level of a tree.
+    last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]), so that a draft with one
+    layer gathers the P committed rows once for all levels of a tree.  The last R rows are the staged rows of one pass.
     padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
     """
 
@@ -44,7 +44,7 @@ class CommittedRows:
         num_staged = staged[0].shape[1]
         if num_staged not in self.padded_page_rows:
             self.padded_page_rows[num_staged] = F.pad(self.page_rows, (0, num_staged)).flatten()
-        # The gather leaves room for the staged rows, which are written into this room.  So no row is copied twice.
+        # The gathered tensor has room for the staged rows, so no second copy joins committed and staged rows.
         page_rows, gathered = self.padded_page_rows[num_staged], []
         for plane, staged_rows in zip(planes, staged, strict=True):
             values = plane.index_select(0, page_rows).view(batch, max_committed_rows + num_staged, *plane.shape[1:])
@@ -58,7 +58,7 @@ class SdpaAttention(AttentionPlan):
     def __init__(
         self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, max_committed_rows: int | None
     ):
-        """max_committed_rows: the largest number of a request's committed rows; None: all rows of the page table."""
+        """max_committed_rows: the largest number of committed rows of a request; None: as many as a page table has."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.max_committed_rows = (
@@ -97,7 +97,7 @@ class SdpaAttention(AttentionPlan):
             assert isinstance(selected, SelectedMask)
             bias = _additive_mask(selected.mask, group_size, q.dtype)
         if sink is not None:
-            # The sink is the bias of one more key.  The key and its value are zero.
+            # The sink is the bias of one more key, and the key and its value are zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
@@ -106,7 +106,7 @@ class SdpaAttention(AttentionPlan):
             rows = k.transpose(1, 2), v.transpose(1, 2)
             out = scaled_dot_product_attention(packed, *rows, attn_mask=bias, scale=spec.softmax_scale)
         else:
-            out = _capped_attention(packed, k, v, bias, spec.softmax_scale, spec.softcap)
+            out = _softcap_attention(packed, k, v, bias, spec.softmax_scale, spec.softcap)
         out = out.view(batch, kv_heads, group_size, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
@@ -141,7 +141,7 @@ def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> T
     return bias[:, None].expand(-1, group_size, -1, -1).flatten(1, 2)[:, None]
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
+def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
     PyTorch's function has no soft cap.
@@ -171,7 +171,7 @@ class SdpaBackend(AttentionBackend):
         self.max_committed_rows: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Stores the bound of the longest request, because the gather needs no more rows."""
+        """Stores the largest number of committed rows of a request.  The plans gather only so many rows."""
         self.max_committed_rows = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:

@@ -1,6 +1,6 @@
-"""Declares what each attention backend can run.  The choice for "auto", refusals and the support matrix follow from it.
+"""Declares what each attention backend can run.  These declarations decide what "auto" means and what is refused.
 
-`espalier doctor --matrix` and docs/support.md show the matrix.
+`espalier doctor --matrix` and docs/support.md show the declarations of all backends as a table, the support matrix.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ class Provider(StrEnum):
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.  modules: names of modules, of which the first installed one is imported.
-    pip_extra: the package's extra in pyproject.toml."""
+    """An optional package.  modules: names of modules; the first one that is installed is imported.
+    pip_extra: the extra in pyproject.toml that installs the package."""
 
     modules: tuple[str, ...]
     pip_extra: str
@@ -44,9 +44,10 @@ class Library:
 class Support:
     """The properties of layers, passes and devices that a backend supports.
     cache_specs: the classes of LayerSpec.cache_spec that layers may have.
-    any_v_size: whether V heads may have another size than K heads.  head_sizes: of K and V; None for any size.
-    latent_page_sizes: the page sizes for layers with latent rows; None if page_sizes is also for these layers.
-    latent_rows: the supported latent rows.  If empty, max_latent is the largest; if that is None, head_sizes applies.
+    any_v_size: whether V heads may have another size than K heads.  head_sizes: sizes of K and V; None for any size.
+    latent_page_sizes: the page sizes for layers with latent rows; None if page_sizes also applies to these layers.
+    latent_rows: the supported latent rows.  If empty, max_latent is the largest latent row; if max_latent is None too,
+    head_sizes applies.
     Fields of type Provider name the code that implements a feature.  window_on_chain, window_on_tree: sliding windows
     over chains and over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks: see
     AttentionPlan.attend.  fp8: FP8 rows (kv_dtype).  softcap: soft caps of logits.  selection: attention to chosen rows
@@ -54,7 +55,7 @@ class Support:
     needs_exact_lengths: the cache specs of layers for which `prepare` must get exact lengths.
     prefill_graph: whether CUDA graphs capture prefill passes.  compute_majors: major compute capabilities; None: any.
     tested_on: hardware on which the backend's tests have passed.
-    limit_reasons: the reason of a limit, by the name that a Refusal has for the limit."""
+    limit_reasons: the reason of each limit, by the limit's name in a Refusal."""
 
     name: str
     devices: tuple[str, ...]
@@ -214,7 +215,7 @@ class Support:
         return f"compute capability {first}.x" if first == last else f"compute capability {first}.x to {last}.x"
 
 
-# (whether a property is unsupported, the property in words, the supported values, the limit's key in limit_reasons).
+# (whether a property is unsupported, the property in words, the supported values, the limit's name in limit_reasons).
 Refusal = tuple[bool, str, str, str]
 
 
@@ -232,7 +233,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _pages_text(support: Support) -> str:
+def _page_sizes_text(support: Support) -> str:
     text = sizes_text(support.page_sizes)
     latent = support.latent_page_sizes
     return text if latent is None else f"{text}; latent rows: {sizes_text(latent)}"
@@ -248,7 +249,7 @@ MATRIX_PROPERTIES: dict[str, Callable[[Support], str]] = {
     "compute capability": lambda s: s.capability_text.removeprefix("compute capability "),
     "library": lambda s: "none" if s.library is None else install_command(s.library.pip_extra),
     "dtypes": lambda s: ", ".join(map(dtype_name, s.dtypes)),
-    "page_size": _pages_text,
+    "page_size": _page_sizes_text,
     "layers that keep": lambda s: ", ".join(kind.kind for kind in s.cache_specs),
     "head sizes": lambda s: s.head_sizes_text,
     "k and v of different sizes": lambda s: Provider.ITSELF if s.any_v_size else Provider.NOTHING,

@@ -1,7 +1,7 @@
 """The GPU backend: one kernel attends to committed and staged rows.
 
-The committed rows are split among programs, and the device computes the splits: this module reads no lengths on the
-host.  Splits are computed once for each Prefix, for all its layers and passes; with a window, once for each pass.
+The committed rows are split among programs.  The device computes the splits, so this module reads no lengths on the
+host.  All layers and passes over a Prefix share its splits.  With a window, splits are computed once for each pass.
 Layers with the same sizes share the buffers of partial results.
 """
 
@@ -51,7 +51,7 @@ from espalier.kernels.ops.selection import (
 MAX_INDEX_SCORES = 2**26
 
 
-# The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
+# The attention kernel for a layer.  It returns (out, lse), as kernels/ops/attention.py:tree_attention does.
 AttentionKernel = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 
 
@@ -95,14 +95,15 @@ class TritonAttention(AttentionPlan):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        make = partial(self._short_prefixes, spec, policy, k.shape[1])
+        make = partial(self._prefixes_within_topk, spec, policy, k.shape[1])
         short_prefixes = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
         inputs = self.kernel_inputs(layer, q, (k, v), *short_prefixes)
         chosen_rows_policy = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
-    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """Returns prefixes and their splits.  A request with more than topk rows in all has an empty prefix."""
+    def _prefixes_within_topk(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
+        """Returns the prefixes of requests with at most topk rows in all, and their splits.  The prefixes of longer
+        requests are empty."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
@@ -122,7 +123,7 @@ class TritonAttention(AttentionPlan):
     def splits(self, spec: LayerSpec) -> KVSplits:
         """Returns the splits for layers with this spec.
 
-        Without a window, the prefix keeps the splits, and all passes over the prefix with the same policy share them.
+        Without a window, all passes over the prefix with the same policy share the splits.
         """
         key = self._policy(spec), spec.window
         if key not in self.splits_by_policy:
@@ -146,7 +147,8 @@ class TritonAttention(AttentionPlan):
         return kv_splits.triton(self.prefix.length, self.prefix.first_position, policy, self.nodes.positions, window)
 
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
-        """Returns the counts of contiguous blocks, which the prefix keeps; None if the kernel does not use counts."""
+        """Returns the result of count_contiguous_blocks for these inputs; None if the kernel does not use counts.
+        All passes over the prefix share the counts."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_blocks:
             block_rows, counts = block_rows_to_count(inputs), None
@@ -170,7 +172,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
 
 
 def _ancestor_bits(nodes: Nodes) -> Tensor:
-    """Returns [B, Q, W] int64: the staged rows that each query sees."""
+    """Returns [B, Q, W] int64: the staged rows that each query sees, as ancestor bits.  W: the number of words."""
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
@@ -185,10 +187,10 @@ def _attend_chosen(
 
     The first launch attends to the chosen committed rows.  In this launch, each query counts as a request.  The page
     table of this request lists the rows that the query chose, with page_size 1.  The second launch attends to the
-    chosen staged rows.  A request with at most topk rows is an exception: it has no rows in the first launch, and the
-    second launch attends to all its rows.  So its result is equal to full attention, bit for bit.
+    chosen staged rows.  A request with at most topk rows has no rows in the first launch, and the second launch attends
+    to all rows of this request.  So the result of this request is equal to full attention, bit for bit.
 
-    inputs: the staged rows of all requests, and the prefixes that _short_prefixes returned.
+    inputs: the staged rows of all requests, and the prefixes that _prefixes_within_topk returned.
     policy: how the chosen rows are split among programs.
     """
     counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions

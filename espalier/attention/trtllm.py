@@ -84,7 +84,7 @@ class TrtllmAttention(LibraryAttention):
 
     @property
     def _max_rows(self) -> int:
-        """The largest number of rows that the page table has room for in a request."""
+        """The largest number of rows of a request: as many as a row of the page table has room for."""
         return self.tail_prefix.page_table.shape[1] * self.pages.page_size
 
     def _query_starts(self) -> Tensor:

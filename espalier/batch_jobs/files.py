@@ -1,7 +1,7 @@
-"""The files of a batch: parses OpenAI's lines, checks an input file, and writes the output file, the journal.
+"""The files of a batch: parses OpenAI's lines, checks an input file, and writes the output file (Journal).
 
 An input line is {"custom_id", "method", "url", "body"}.  An output line is {"id", "custom_id", "response", "error"};
-`response` is {"status_code", "request_id", "body"}.  The output's id consists of the input file's digest and the input
+`response` is {"status_code", "request_id", "body"}.  The field id consists of the input file's digest and the input
 line's number, so it identifies the answered line.
 """
 
@@ -49,7 +49,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """The error of a line without a response.  code: OpenAI's error code.  custom_id: None if the line has none."""
+    """The error of a line without a response.  code: OpenAI's error code.  custom_id: the line's, or None."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -96,10 +96,10 @@ def _not_json_error(error: Exception, custom_id: str | None = None) -> LineError
 
 
 def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
-    """Refuse an object that has one name twice.  msgspec would keep only the last value of this name.
+    """Refuse a line in which an object has one name twice.  msgspec would keep only the last value of this name.
 
-    custom_id: the value that msgspec reads.  Raises LineError with this custom_id.  If the line has two custom_ids, the
-    error has none, because the user may mean either.
+    custom_id: the line's custom_id as msgspec reads it.  Raises LineError with this custom_id, or without custom_id if
+    the line has two custom_ids.
     """
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
@@ -146,7 +146,7 @@ def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
 
 
 def custom_id_of(data: bytes) -> str | None:
-    """Returns the custom_id of a line; None if it cannot be parsed."""
+    """Returns the custom_id of a line; None if the line cannot be parsed or has no custom_id."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -160,7 +160,7 @@ def id_prefix(digest: str) -> str:
 
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """Returns the output line with the answer to input line `number`.  digest: the input file's (InputScan)."""
+    """Returns the output line with the answer to input line `number`.  digest: the input file's hash (InputScan)."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -172,7 +172,8 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: in hex.  num_lines: without blank lines.  last_line: the last line's number."""
+    """A checked input file.  digest: the start of a SHA-256 over the lines, in hex.  num_lines: how many lines
+    are not blank.  last_line: the number of the last line that is not blank."""
 
     path: Path
     digest: str
@@ -183,7 +184,8 @@ class InputScan:
 def scan_input(path: Path) -> InputScan:
     """Read and check a whole input file.  Raises EspalierError if it cannot be read, is empty, or repeats a custom_id.
 
-    Memory: an eight-byte hash of each custom_id.  A second pass compares custom_ids with equal hashes.
+    Only an eight-byte hash of each custom_id is kept in memory.  If two hashes are equal, a second pass over the file
+    compares the custom_ids.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
@@ -237,8 +239,8 @@ def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> N
 class Journal:
     """The output file of a batch.  It also records which input lines are answered.
 
-    num_failed: how many answers are errors or have another status than 200.  Raises EspalierError if the file cannot be
-    written, or has answers to another input.
+    scan: the checked input file.  num_failed: how many answers are errors or have another status than 200.  Raises
+    EspalierError if the output file cannot be written, or has answers to another input.
     """
 
     def __init__(self, path: Path, scan: InputScan):
@@ -249,7 +251,7 @@ class Journal:
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last_line + 1)
         self._has_unsynced_lines = False
-        # `sync` may run in a thread while `close` is called.
+        # A lock, because `sync` may run in a thread while `close` is called.
         self._sync_lock = threading.Lock()
         self._file = open_locked(path, "batch", "name another file")
         try:
@@ -267,7 +269,7 @@ class Journal:
         return self.scan.num_lines - self.num_answered
 
     def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
-        """Yields (line number, bytes) of each unanswered input line, and reads it only when needed."""
+        """Yields (line number, bytes) of each unanswered input line.  Reads a line only when it is requested."""
         with self.scan.path.open("rb") as file:
             for number, data in numbered_lines(file, self.scan.path):
                 if not self.is_answered(number):
@@ -331,7 +333,9 @@ class Journal:
                 offset += len(data)
 
     def _begins_output_line(self, data: bytes) -> bool:
-        """Returns whether `data`, without line end, begin an output line.  A lost disk block has zero bytes."""
+        """Returns whether `data`, an incomplete line, may be the beginning of an output line.
+
+        Zero bytes at the end are ignored, because a crash may leave a disk block of zero bytes."""
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
@@ -357,7 +361,7 @@ class Journal:
 def open_locked(path: Path, owner_noun: str, remedy: str) -> int:
     """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    owner_noun: names the other process in the error.  remedy: the advice in the error if the file cannot be opened.
+    owner_noun, remedy: for the error: what else may use the file, and what to do if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -374,7 +378,7 @@ def open_locked(path: Path, owner_noun: str, remedy: str) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to the disk: fsync of a file does not sync the file's name.  Raises OSError."""
+    """Sync a folder's entries to the disk, because fsync of a file does not sync the file's name.  Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

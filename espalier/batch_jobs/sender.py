@@ -1,7 +1,7 @@
 """Runs a batch: sends every unanswered line over HTTP, or to an ASGI application in this process.
 
-A failure that does not depend on the line is retried: a full queue, a restarting server, a lost connection.  Only the
-lines in flight are in memory, so a file may have any number of lines.
+If a failure does not depend on the line, the line is sent again: after a full queue, a restarting server, or a lost
+connection.  Only the lines in flight are in memory, so a file may have any number of lines.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ import msgspec
 from espalier.batch_jobs.files import DEFAULT_URLS, BatchLine, Journal, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
-# The time limit for the next bytes of an answer.  Some answers take many minutes.
+# The longest wait for the next bytes of an answer.  It is long, because some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# After a server lost a line this many times, the line is not sent again, because the line may crash the server.
+# A line that got lost this many times is not sent again, because the line itself may crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404
@@ -30,7 +30,8 @@ SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
-    """A line got no answer.  is_final: a retry would fail too.  was_lost: the server may have accepted the line."""
+    """A line got no answer.  retry_after_s: the shortest wait before a retry.  is_final: whether a retry would fail
+    too.  was_lost: whether the line may have reached a server, and so may have crashed it."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(reason)
@@ -42,8 +43,8 @@ class NotAnswered(Exception):
 class Sender:
     """Sends lines to servers.  clients: one client for each server, used in turn.  All servers have the same models.
 
-    give_up_s: after this time without an answer to any line, `answer` raises; None for no limit.  priority: added to
-    bodies without a priority."""
+    give_up_s: after this time without an answer to any line, `answer` raises EspalierError; None for no limit.
+    priority: the field priority for bodies without this field; None to leave it out."""
 
     def __init__(
         self, clients: Sequence[httpx.AsyncClient], give_up_s: float | None = None, priority: int | None = None
@@ -57,7 +58,7 @@ class Sender:
     async def answer(self, request_id: str, line: BatchLine) -> Response:
         """Returns the response to a line, after retries if necessary.
 
-        Raises LineError if only this line gets no answer, and EspalierError if no line will get an answer.
+        Raises LineError if only this line gets no answer, and EspalierError if other lines would get no answer either.
         """
         body = line.body
         if self.priority is not None and "priority" not in body:
@@ -79,7 +80,7 @@ class Sender:
                 return response
 
     def _require_retry_useful(self, failure: NotAnswered) -> None:
-        """Raises EspalierError if a retry is useless."""
+        """Raises EspalierError if a retry would fail too, or if no line was answered for give_up_s."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
         if failure.is_final:
             raise EspalierError(str(failure))
@@ -161,12 +162,12 @@ def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
 
 
 def _key_headers(api_key: str | None) -> dict[bytes, bytes]:
-    # The key is sent as UTF-8 bytes, because httpx accepts only ASCII text.
+    # The key is sent as UTF-8 bytes, because httpx refuses text that is not ASCII.
     return {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
 
 
 async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
-    """Raises EspalierError if a server cannot be reached, or if its path has no /v1/models."""
+    """Raises EspalierError if a server cannot be reached, or does not serve /v1/models."""
     for client in clients:
         try:
             response = await client.get("/v1/models")
@@ -214,7 +215,7 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Send one line after another.  Several tasks run this function with the same iterator `lines`."""
+    """Send one line after another.  Several tasks run this function at once, and share the iterator `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError

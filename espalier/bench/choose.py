@@ -37,7 +37,8 @@ from espalier.terminal.console import (
 from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
 CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Node counts of a block draft's candidate trees.  All have full depth, because any depth costs the same one pass.
+# Node counts of a block draft's candidate trees.  All have full depth, because a block draft proposes all depths in one
+# pass.
 BLOCK_NODE_COUNTS = (64, 32, 16, 8)
 DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
@@ -108,7 +109,7 @@ def choose(
         is_block = layout.block_rows > 0
         shapes = trees_to_measure(configured_tree, args.candidates, is_block)
         if not args.candidates:
-            # What an engine without the draft would do, to compare with.
+            # Plain decoding without the draft is for comparison only.
             shapes = list(dict.fromkeys((*shapes, layout.tree_without_draft)))
         lengths = None if predict_accept_lengths is None else predict_accept_lengths(configured_tree, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured_tree]:g} of {configured_tree}"
@@ -203,8 +204,8 @@ class TimedBatches:
     ) -> "TimedBatches":
         """Returns the runs for these batch sizes.  Raises EspalierError for a size that is not a bucket.
 
-        batch_sizes: empty for all buckets, which are the same on a CPU as on a GPU.  given_prompts: None for prompts of
-        `bench` with `context` tokens."""
+        batch_sizes: empty for all buckets, up to graph_batch, or up to max_batch without CUDA graphs.  given_prompts:
+        None for prompts of `bench` with `context` tokens."""
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if unmeasured := [batch for batch in batch_sizes if batch not in buckets]:
             raise EspalierError(
@@ -230,9 +231,9 @@ def measure_trees(
 ) -> list[TreeTime]:
     """Measures the round time of every tree at every batch size.  Raises EspalierError if no round runs all requests.
 
-    Closes `engine`, and makes an engine for each tree on its models and buffers.  The prefix cache of these engines
-    lets the timed runs start long prompts in one step.
-    graph_batch: the setting of `engine`.  accept_lengths: by tree; None: as measured here over all batch sizes."""
+    Closes `engine`, and makes an engine for each tree on the models and buffers of `engine`.  The prefix cache of these
+    engines lets the timed runs start long prompts in one step.
+    graph_batch: the setting for all engines.  accept_lengths: by tree; None: measured here over all batch sizes."""
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
     tree_times = []
@@ -260,9 +261,10 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 
 
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """Returns the fastest tree at each batch size.  If trees are equally fast, it is the first.
+    """Returns the fastest tree at each batch size.  Of equally fast trees, it is the first.
 
-    TARGET_ONLY is left out: in a table, plain decoding keeps the draft ready for smaller batches."""
+    TARGET_ONLY, plain decoding without the draft, is left out, because in a table the draft must stay ready for smaller
+    batches."""
     fastest: dict[int, TreeTime] = {}
     for timed in (timed for timed in tree_times if timed.tree != TARGET_ONLY):
         if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:

@@ -1,6 +1,6 @@
 """Conversations from a file of prompts (espalier/prompt_files.py), read before any model is loaded.
 
-Only the file's user messages are sent.  The model's own answers replace the answers of the file.
+The file's system and user messages are sent.  The model's own answers replace the answers of the file.
 """
 
 import random
@@ -53,7 +53,8 @@ def read_conversations(
     """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
     limit: how many conversations to draw, evenly from the categories; None for all.  output_bounds: the smallest
-    and largest max_tokens of an answer.  seed: of both draws.  Raises EspalierError."""
+    and largest max_tokens of an answer.  seed: for the draws of conversations and of max_tokens.
+    Raises EspalierError."""
     rng = random.Random(seed)
     records = [_messages_of_record(location, record) for location, record in read_records("--dataset", path)]
     user_records = [(category, system, texts) for category, system, texts in records if texts]

@@ -32,7 +32,7 @@ PLAIN_DECODING: EngineVariant = {"speculation": None}
 
 
 class Timer(Protocol):
-    """Adds up the time of the measured work.  seconds: the sum so far."""
+    """Adds up the time of some part of a step, such as forward passes.  seconds: the sum since the start."""
 
     seconds: float
 
@@ -41,8 +41,8 @@ class Timer(Protocol):
 class DriveResult:
     """The measurements of one batch, from arrival to end.
 
-    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: what the timers of `drive`
-    measured in these steps.  traces: the rounds' traces by request id."""
+    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: the sum of the times that
+    the timers of `drive` measured in these steps.  traces: the rounds' traces by request id."""
 
     requests: list[Request]
     seconds: float
@@ -67,7 +67,7 @@ class DriveResult:
 
 
 def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
-    """Returns a new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
+    """Closes `engine`, and returns a new engine on its models and buffers.  changes: ModelRunner fields to replace."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefix_tree is not None
     engine.close()
     return make_engine(replace(runner, **changes), overlap, has_cache, graph_batch)
@@ -81,8 +81,8 @@ def drive(
     first_tokens: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> DriveResult:
-    """Runs prompts as one batch.  timers: measure parts of a step, such as forward passes.  first_tokens: the first
-    token of each output, as if it was generated before; () for none.  after_step: called after each step."""
+    """Runs prompts as one batch.  timers: measure parts of a step, such as forward passes.  first_tokens: for
+    each prompt, a token that counts as the first token of the output; () for none.  after_step: called after steps."""
     requests = _make_requests(prompts, params, first_tokens)
     result = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
     round_traces: list[RoundTrace] = []
@@ -126,7 +126,7 @@ def full_step_times(results: Sequence[DriveResult]) -> list[float]:
 
 
 def greedy_request(name: str, arrival_index: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """Returns a greedy request for num_tokens tokens.  arrival_index: the request's number by arrival, and its seed."""
+    """Returns a greedy request with num_tokens output tokens.  arrival_index: the number by arrival, also the seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(name, list(prompt), params, seed=arrival_index, arrival_index=arrival_index)
 
@@ -175,7 +175,7 @@ def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], 
 
 
 def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """Tokenizes prompt + reference as one text, because a token may cross the border.  Returns the tokens in two parts.
+    """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns two parts.
     The first part is the longest common prefix with the tokens of the prompt alone, but at least one token."""
     prompt_tokens, all_tokens = encode(prompt), encode(prompt + reference)
     pairs = zip(prompt_tokens, all_tokens, strict=False)

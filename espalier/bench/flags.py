@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and `espalier doctor`, a function for each command.  It does not import PyTorch."""
+"""The flags of `espalier bench` and `espalier doctor`, a function for each command.  The module needs no PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction

@@ -59,7 +59,7 @@ class ProductGroup:
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of a value, with its share of a group's scale.  Scales of rows and blocks are not counted."""
+    """Returns the bytes of one value of a weight, with a share of its group's scale.  Other scales are not counted."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 
@@ -125,11 +125,12 @@ class BlockSizes:
     markov_head_type: MarkovHeadType = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductGroup, ...]":
-        """Returns the products of a block draft's edges: one over the block's hidden states, then two for each depth.
-        The first depth has one row for each request, its root; other depths have topk rows.  They share weights."""
+        """Returns the products of the draft's Markov head, which scores edges (kernels/tree/edges.py): one product over
+        the block's hidden states, then two for each depth.  The first depth has one row for each request, its root.
+        Other depths have topk rows.  All depths share the weights."""
         rank, (num_parts, num_inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
         runs = [ProductGroup("draft edge hidden", (num_parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
-        # The first depth reads no state.
+        # At the first depth, an RNN head has no earlier state to read.
         for count, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
             runs.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, count))
             runs.append(ProductGroup("draft edges", (draft_vocab, rank), 1, count))
@@ -145,10 +146,11 @@ class BlockSizes:
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
-    layer_specs: the heads and cache rows of each layer.  latent: of latent attention; None for other attention.
-    experts: of the last layers; None for a dense model.  draft_vocab_size: rows of the draft's lm_head.
-    num_captured_layers: how many target layers the draft reads.
-    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: None for an EAGLE head.
+    layer_specs: the heads and cache rows of each layer.  latent: the sizes of latent attention; None without it.
+    experts: the sizes of the experts in the last layers; None for a dense model.
+    draft_vocab_size: rows of the draft's lm_head.  num_captured_layers: how many target layers the draft reads.
+    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: the sizes of an MTP
+    or block draft; None for other drafts.
     weight_format: the format of these layers' matrices (ProductGroup).  is_draft: whether these are a draft's layers.
     gates_attention: whether attention has a gate as wide as its queries.
     one_block_layers: whether a layer is only a mixer or only experts (Nemotron-H)."""
@@ -188,16 +190,16 @@ class ModelShape:
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductGroup, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
-        Routed experts have no ProductGroup of their own: they are `experts` of their router's ProductGroup."""
+        Routed experts have no ProductGroup of their own, but are the `experts` of their router's ProductGroup."""
         lm_head = self._lm_head("lm_head", self.vocab_size, rows, head_rows)
         return (*self._layer_products("", self.hidden_size, rows), lm_head)
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
     ) -> tuple[ProductGroup, ...]:
-        """Returns a draft module's products over `rows` rows.  module: 1 for the first.
-        head_rows: rows of the lm_head; None for `rows`.  fused_rows: rows of captured features that an EAGLE head fuses
-        before the pass; MTP modules fuse none."""
+        """Returns a draft module's products over `rows` rows.  module: the module's number in an MTP draft, from 1.
+        head_rows: rows of the lm_head; None for `rows`.  fused_rows: rows of the target's hidden states that an EAGLE
+        head projects (fc) before the pass; MTP modules project none."""
         head_rows = rows if head_rows is None else head_rows
         head = (self._draft_head_product(module, head_rows),) if head_rows else ()
         if self.mtp is not None:
@@ -209,7 +211,8 @@ class ModelShape:
         return (*fuse, *draft.slice_layers(0, 1)._layer_products("draft ", 2 * draft.hidden_size, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a block draft's pass: layers over the block, lm_head over a row a depth, edges."""
+        """Returns the products of a block draft's pass: layers over the block, the lm_head over one row of each depth,
+        and the Markov head."""
         block = self.block
         assert block is not None
         layers = block.layers_shape._layer_products("draft ", block.layers_shape.hidden_size, batch * block.block_rows)
@@ -217,7 +220,8 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a draft's extend pass: modules without lm_head, or a block draft's context rows."""
+        """Returns the products of a draft's extend pass, which has no lm_head.  A block draft runs no layers in this
+        pass, but only makes K and V of the context rows."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
@@ -238,8 +242,8 @@ class ModelShape:
         return self.draft or replace(self, layer_specs=first_layer, experts=None, weight_format=DENSE, is_draft=True)
 
     def matrix_shapes(self, weight_format: str = DENSE) -> tuple[Shape, ...]:
-        """Returns the different shapes of all linear layers with this weight format, in the order of a round.  Batched
-        products are left out, and the factors of edges, which have their own kernel."""
+        """Returns the different shapes of all linear layers with this weight format, in the order of a round.  Left
+        out are batched products, and the projections of the Markov head, which have their own kernel."""
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
@@ -329,11 +333,11 @@ class ModelShape:
         )
 
     def _mlp_products(
-        self, prefix: str, inner: int, num_layers: int, rows: int, halves: int = 2
+        self, prefix: str, inner_size: int, num_layers: int, rows: int, num_in_matrices: int = 2
     ) -> tuple[ProductGroup, ...]:
         return (
-            self._product(f"{prefix}gate_up", (halves * inner, self.hidden_size), num_layers, rows),
-            self._product(f"{prefix}down", (self.hidden_size, inner), num_layers, rows),
+            self._product(f"{prefix}gate_up", (num_in_matrices * inner_size, self.hidden_size), num_layers, rows),
+            self._product(f"{prefix}down", (self.hidden_size, inner_size), num_layers, rows),
         )
 
     def _product(self, name: str, shape: Shape, num_layers: int, rows: int) -> ProductGroup:
@@ -342,14 +346,14 @@ class ModelShape:
         return ProductGroup(name, shape, num_layers, rows, weight_format=weight_format)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """Returns whether the format can store a matrix.  name: of a ProductGroup; its last word names the matrix."""
+        """Returns whether the format can store a matrix.  name: a ProductGroup's; its last word names the matrix."""
         if self.weight_format == DENSE:
             return False
         quantiser = QUANTISERS[self.weight_format]
         return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
     def _expert_products(self, prefix: str, num_layers: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the router's product, whose `experts` are the routed experts, then those of a shared expert."""
+        """Returns the router's product, whose `experts` are the routed experts, then the shared expert's products."""
         experts = self.experts
         if experts is None:
             return ()
@@ -357,8 +361,8 @@ class ModelShape:
         router_shape = experts.shape.num_experts, self.hidden_size
         router = ProductGroup(f"{prefix}router", router_shape, num_layers, rows, experts=routed)
         gate = ProductGroup(f"{prefix}shared gate", (1, self.hidden_size), num_layers, rows)
-        halves = experts.activation.num_matrices
-        shared = self._mlp_products(f"{prefix}shared ", experts.shared_size, num_layers, rows, halves)
+        num_in_matrices = experts.activation.num_matrices
+        shared = self._mlp_products(f"{prefix}shared ", experts.shared_size, num_layers, rows, num_in_matrices)
         return router, *([gate] if experts.has_shared_gate else ()), *(shared if experts.shared_size else ())
 
     def _fusion_product(self, draft: "ModelShape", rows: int) -> ProductGroup:

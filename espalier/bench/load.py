@@ -29,7 +29,7 @@ LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms"
 class Load:
     """A load: conversations of `num_turns` requests, in order of arrival.
 
-    input_lengths: for each request, how many tokens the user adds.  output_lengths: for each request, the tokens of its
+    input_lengths: for each request, how many tokens the user adds.  output_lengths: for each request, the length of its
     output.  In both, the requests of a conversation are neighbours.  num_prefixes: how many different beginnings the
     conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
 
@@ -61,7 +61,7 @@ class Load:
         return Load(self.input_lengths[turns], self.output_lengths[turns], self.num_turns)
 
     def user_texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of these prompt_lengths."""
+        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: see prompt_lengths."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.num_prefixes]]
         texts = prompts[self.num_prefixes :]
         return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(texts)]
@@ -90,7 +90,7 @@ def random_load(
 class Arrivals:
     """Defines when requests arrive: all at once, unless concurrency or rate is set.
 
-    concurrency: the number of requests in progress; when one finishes, the next arrives.  rate: arrivals a second, at
+    concurrency: the number of requests in progress; when one ends, the next arrives.  rate: arrivals a second, at
     random times (a Poisson process).  burst: with rate, requests arrive in evenly spaced groups of this size."""
 
     concurrency: int | None = None
@@ -140,7 +140,7 @@ class Timeline:
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the launch whose result it read.
+    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the launch whose result was read.
     num_target_rows: rows of the target's passes, with the padding of prefill passes, without the padding of rounds."""
 
     def __init__(self, engine: Engine) -> None:
@@ -175,7 +175,7 @@ class LaunchTimes:
 
 
 class AnsweredRequest(NamedTuple):
-    """The figures of one answered request.  num_tokens: its output tokens.  num_rounds: None if not known."""
+    """The figures of one answered request.  num_tokens: of the output.  num_rounds: None if not known."""
 
     category: str
     timeline: Timeline
@@ -237,8 +237,8 @@ class LoadResult:
     def figures(self) -> dict[str, Any]:
         """Returns the figures of the report.
 
-        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: of all
-        outputs, whatever the order of arrival was.  wasted_rows: the share of the target's rows that neither computed
+        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
+        outputs, sorted by Request.arrival_index.  wasted_rows: the share of the target's rows that neither computed
         a prompt token nor gave an output token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)

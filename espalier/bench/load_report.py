@@ -36,7 +36,7 @@ from espalier.request import Request, SamplingParams
 from espalier.terminal.console import print_table, require_writable, write_json
 from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
 
-# The output tokens of a request that warms an engine up.
+# The number of output tokens of a request that warms an engine up.
 WARM_UP_TOKENS = 8
 NUMBER_FORMATS = (
     ("seconds", "{:.2f}"),
@@ -51,12 +51,12 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
+    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default."""
 
     def __init__(
         self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
     ) -> None:
-        """Raises EspalierError if the model has no tokenizer, or a conversation may not fit its context."""
+        """Raises EspalierError if the model has no tokenizer, or if a conversation may not fit max_context."""
         if llm.tokenizer is None:
             raise EspalierError("--dataset is text, and this model has no tokenizer; leave --dataset out")
         self.llm, self.tokenizer, self.conversations = llm, llm.tokenizer, conversations
@@ -172,7 +172,7 @@ def _load_of_flags(args: Namespace) -> Load:
 def _results_by_variant(
     args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
-    """Yields (name of an engine variant, (result, config) of each rate and temperature), after warming it up."""
+    """Yields (name of an engine variant, (result, config) of each rate and temperature)."""
     engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         length_flags = (

@@ -1,8 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they run.
 
-Each request is sent at its planned time, however slow the answers are, on its own connection.  Latencies count from the
-planned time.  The servers are measured one after another, with the same requests.  The random prompts of each pair of a
-rate and a temperature differ.
+With --rate, each conversation starts at its planned time, however slow the answers are.  Each request has its own
+connection, and its latencies count from its planned time.  The servers are measured one after another, with the same
+requests.  Each pair of a rate and a temperature has other random prompts.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
 
 
 async def _connect_server(args: Namespace, url: str) -> LoadTarget:
-    """Returns the server at a URL.  Raises EspalierError unless it answers a first request."""
+    """Returns the server at a URL.  Raises EspalierError unless the server answers a first request."""
     key = api_key(args)
     address = parse_address(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -225,7 +225,7 @@ async def _connect_server(args: Namespace, url: str) -> LoadTarget:
 async def _measure_server(
     target: LoadTarget, conversations: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """Runs all conversations.  Returns (seconds, requests).  Without a rate, one starts when another ends."""
+    """Runs all conversations.  Returns (seconds, requests).  Without a rate, a conversation starts when one ends."""
     started_at, arrival_times = perf_counter(), arrivals.arrival_times(len(conversations))
     free_places = asyncio.Semaphore(arrivals.concurrency or len(conversations))
 

@@ -1,8 +1,8 @@
 """Compares a quantised target or draft with its original, by running both in the engine on held-out text.
 
-Both models read the same tokens.  If they have no tokenizer, the tokens are random prompts, and what the original model
-generates after them.  Agreement is the share of positions with the same likeliest token.  KL compares distributions
-over the whole vocabulary, so the original's hidden states and its lm_head are kept until the copy has run.
+Both models read the same tokens.  If they have no tokenizer, the tokens are random prompts with the continuations that
+the original model generates.  Agreement is the share of positions with the same likeliest token.  KL compares
+distributions over the whole vocabulary, so the original's hidden states and lm_head are kept until the copy has run.
 
 Accept lengths are measured with the configured tree, even if an engine would choose plain decoding.
 """
@@ -34,8 +34,8 @@ TokenPairs = list[tuple[list[int], list[int]]]
 class Accuracy:
     """The measured differences between a model and its quantised copy.
 
-    agreement: the share of positions with the same likeliest token.  kl: the mean KL divergence in nats.  perplexity:
-    of the text, by the model and by its copy.  accept_length: of both models with the draft; None without a draft.
+    agreement: the share of positions with the same likeliest token.  kl: the mean KL divergence in nats.  perplexity,
+    accept_length: (of the model, of its copy), on the same texts.  accept_length: None without a draft.
     is_own_text: whether the original model generated the text.
     """
 
@@ -52,7 +52,7 @@ class ModelOutputs:
     """The results of running one model over the texts.
 
     hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: for each text, the token
-    after each position.  logits: the model's lm_head, kept without the model."""
+    after each position.  logits: applies the model's lm_head to hidden states, after the model is closed."""
 
     texts: TokenPairs
     is_own_text: bool
@@ -70,7 +70,8 @@ class ModelOutputs:
 
 
 class HiddenRecorder:
-    """Wraps a target.  Keeps the hidden states from which it computes prompt logits.  One request may run at a time."""
+    """Wraps a target, and keeps the hidden states from which the target computes prompt logits.  Only one request may
+    run at a time."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -89,7 +90,7 @@ class HiddenRecorder:
         return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
-        # The last logits of a launch are not prompt logits: the next token is sampled from them.
+        # The last logits of a launch are not prompt logits, because the next token is sampled from them.
         self._kept_rows += self._launch_rows[:-1]
         self._launch_rows = []
 
@@ -110,8 +111,8 @@ def compare_accuracy(
 ) -> Accuracy:
     """Compare a model with its quantised copy.
 
-    settings: of both engines, with the draft.  num_tokens: the tokens to generate from each prompt, for the accept
-    length.  advance: called after each text of each model.
+    settings: the keywords of LLM for both models, with the draft.  num_tokens: the tokens to generate from each prompt,
+    for the accept length.  advance: called after each text of each model.
     """
     settings = without_by_batch(settings)
     original = _run_model(model, settings, num_texts, num_tokens, None, advance)
@@ -210,8 +211,8 @@ def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
 
 
 def _cut_to_context(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
-    """Returns (prompts, greedy parameters for `num_tokens` tokens).  In a short context, at most half is generated, and
-    prompts are cut to the rest."""
+    """Returns (prompts, greedy parameters for `num_tokens` tokens).  At most half of the context is
+    generated, and prompts are cut to the rest."""
     context = llm.config.layout.max_context - 1
     num_generated = min(num_tokens, context // 2)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_generated, top_k=0, top_p=1.0)

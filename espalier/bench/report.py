@@ -48,7 +48,7 @@ CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
 def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each of LATENCY_TIMES.  figures: by column.  For few requests, p99 is the maximum."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: for each column of the table, the figures by name."""
     columns = list(figures)
     return [
         [

@@ -1,7 +1,7 @@
 """The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
-Each model here has an untied lm_head, because the lab's synthetic models need one, even if the published model shares
-the lm_head's weight with the embedding.  A pass costs the same: in both cases, the head reads a matrix of this size.
+Each model here has an untied lm_head, even if the published model shares the lm_head's weight with the embedding,
+because the lab's synthetic models need an untied one.  A pass costs the same, because the matrix has the same size.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ GEMMA4_FIELDS = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_t
 GPT_OSS_FIELDS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 MINISTRAL3_FIELDS = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 PHI3_FIELDS = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
-# The head size of a draft for a target with latent attention.
+# The largest head size of a draft for a target with latent attention.
 DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a published model, and of a draft for it.  config_fields: of its config.json.  The lab's synthetic
-    target emits token ids from first_emitted_id to end_emitted_id - 1 that are in the draft's vocabulary."""
+    """The sizes of a published model, and of a draft for it.  config_fields: the fields of its config.json.  The lab's
+    synthetic target emits token ids from first_emitted_id to end_emitted_id - 1 that are in the draft's vocabulary."""
 
     name: str
     hugging_face_id: str
@@ -71,7 +71,7 @@ class Shape:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
         A target with latent attention has no K and V heads.  Its draft has heads of at most DRAFT_HEAD_SIZE values, and
-        at most a quarter as many key-value heads as heads.
+        at most a quarter as many key-value heads as query heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -115,15 +115,17 @@ class Shape:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama(hidden: int, inner: int, layers: int, head_dim: int, rope_factor: float, heads: int = 32) -> dict[str, Any]:
+def _llama(
+    hidden_size: int, intermediate_size: int, num_layers: int, head_dim: int, rope_factor: float, num_heads: int = 32
+) -> dict[str, Any]:
     return {
         **LLAMA_FIELDS,
         "mlp_bias": False,
         "vocab_size": 128256,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": 8,
         "head_dim": head_dim,
         "max_position_embeddings": 131072,
@@ -301,8 +303,9 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-# The defaults of Transformers 5.24 are the 8B (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
-# the sizes here, the text model has 13.5 billion parameters, as its model card states.
+# The defaults of Transformers 5.24 are the 8B model's (34 layers, hidden size 4096, intermediate size 14336), with the
+# same heads, YaRN and vocabulary.  With the sizes here, the text model has 13.5 billion parameters, as its model card
+# states.
 MINISTRAL3_14B = {
     **MINISTRAL3_FIELDS,
     "vocab_size": 131072,
@@ -328,7 +331,7 @@ MINISTRAL3_14B = {
     "eos_token_id": 2,
     "pad_token_id": 11,
 }
-# The models' own MTP layer is left out, because the EAGLE-3 head of the lab's foundry replaces it.
+# The models' own MTP layer is left out, because the lab makes a synthetic draft instead.
 QWEN3_6_27B = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",

@@ -1,7 +1,7 @@
-"""Measures GPU times with CUDA graphs: of functions, of the memory bandwidth, and of chains of a pass's products.
+"""Measures GPU times with CUDA graphs: of functions, of the memory bandwidth, and of all matrix products of a pass.
 
 In the engine, a layer's weights are not in the L2 cache when the layer begins.  So that they are not there during a
-measurement either, layers of a chain have different weights, and a single shape is measured with many weights.
+measurement either, the layers of a pass have different weights, and a single shape is measured with many weights.
 """
 
 import math
@@ -25,7 +25,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
-# The bytes that the bandwidth test reads: several times the size of any L2 cache.
+# The bytes that the bandwidth test reads, many times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
 # How long a measurement lasts, so that the GPU's clocks settle.  At its power limit, a GPU slows down after 0.2 s, and
 # recovers after 0.4 s (docs/log.md).
@@ -34,8 +34,9 @@ DEFAULT_REPEATS = 8
 # A graph that takes less time is replayed several times between two CUDA events, because events take time too.
 MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
-# Ends of the names of layers whose input the launch of a norm quantises, for up to `max_kernel_rows` rows.  The time of
-# quantising does not count for these layers, nor for the qkv of an EAGLE head, where another launch quantises.
+# The last words of the names of layers whose input is quantised in the launch of the norm before, for up to
+# `max_kernel_rows` rows.  The time of quantising is not measured for these layers, nor for the qkv of an EAGLE head,
+# where another launch quantises.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
 # Different weights of one name and shape: at least this number, and at least these bytes, if there are enough layers.
@@ -59,8 +60,8 @@ class GraphTimer:
     ) -> list[float]:
         """Returns the median ms of each function.  The functions take turns, so that all run on an equally warm GPU.
 
-        They run for `seconds`, and at least `repeats` times.  Only the second half of the times counts: a GPU at its
-        power limit slows down after some tenths of a second, and a server runs much longer."""
+        The functions run for `seconds`, and at least `repeats` times.  Only the second half of the times counts,
+        because a GPU at its power limit slows down after some tenths of a second, and a server runs much longer."""
         return median_graph_ms([self.capture(body) for body in functions], repeats, seconds)
 
     def memory_bandwidth(self, device: torch.device) -> float:
@@ -100,8 +101,7 @@ def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, second
 def _replay_times(
     graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, num_replays: Sequence[int]
 ) -> list[list[float]]:
-    """Returns the ms of a replay, [graphs][turns].  num_replays: how often a turn replays each graph.  Syncs at the
-    end."""
+    """Returns the ms of a replay for each graph and turn.  num_replays: how often a turn replays each graph."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -115,8 +115,9 @@ def _replay_times(
 
 
 class Weights:
-    """Random weights on a GPU, shared by all passes.  Layers have different weights, up to MIN_WEIGHT_COPIES for a name
-    and shape, or MIN_WEIGHT_BYTES, which fit in no cache.  Further layers use these weights again, to save memory."""
+    """Random weights on a GPU, shared by all passes.  For a name and shape, the first layers have different weights:
+    MIN_WEIGHT_COPIES, or more until they take MIN_WEIGHT_BYTES, which fit in no cache.  Further layers use these
+    weights again, to save memory."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -132,7 +133,7 @@ class Weights:
         return [weights[index % num_copies] for index in range(group.first_weight, end)]
 
     def random_weight(self, shape: tuple[int, ...], weight_format: str = DENSE) -> Matrix:
-        """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
+        """Returns a random weight with a trained weight's magnitude, because products with zeros would be faster."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
         return dense if weight_format == DENSE else QUANTISERS[weight_format].quantise_matrix(dense)
 
@@ -144,7 +145,7 @@ class Weights:
         return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
     def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
-        """Returns the product with the weight of this layer.  inputs: of the pass; products of equal size share one."""
+        """Returns the product with the weight of this layer.  inputs: of the pass, one for each input size."""
         key = group.num_heads, group.num_rows, group.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.

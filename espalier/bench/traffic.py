@@ -1,6 +1,6 @@
 """Draws the conversations of an open-loop load, with one turn or several, and optional shared beginnings.
 
-Prompts are words of the held-out texts, or token ids, in random order, so they have no other prefix in common.
+A prompt is a random sequence of words of the held-out texts, or of token ids.  So prompts share no other prefix.
 """
 
 import random
@@ -28,7 +28,7 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """One conversation of a load.  prefix: the beginning that it shares with other conversations, or "".  index: index
-    in the order of arrival.  category: the dataset's category."""
+    in the order of arrival.  category: the record's category in the dataset, or ""."""
 
     index: int
     prefix: str
@@ -97,5 +97,5 @@ def messages_until_turn(conversation: Conversation, answers: Sequence[str]) -> l
 
 
 def plain_prompt(conversation: Conversation, answers: Sequence[str]) -> str:
-    """Returns the same messages as one text, for a model without a chat template."""
+    """Returns the messages of messages_until_turn as one text, for a model without a chat template."""
     return " ".join(filter(None, (message["content"] for message in messages_until_turn(conversation, answers))))

@@ -69,7 +69,7 @@ COPIES_BYTES = 300 * 10**6
 # How many of a shape's fastest plans are measured again alone, and how many are then measured among neighbours.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-# How many layers of a model a measured pass has, and how often the plans of its shapes are chosen again.
+# How many layers a measured pass has, and how often the plan of each shape is chosen, given the other shapes' plans.
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
@@ -84,7 +84,7 @@ SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
 BASELINE_NAME = {True: "F.linear", False: "by rule"}
-# The smallest side of a matrix that every format can store.
+# Every weight format can store a matrix with this number of rows and columns.
 MIN_MATRIX_SIDE = 256
 # One matrix of an EAGLE head and of a block draft.  A draft with this matrix quantised counts as quantised.
 DRAFT_MATRICES = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
@@ -102,8 +102,8 @@ Groups = Sequence[ProductGroup]
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """The measurements of one shape and bucket alone.  baseline_us, fastest_us: a product's time with the baseline and
-    with our fastest plan.  plans: the fastest plans, the fastest first."""
+    """The times of one shape in one bucket of rows, measured alone.  baseline_us, fastest_us: a product's time with the
+    baseline and with our fastest plan.  plans: our fastest plans, the fastest first."""
 
     shape: Shape
     num_rows: int
@@ -122,10 +122,10 @@ def run(args: Namespace, config: EngineConfig) -> int:
     if refused := [flag_of(name) for name in given_flags(args) if name not in used_flags]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
     path = args.choices or user_tuning_file()
-    if path.parent.is_dir():  # else `write` makes it
+    if path.parent.is_dir():  # else write_table makes it
         require_writable("--choices", path)
     if path.exists():
-        # Both raise an error if the file is not a table that `write` can extend.
+        # Both calls raise an error if write_table cannot extend the file.
         LINEAR_TUNING.read_tables(path)
         EXPERT_TABLES.read_tables(path)
     if args.seconds is not None and not args.seconds > 0:
@@ -333,8 +333,8 @@ class LinearTuner:
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
 
     def measure_in_passes(self, model: ModelShape, plans_alone: dict[PlanKey, MeasuredPlans], table: PlanTable) -> None:
-        """Adds to `table`, for each shape of the model, the plan with which its passes are fastest.  Shapes that are in
-        `table` before keep their plans."""
+        """Adds to `table`, for each shape of the model, the plan with which the model's passes are fastest.  Shapes
+        that `table` already has keep their plans."""
         model = model.slice_layers(0, MEASURED_LAYERS)
         weights = Weights(self.random_weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
@@ -375,7 +375,7 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, in_parts: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ.  plan: None for the baseline.  gated: through a gate.  in_parts: as partial sums."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate.  in_parts: return partial sums."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if in_parts else linear)(x, weight, None, plan)
@@ -400,8 +400,8 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that multiplies by the plans of `table` and runs the next kernel too, like a model's layers.
 
-    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv, the engine's next kernel is the
-    rotation, which this kernel stands for.  A gate follows GATED_LAYERS, and some plans fuse the gate."""
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv, this kernel stands for the
+    engine's next kernel, which rotates queries and keys.  A gate follows GATED_LAYERS, and some plans fuse the gate."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     in_parts, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

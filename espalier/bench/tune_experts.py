@@ -1,6 +1,7 @@
 """`espalier doctor --tune experts`: measures the experts' products on this GPU, and writes the fastest kernel plans.
 
-First, each of the two products is measured alone.  Then their fastest plans are measured together with the sort.
+First, each of the two products is measured alone.  Then their fastest plans are measured together, with the
+sort of the rows by expert.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +34,16 @@ from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.terminal.console import installed_version, print_header, print_table, progress, require_gpu, stdout
 
-# A chain has MIN_CALLS to MAX_CALLS calls.
+# A chain is a series of calls that is timed as one CUDA graph.  It has MIN_CALLS to MAX_CALLS calls.
 MAX_CALLS = 16
 MIN_CALLS = 3
-# The bytes and FLOPs of a chain that takes long enough to be measured.
+# A chain that reads so many bytes, or computes so many FLOPs, takes long enough to be timed.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 # How many of the fastest plans of each product are combined with those of the other product.
 NUM_COMBINED = 2
-# How many times a plan is timed: alone, and together with the other product.
+# How many times a plan is timed: for one product alone, and for both products together.
 REPEATS_ALONE, REPEATS_TOGETHER = 3, 10
 TABLE_COLUMNS = "experts|rows|touched|tile|gate and up|down|us|by rule, us|of memory's|TFLOP/s".split("|")
 
@@ -66,8 +67,8 @@ def activation_of(shape: ExpertsShape) -> Activation:
 
 
 class ChainInputs:
-    """The inputs of calls with `num_rows` rows each.  Calls use different experts while unused experts remain.
-    num_calls: None for enough calls to be timed.  active_experts: see random_expert_ids."""
+    """The inputs of a chain of calls with `num_rows` rows each.  Calls use different experts while unused experts
+    remain.  num_calls: None for enough calls to be timed.  active_experts: see random_expert_ids."""
 
     def __init__(
         self,
@@ -107,28 +108,28 @@ def random_expert_ids(
     of later calls gets other experts while unused experts remain."""
     generator = torch.Generator().manual_seed(num_rows)
     if active_experts is None:
-        return _deal_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
-    of_calls = _deal_experts(1, shape.num_experts, active_experts, num_calls, generator)
+        return _draw_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
+    of_calls = _draw_experts(1, shape.num_experts, active_experts, num_calls, generator)
     return [_spread_over_rows(experts, num_rows, shape.top_k, generator) for [experts] in of_calls]
 
 
-def _deal_experts(
-    num_rows: int, num_experts: int, per_row: int, num_calls: int, generator: torch.Generator
+def _draw_experts(
+    num_rows: int, num_experts: int, experts_per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns each row's experts for each call, [rows, per_row].  A row of later calls gets other
-    experts while unused experts remain."""
-    calls_per_deal = num_experts // per_row
+    """Returns the expert ids [rows, experts_per_row] of each call.  In later calls, a row gets other experts while
+    unused experts remain."""
+    calls_per_draw = num_experts // experts_per_row
     ids_by_call: list[Tensor] = []
     while len(ids_by_call) < num_calls:
-        dealt_experts = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_deal * per_row]
-        ids_by_call += dealt_experts.view(num_rows, calls_per_deal, per_row).sort(-1).values.unbind(1)
+        drawn = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, : calls_per_draw * experts_per_row]
+        ids_by_call += drawn.view(num_rows, calls_per_draw, experts_per_row).sort(-1).values.unbind(1)
     return [ids.contiguous() for ids in ids_by_call[:num_calls]]
 
 
 def _spread_over_rows(experts: Tensor, num_rows: int, top_k: int, generator: torch.Generator) -> Tensor:
     """Returns the expert ids [rows, K] of one call.  Each row gets random experts, and each expert gets a row."""
     choices = torch.rand(num_rows, len(experts), generator=generator).argsort(1)[:, :top_k]
-    # The first rows together get each expert once.
+    # The first rows together get all experts.
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
     choices[: len(in_turn) // top_k] = in_turn.view(-1, top_k)
     return experts[choices].sort(-1).values
@@ -139,7 +140,7 @@ class MeasuredExperts:
     """The measured times of one layer's experts at a number of rows.
 
     mean_active_experts: the mean number of experts with rows.  measured_us: the time of all launches with `plan`.
-    rule_us: their time with the plan that the engine takes without a table (experts_plan_by_rule)."""
+    rule_us: the same with the plan that the engine takes without a table (experts_plan_by_rule)."""
 
     shape: ExpertsShape
     num_rows: int
@@ -173,13 +174,13 @@ class ExpertsTuner:
         """Measures at each number of rows.  Yields the measurements of each bucket (ExpertsShape.pairs_bucket)."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(row_counts, shape.pairs_bucket):
-            calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
-            yield self._measure_bucket(bucket, calls, gate_up, down)
+            chains = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
+            yield self._measure_bucket(bucket, chains, gate_up, down)
 
     def _measure_bucket(
         self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
-        """Returns the measurements of one bucket, with the plan that is fastest over all its numbers of rows."""
+        """Returns the measurements of one bucket, with the plan that is fastest over all numbers of rows."""
         [shape] = {chain.shape for chain in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:

@@ -2,7 +2,7 @@
 
 Only `commit` and `commit_layer` copy rows from staging to pages.  The index of a page row is page * page_size + offset
 (kernels/ops/state.py).  cache/pages.py tracks the holders of each page.  A staged row with destination 0 is not copied.
-Page row 0 stays zero: attention may read it for padding and multiply it by zero, and 0 · NaN would be NaN.
+So page row 0 stays zero.  Attention may read this row for padding and multiply it by zero, and 0 · NaN would be NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def allocate_stacks(
 ) -> list[LayerStack]:
     """Allocate a zeroed stack for each group of `layers` that keeps rows, so that one launch commits a whole group.
 
-    Layers that read another layer's rows are in no stack.  dtype: the model's.
+    A layer that reads another layer's rows has no rows of its own, so it is in no stack.  dtype: the model's dtype.
     """
     stacks = []
     for cache_spec, members in group_layers(
@@ -107,8 +107,8 @@ class StagedKV:
 class PagedKV:
     """The pages: committed rows of the target's layers, then of the draft's layers.
 
-    layers: each layer's planes [rows, heads, size].  scales: the scales of each layer with FP8 rows; 1 if the
-    checkpoint has none.
+    layers: each layer's planes [rows, heads, size].  scales: the scales of each layer with FP8 rows, which are 1 if the
+    checkpoint has no scales.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class PagedKV:
             commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
-        """Copy staging rows to page rows for one layer.  See commit."""
+        """Copy staging rows `source` [N] to page rows `rows` [N], for one layer."""
         staged_planes, page_planes = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
         commit_rows(staged_planes, page_planes, source, rows)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns the bytes that one token takes in the pages of all layers together.  dtype: the model's."""
+    """Returns the bytes that one token takes in the pages of all layers together.  dtype: the model's dtype."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 

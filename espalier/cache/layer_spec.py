@@ -28,7 +28,7 @@ from espalier.shards import Shards
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
-# The plane of index keys, which are never stored in FP8.
+# The name of the plane of index keys, which are never stored in FP8.
 INDEX_PLANE = "index"
 
 
@@ -43,7 +43,7 @@ class RotatedHeads(NamedTuple):
 @dataclass(frozen=True)
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
-    dtype: the planes' dtype; None for the model's.  num_read_planes: the number of planes that attention reads.
+    dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads.
     """
 
     kind: ClassVar[str] = "K and V heads"
@@ -63,7 +63,7 @@ class KVHeads:
         return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns K and V, [..., kv_heads, size] each: the layer's planes."""
+        """Returns the layer's planes: K [..., kv_heads, k_size] and V [..., kv_heads, v_size]."""
         k, v = planes
         return k, v
 
@@ -121,7 +121,7 @@ class LatentKV:
         return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns K and V, [..., 1, size] each: views of the same plane."""
+        """Returns K [..., 1, size] and V [..., 1, v_size], which are views of the same plane."""
         latent = planes[0]
         return latent, latent[..., : self.v_size]
 
@@ -138,8 +138,9 @@ class LatentKV:
     ) -> Tensor:
         """Norm and rotate new latents, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
 
-        q: [N, heads, nope + rope].  latent: [N, 1, size].  k_up: [heads, nope, v_size].  A head's key is k_up · latent,
-        followed by the rotated part.  No key is computed; instead, queries are multiplied by k_up.
+        q: [N, heads, nope + rope], values without RoPE, then values with RoPE.  latent: [N, 1, size].
+        k_up: [heads, nope, v_size].  A head's key is k_up · latent, followed by the rotated part.  No key is computed;
+        instead, queries are multiplied by k_up.
         """
         # Both parts of a query are written into one tensor, so no copy joins them.
         out = q.new_empty(*q.shape[:2], self.size)
@@ -147,7 +148,7 @@ class LatentKV:
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexerInputs) -> IndexerQueries:
-        """Norm and rotate new index keys, and write them to `rows` [N] of the plane.  Returns the index queries."""
+        """Norm and rotate new index keys, and write them to `rows` [N] of their plane.  Returns the index queries."""
         return IndexerQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
 
 
@@ -156,9 +157,9 @@ class RecurrentState:
     """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
     The convolution's channels are q [k_heads · k_size], k [k_heads · k_size] and v [heads · v_size], in this order.
     taps: the number of input rows that the convolution reads for an output row; 1 for no convolution.
-    heads: 0 for a layer that has only a convolution, with conv_channels channels.
-    delta: whether a new row replaces the value that its key reads from the state (the delta rule).  If false, the row's
-    value is only added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
+    heads: the number of heads, each with a state; 0 for a layer that has only a convolution, of conv_channels channels.
+    delta: whether a new row's value replaces the value that its key reads from the state (the delta rule).  If false,
+    the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
     """
 
     kind: ClassVar[str] = "a state"
@@ -185,12 +186,12 @@ class RecurrentState:
 
     @property
     def columns(self) -> ConvColumns:
-        """The columns of q, k and v in inputs that have the channels in order."""
+        """The columns of q, k and v in an input row that has the channels in this order."""
         return ordered_conv_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 CacheSpec = KVHeads | LatentKV | RecurrentState
-# The spec of a layer that only has an MLP.  Such a layer keeps no rows and no state.
+# The `cache_spec` of a layer that only has an MLP.  Such a layer keeps no rows and no state.
 NO_MIXING = RecurrentState(taps=1)
 
 
@@ -224,7 +225,7 @@ class LayerSpec:
 
     @cached_property
     def row_spec(self) -> KVHeads | LatentKV:
-        """`cache_spec` of a layer that keeps rows."""
+        """`cache_spec`, for a layer that keeps rows.  Not called for layers that keep a state."""
         assert not isinstance(self.cache_spec, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.cache_spec
 
@@ -240,11 +241,11 @@ class LayerSpec:
 
     @property
     def values_per_token(self) -> int:
-        """Number of values that one token takes in pages."""
+        """The number of values that one token takes in the pages of this layer."""
         return self.cache_spec.values_per_token if self.shares_with is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Returns bytes that one token takes in pages.  dtype: the model's."""
+        """Returns the bytes that one token takes in the pages of this layer.  dtype: the model's dtype."""
         planes = {} if self.shares_with is not None else self.cache_spec.planes
         return sum(
             _num_values({name: row}) * plane_dtype(self.cache_spec, name, dtype).itemsize
@@ -253,7 +254,7 @@ class LayerSpec:
 
 
 def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[CacheSpec, tuple[int, ...]]:
-    """Returns the layers with each `cache_spec`.  The layers of a group share buffers and an attention backend."""
+    """Groups layers by `cache_spec`.  The layers of a group share buffers and an attention backend."""
     groups: dict[CacheSpec, tuple[int, ...]] = {}
     for layer in layers:
         cache_spec = specs[layer].cache_spec
@@ -262,7 +263,7 @@ def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Cach
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """Returns the specs with another dtype of rows; None for the model's dtype.  Specs of states are not changed."""
+    """Returns the specs with rows of `dtype`; None for the model's dtype.  Specs of states are not changed."""
     return tuple(
         spec
         if isinstance(spec.cache_spec, RecurrentState)
@@ -277,7 +278,10 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return one rank's specs: a part of the heads, but whole latent rows.  Raises EspalierError for divided states."""
+    """Return the specs of one rank, which has a part of the heads, but whole latent rows.
+
+    Raises EspalierError if several ranks would have to divide a recurrent state.
+    """
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):
@@ -296,7 +300,7 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
 
 
 def plane_dtype(cache_spec: CacheSpec, plane: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a plane.  dtype: the model's."""
+    """Returns the dtype of a layer's plane `plane`.  dtype: the model's dtype."""
     return dtype if plane == INDEX_PLANE else cache_spec.dtype or dtype
 
 

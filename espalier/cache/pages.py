@@ -11,7 +11,7 @@ DUMMY_PAGE = 0
 
 
 class OutOfPages(Exception):
-    """More pages were requested than are free.  The scheduler checks `num_free`, and evicts, preempts or waits."""
+    """More pages were requested than are free.  The scheduler avoids this: it evicts, preempts or waits first."""
 
 
 class PageDefect(AssertionError):
@@ -22,8 +22,8 @@ class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never allocated, never free.
 
     `allocate` takes the pages that were released last, in the order in which their holder had them.  If no released
-    page is free, the lowest numbers are taken.  So allocations are deterministic and cost O(1) per page, pages that are
-    not needed are never written, and consecutive pages stay together.  Attention copies the rows of consecutive pages
+    page is free, `allocate` takes the lowest numbers.  So allocations are deterministic and cost O(1) per page, and
+    pages that are not needed are never written.  Consecutive pages stay together, so that attention can copy their rows
     as one block (kernels/attention/kv_splits.py).
 
     on_page_shared: a function that is called with (page, True) when a page gets its second holder, and with
@@ -62,7 +62,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_release_calls counts the calls.  If too few pages are free, a request waits until this number changes.
+        num_release_calls counts these calls.  A request that needs more pages waits until this number changes.
         """
         self.num_release_calls += 1
         for page in reversed([*pages]):
@@ -88,7 +88,7 @@ class PagePool:
 
 
 class SnapshotRows:
-    """Tracks which rows of the tables of recurrent states hold snapshots, each of the state at the end of a page.
+    """Tracks which rows of the state tables hold snapshots.  A snapshot is the recurrent state at the end of a page.
 
     rows: the table rows that may hold snapshots.
     """
@@ -117,7 +117,7 @@ class SnapshotRows:
             self._row_of_page[page] = row
 
     def last_with_snapshot(self, pages: Sequence[int]) -> int | None:
-        """Returns the index in `pages` of the last page with a snapshot; None if no page has one."""
+        """Returns the index in `pages` of the last page with a snapshot; None if no page has a snapshot."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
     def mark_used(self, page: int) -> int:

@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree over full pages, so that requests with equal prefixes share pages.
 
-A node is one page.  Its key is the tokens of the page; the path from the root holds the tokens before the page.  The
-tree only compares keys.  The tree holds a reference to each of its pages, so a page stays cached after its request has
-finished.  The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
+A node is one page.  The node's key is the tokens of the page, and the path from the root to the node holds the tokens
+before the page.  The tree holds a reference to each of its pages, so a page stays cached when its request has finished.
+The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,7 +16,7 @@ from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 class PageNode:
     """One cached page.
 
-    last_used: the tree's clock at the page's last use; not smaller than last_used of its children.
+    last_used: the tree's clock when the page was last used; never smaller than last_used of the node's children.
     has_draft_rows: whether a draft ran over the page's tokens.  Then it also ran over the tokens of all ancestors.
     num_pins: the number of children that cannot be evicted, plus 1 if a request holds the page.  A node can be evicted
     only if num_pins is 0.
@@ -49,8 +49,8 @@ class PrefixTree:
         self.on_removed: Callable[[int], None] = lambda page: None
         self._root = PageNode(DUMMY_PAGE)
         self._nodes: dict[int, PageNode] = {}
-        # A heap of (last_used, page): an entry for each leaf, and entries of pages that are no longer leaves.  The
-        # entry's last_used may be older than the node's: `match` does not change the heap; `_pop_oldest_leaf` does.
+        # A heap of (last_used, page): an entry for each leaf, and entries of pages that are no longer leaves.  `match`
+        # does not change the heap, so an entry's last_used may be out of date.  `_pop_oldest_leaf` corrects it.
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
@@ -97,7 +97,7 @@ class PrefixTree:
             self._queue_leaf(node)
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages that only the tree holds, least recently used first.  Returns their number.
+        """Free up to `num_pages` pages that only the tree holds, least recently used first.  Returns how many it freed.
 
         A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf.
         """
@@ -170,7 +170,8 @@ class PrefixTree:
     def _on_page_shared(self, page: int, is_shared: bool) -> None:
         """Updates `num_pins`.  is_shared: whether a request now holds the page; if false, no request holds it any more.
 
-        Goes up the tree while nodes become evictable, or stop being evictable.  On average O(1) for a prefix's page.
+        Goes up the tree while nodes become evictable, or stop being evictable.  If all pages of a prefix are shared or
+        released, the average cost is O(1) per page.
         """
         node = self._nodes.get(page)
         change, count_after_change = (1, 1) if is_shared else (-1, 0)

@@ -2,8 +2,8 @@
 
 Row s of a state table belongs to slot s.  Row 0 belongs to the dummy slot and stays zero.  The rows after the slots
 hold the snapshots of the prefix cache (cache/pages.py tracks the owner of each snapshot).  The last row is the spare
-row, to which states are written that are not needed.  A verify pass stages the inputs of its nodes, and `commit`
-applies the inputs of the accepted path to the states.  A pass of known tokens applies its rows immediately.
+row, which receives the states that are not needed.  A verify pass stages the inputs of its nodes, and `commit` applies
+the inputs of the accepted path to the states.  A pass of known tokens applies its inputs to the states immediately.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ ZERO_ROW = 0
 
 class SnapshotTargets(NamedTuple):
     """The snapshots that a launch writes.
-    num_tokens: [B], the number of a request's tokens after which its state is copied, if this launch reaches it.
+    num_tokens: [B], a request's state is copied after so many of its tokens, if this launch reaches this number.
     row: [B], the table row that gets the copy; 0 for no snapshot."""
 
     num_tokens: Tensor
@@ -46,11 +46,11 @@ class SnapshotTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class StateAccess:
-    """The states that a pass reads, and the number of its rows that change them.
-    slots: [B].  prefix_len: [B], the number of tokens before the first row.
+    """The states that a pass reads, and how many rows of the pass change these states.
+    slots: [B], the slots of the requests.  prefix_len: [B], the number of tokens before the first row.
     length: [B], the number of rows that exist; None for a tree, whose accepted path is committed later.
     snapshots: the snapshots to write in this pass, or None.
-    is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
+    is_split: whether adjacent entries of the batch may be consecutive pieces of one prompt (speculate/pieces.py).
     """
 
     slots: Tensor
@@ -69,13 +69,13 @@ class StateAccess:
 
     @cached_property
     def continues_previous(self) -> Tensor:
-        """[B] bool: whether the previous row of the batch holds the preceding piece of the same request."""
+        """[B] bool: whether the previous entry of the batch is the preceding piece of the same prompt."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
     def is_last_row(self) -> Tensor:
-        """[B] bool: whether this row of the batch is its request's last piece, whose state becomes the slot's state."""
+        """[B] bool: whether this entry of the batch is a prompt's last piece, whose state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
         return has_rows & ~torch.cat(
@@ -83,7 +83,7 @@ class StateAccess:
         )
 
     def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
-        """Returns the rows that update the states.  source_rows: [B, width], staged rows; None: the pass's own rows."""
+        """Returns the rows that update the states: staged rows source_rows [B, width], or None: the pass's own rows."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
@@ -92,7 +92,7 @@ class StateAccess:
 
 @dataclass
 class LayerStateTensors:
-    """The states of all layers with the same sizes.  In the states of one layer, the tensors lack the first dimension.
+    """The states of all layers with the same sizes, or of one layer, without the dimension `layers`.
     recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
     conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
     staged_inputs, staged_rows: the inputs of the convolution and of the recurrence at staged nodes,
@@ -154,7 +154,7 @@ class StateTable:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, state_access: StateAccess, staged_rows: Tensor) -> None:
-        """Apply the accepted paths: of each request's `staged_rows` [B, W], the first state_access.length [B] rows."""
+        """Update the states with the accepted paths: the first state_access.length [B] of `staged_rows` [B, W]."""
         path = state_access.path_rows(staged_rows.contiguous(), staged_rows.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.conv_tail, stack.staged_inputs, path, stack.cache_spec.columns)
@@ -164,7 +164,7 @@ class StateTable:
 
 @dataclass
 class PassStates:
-    """The states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
+    """Reads and writes the states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
 
     state_table: StateTable
     state_access: StateAccess
@@ -183,14 +183,15 @@ class PassStates:
     ) -> Tensor:
         """Convolve the inputs of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
-        inputs: [N, columns], or partial sums [parts, N, columns].
+        inputs: [N, I], rows of I values, or partial sums [parts, N, I] of such rows.
         gates: [N, 2, heads] (see StateRows), or the GateInputs from which the kernel computes them; None for a layer
-        that has only a convolution.  columns: None if the channels are in order.
+        that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
+        RecurrentState.
         Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
         """
         states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
-        # The convolution's tail keeps inputs, not their partial sums, so partial sums are added.
+        # The convolution's tail keeps whole inputs, so their partial sums are added up.
         inputs = inputs if is_tree else add_partial_sums(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         continues = self.state_access.continues_previous if self.state_access.is_split else None
@@ -209,9 +210,9 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip_factor: Tensor | None = None) -> Tensor:
-        """Returns the rows' outputs [B, R, heads, v_size].  A pass of known tokens also updates the slots' states.
+        """Returns the rows' outputs [B, width, heads, v_size].  A pass of known tokens also updates the slots' states.
 
-        skip_factor: [heads]; skip_factor · v is added to a row's output.
+        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output.
         """
         rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
@@ -229,12 +230,12 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns the bytes of one row of the state tables of all layers together.  dtype: the model's."""
+    """Returns the bytes of one row of the state tables of all layers together.  dtype: the model's dtype."""
     return sum(_num_bytes(states.recurrent_state, states.conv_tail) for states in _one_row_states(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns the bytes that one node of a tree takes in the staging of all layers together.  dtype: the model's."""
+    """Returns the bytes that one node of a tree takes in the staging of all layers.  dtype: the model's dtype."""
     return sum(_num_bytes(s.staged_inputs, *(s.staged_rows or ())) for s in _one_row_states(specs, dtype))
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from espalier.batch_jobs.files import Journal
     from espalier.batch_jobs.sender import Sender
 
+# Flags that need --url.
 URL_FLAGS = ("api_key", "priority")
 # Flags for the engine that the command starts, with their defaults.
 ENGINE_FLAG_DEFAULTS = MappingProxyType(
@@ -45,9 +46,9 @@ ENGINE_FLAG_DEFAULTS = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# The lines that are sent at once for each slot of the engine.  With 2, the next line waits already when a line ends.
+# How many lines are sent at once for each slot of the engine.  With 2, a line already waits when another line ends.
 LINES_PER_SLOT = 2
-# The limit of the queue of a batch's own engine.  No batch has so many lines.
+# The queue limit of the engine that the command starts.  No batch has so many lines, so no line is refused.
 UNREACHED_QUEUE_LENGTH = 2**30
 
 

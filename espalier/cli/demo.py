@@ -43,9 +43,9 @@ TokenName = Callable[[int], str]
 
 
 def round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
-    """Returns a drawing of one round's tree.  token_name: returns a token's text.  signs: the characters of a drawing.
+    """Returns a drawing of one round's tree.  token_name: returns a token's text.
 
-    A node's score is the sum of the log-probabilities on the path to it, by the draft."""
+    A node's score is the sum of the draft's log-probabilities on the path from the root to the node."""
     drawing = Text()
     _draw_node(drawing, trace, 0, "", "", token_name, signs)
     bonus = trace.emitted[-1]
@@ -102,7 +102,7 @@ def _summary(trace: RoundTrace) -> str:
     )
 
 
-PROMPT_LINES = 6
+NUM_PROMPT_LINES = 6
 BAR_WIDTH = 40
 NEXT_STEPS = (
     'espalier generate "def fibonacci(n):" --max-tokens 80',
@@ -210,7 +210,7 @@ def _print_rule(console: Console, title: str = "") -> None:
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
     """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign is between them."""
     assert llm.tokenizer is not None
-    last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
+    last_lines = prompt.splitlines(keepends=True)[-NUM_PROMPT_LINES:]
     end = "" if has_colour(console) else drawing_signs(console).prompt_end
     text = colour_by_source(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
     return Text.assemble(("".join(last_lines), DIM_STYLE), end, text)
@@ -255,8 +255,8 @@ def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draws the first of the rounds that emitted the most tokens.  An accepted path of the greatest depth of all trees
-    counts as if its last node was rejected."""
+    """Draws the first of the rounds that emitted the most tokens.  A round that accepted a path of the greatest depth
+    of all trees counts like a round that rejected the last node of such a path."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)

@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, re
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The largest number of ranks in the report: a machine has at most this number of GPUs.
+# The largest number of ranks in the report, because machines have at most this number of GPUs.
 MAX_RANKS = 8
 OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 

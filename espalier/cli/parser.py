@@ -56,7 +56,7 @@ RENAMED_COMMANDS = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """Returns the advice for a moved command or flag; None for other names.  prog: the command that lacks it."""
+    """Returns the advice for a moved command or flag; None for other names.  prog: the command that lacks the name."""
     if new_command := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{new_command}`"
     lab_command = MOVED_COMMANDS.get(prog, {}).get(name)
@@ -67,7 +67,7 @@ def moved_to(prog: str, name: str) -> str | None:
 
 
 BAD_INPUT_STATUS = 2
-# Names of flags' types in messages.  A function that parses a flag's value has this name as its __name__.
+# Names of flags' types in messages.  For a type that is a function of ours, the name is its __name__.
 VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
 # Names of commands in other engines, and likely guesses, with the right commands.
 GUESSED_COMMANDS = MappingProxyType(
@@ -94,8 +94,8 @@ GUESSED_COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """A command's help text, and the modules of its code.
 
-    flags: the module with add_flags(parser), or "module:function".  It does not import PyTorch, so that help and errors
-    about misspelt words are printed at once.
+    flags: the module with add_flags(parser), or "module:function".  The module must not import PyTorch, so that help
+    and errors about misspelt words are printed at once.
     run_module: the module with run(args) -> status, imported only to run the command; None for a command with
     subcommands."""
 
@@ -181,7 +181,9 @@ class Parser(ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
-        """Refuse a flag that is given twice: argparse would keep only the last value.  Called once for each flag."""
+        """Refuse a flag that is given twice, because argparse would keep only the last value.
+
+        argparse calls this method once for each flag on the command line."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
             if action in self._given_actions:
                 raise ArgumentError(None, f"{self._argument_name(action)}; leave one out")

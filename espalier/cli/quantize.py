@@ -71,7 +71,8 @@ def run(args: Namespace) -> int:
 
 
 def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
-    """Returns the comparison's results.  If it fails or is interrupted, messages say that the copy is complete."""
+    """Returns the comparison's results.  If the comparison fails or is interrupted, a message says that the copy is
+    complete."""
     status = f"{out} is whole"
     stderr().print(
         Text(

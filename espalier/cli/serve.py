@@ -219,7 +219,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     learn = _learn_settings(args, len(keys))
     if learn is not None and worker is not None:
         raise EspalierError("--learn trains from a model's files; a synthetic model has none: leave it out")
-    # For the model "auto" with a draft, the default name is that of the target's directory.
+    # For the model "auto" with a draft, the server's default name is the name of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
         host=args.host,

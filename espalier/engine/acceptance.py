@@ -1,9 +1,10 @@
-"""Estimates how many tokens a round of any tree emits, from the results of earlier rounds.
+"""Estimates how many tokens a round emits with a given tree, from the results of earlier rounds.
 
-Rounds of every tree show how often the first child is accepted at each depth, along paths of first children.  These
-rates predict the gain of a tree: the tokens of a round beyond the first.  A tree that ran also has a gain ratio: its
-real gain divided by the predicted gain.  The acceptance of the other children is assumed, not measured: these children
-are as good as in ACCEPT_LENGTHS, and better or worse in proportion to the measured rate of the first child.
+The first child of a node is its most probable child.  Rounds of every tree show how often the first child is accepted
+at each depth, if all nodes above it are first children too.  These rates predict the gain of a tree: the tokens of a
+round beyond the first.  A tree that ran also has a gain ratio: its real gain divided by the predicted gain.
+How often other children are accepted is not measured.  Their rates are derived from ACCEPT_LENGTHS, and change in
+proportion to the measured rate of the first child.
 """
 
 import math
@@ -28,13 +29,13 @@ MAX_RATE = 0.98
 # The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
-# At first, assumptions count like measurements: FIRST_CHILD_RATES like PRIOR_SAMPLES samples (a sample is one request
-# in one round), and a gain ratio of 1 like GAIN_PRIOR_TOKENS tokens.
+# The weights of the assumed values at first.  FIRST_CHILD_RATES weigh as much as PRIOR_SAMPLES measured samples (a
+# sample is one request in one round), and a gain ratio of 1 weighs as much as GAIN_PRIOR_TOKENS measured tokens.
 PRIOR_SAMPLES, GAIN_PRIOR_TOKENS = 3.0, 12.0
-# Each round multiplies the weight of the prior by PRIOR_DECAY.
+# Each round multiplies the weight of FIRST_CHILD_RATES by PRIOR_DECAY.
 PRIOR_DECAY = 0.9
-# The text has changed if the gain of the last RECENT_SAMPLES samples differs from the expected one by MAX_DEVIATIONS
-# standard deviations.  The variance is VARIANCE_PER_TOKEN for each expected token.
+# The text counts as changed if the gain of the last RECENT_SAMPLES samples differs from the expected gain by more than
+# MAX_DEVIATIONS standard deviations.  The variance is VARIANCE_PER_TOKEN for each expected token.
 RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 
 
@@ -85,8 +86,8 @@ def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """Returns the rate at which another child is accepted after the first child failed.  It is the rate with which the
-    expected accept length equals `assumed_accept_length`."""
+    """Returns the rate at which another child is accepted after the first child failed.  With this rate, the expected
+    accept length equals `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -125,7 +126,8 @@ class TreeCounts:
     """What the rounds of one tree showed.
 
     first_child_counts: how often the first child was accepted, by depth.
-    samples_by_max_depth: [depth + 1], the number of samples by AcceptSample.max_depth, at most the tree's depth.
+    samples_by_max_depth: [depth + 1], the number of samples for each AcceptSample.max_depth, which is cut to the tree's
+    depth.
     gained_tokens: the tokens of these samples beyond the first of each round."""
 
     first_child_counts: list[DecayingRate]
@@ -149,8 +151,10 @@ class Acceptance:
     """Estimates acceptance from the rounds so far.
 
     steps: the depth of the deepest tree.
-    min_rounds, min_samples: counts fade slowly enough to remember at least so many rounds and so many samples.
-    min_prior: the least weight of the assumptions, in samples.
+    min_rounds, min_samples: how slowly older counts lose weight.  The estimates come from about the latest `min_rounds`
+    rounds, or from more rounds if these have fewer than `min_samples` samples.
+    prior_weight: the current weight of the assumed rates, in samples.  min_prior: the least value of this weight.
+    recent_gain: the real gain (numerator) and the expected gain (denominator) of the latest samples.
     first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
     rate is corrected by the same factor as at the depth above."""
 
@@ -174,7 +178,7 @@ class Acceptance:
         self._update_first_child()
 
     def cap_weight(self, max_samples: float) -> None:
-        """Reduce the weight of all rounds so far to at most this many samples."""
+        """Reduces the weight of all rounds so far to at most this many samples."""
         if self.steps and self.first_child_counts[0].denominator > max_samples:
             self._decay(max_samples / self.first_child_counts[0].denominator)
             self._update_first_child()
@@ -207,7 +211,7 @@ class Acceptance:
         return (counts.gained_tokens + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
-        """Count a round of this tree."""
+        """Counts a round of this tree.  samples: one for each request that can accept guesses."""
         depth = depth_of(tree)
         if not samples or not depth:
             return
@@ -225,7 +229,7 @@ class Acceptance:
         self._update_first_child()
 
     def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
-        """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
+        """Reduces the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
         by_depth, ratio = gains(tree, self.first_child_rates), self._gain_ratio(tree)
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
@@ -240,12 +244,12 @@ class Acceptance:
 def _count_first_children(
     counts_by_depth: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int
 ) -> None:
-    """Count at each depth whether the first child was accepted, as long as the path follows first children."""
+    """Counts at each depth whether the first child was accepted, as long as the path follows first children."""
     ranks = sample.sibling_ranks
     for depth in range(min(max_depth, len(ranks) + 1)):
         count = counts_by_depth[depth]
         if depth == len(ranks):
-            # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
+            # If other nodes of the tree were more probable, the path's end got no child, so none was rejected.
             count.denominator += weight * (not sample.is_leaf or sample.lacks_guesses)
             return
         count.denominator += weight

@@ -61,7 +61,7 @@ class CapturedLaunch:
 
 @dataclass
 class HostEntry:
-    """The pinned host buffers of one ring entry.
+    """The pinned host buffers for one entry of the results ring.
 
     vector: the packed launch; results: the copy of the ring entry.  written_event: recorded when the device has written
     the entry; copied_event: recorded when `results` is complete, after which both buffers may be used again."""
@@ -108,7 +108,8 @@ class CudaStagedHandle:
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        All requests wait while the draft asks the host.  So it asks only if half of the requests have a grammar."""
+        All requests wait while the draft asks the host for masks.  So the draft asks only if at least half of the
+        requests have a grammar."""
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
@@ -129,7 +130,7 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
-        # Free an eager round's tensors for the next round, which may be launched before this round is read.
+        # If the round ran eagerly, this frees its tensors for the next round, which may start before this one is read.
         self.stages = None
         self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
 
@@ -150,7 +151,7 @@ class CudaExecutor:
     lengths that the host does not know exactly.
     capture_stages: whether staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.
     captured_passes: the forms of captured prefill passes; empty if no round is captured or no pass can be captured.
-    replay_events: for measurements.  If this is a list, each replay appends its (start, end) events."""
+    replay_events: for measurements: the (start, end) CUDA events of each replay; None to record no events."""
 
     failure: Exception | None = None
     runs_any_tree = False
@@ -226,7 +227,7 @@ class CudaExecutor:
         self.replay_events.append((start, end))
 
     def _pack_into_ring(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
-        """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
+        """Waits until the next host buffers are free.  Returns these buffers, the padded form and the packed launch."""
         host_entry = self.host_ring[self.num_launched % RING_ENTRIES]
         self.num_launched += 1
         host_entry.copied_event.synchronize()
@@ -234,14 +235,16 @@ class CudaExecutor:
         return host_entry, form, self._pack(launch_input, host_entry.entry_index, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """Packs a launch.  The graphs of a model with recurrent states always read the parts of snapshots."""
+        """Packs a launch.  For a model with recurrent states, the vector always has the snapshot parts, because the
+        model's graphs always read them."""
         has_snapshots = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
     def _prepare_launch(
         self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
     ) -> None:
-        """Clears pages, copies recurrent states and prepares attention for the lengths, on the compute stream."""
+        """Clears pages, copies recurrent states and prepares attention for the committed lengths, on the compute
+        stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
         lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
@@ -265,7 +268,7 @@ class CudaExecutor:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
 
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
-        """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
+        """Copies an entry of the results ring to the host on the copy stream, while the compute stream goes on.
 
         Returns a pinned copy of prompt_logprobs.  Both copies are complete after `host_entry.copied_event`."""
         host_entry.written_event.record(self.stream)
@@ -285,7 +288,7 @@ class CudaExecutor:
         """Compiles all kernels that these launches need, in parallel.
 
         launch_inputs: launches of dummy slots.  The Python code of a launch runs, but its Triton kernels are only
-        compiled.  Only the dummy slot's cells are written."""
+        compiled.  No data of other slots changes."""
         began_s, launches = time.perf_counter(), list(launch_inputs)
         with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
             for launch_input in launches:
@@ -307,7 +310,8 @@ class CudaExecutor:
             self.launch(launch_input).result()
 
     def run_eagerly(self, launch_input: LaunchInput) -> None:
-        """Runs a launch of dummy slots without a graph.  Inside precompile() this only requests its kernels."""
+        """Runs a launch of dummy slots without a graph.  Inside precompile(), this only requests the kernels that the
+        launch needs."""
         form = self.form_of(launch_input)
         packed = self._pack(launch_input, 0, form)
         with torch.cuda.stream(self.stream):
@@ -381,7 +385,7 @@ class CudaExecutor:
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
-        """Rounds of dummies, one for each form, the largest first."""
+        """Rounds of dummy slots, one for each form of a round, the largest first."""
         rounds = [dummy_launch(*form) for form in self.runner.layout.round_forms(self.batch_buckets)]
         staged = self.batch_buckets[::-1] if self.capture_stages else ()
         return [*rounds, *(replace(dummy_launch(batch), is_staged=True) for batch in staged)]
@@ -393,7 +397,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture_graph(self, form: LaunchForm, graph_pool: Any) -> CapturedLaunch:
-        """Captures a launch of dummy slots with this form.  graph_pool: the memory of graphs, from PyTorch."""
+        """Captures a launch of dummy slots with this form.  graph_pool: PyTorch's handle of the memory that all graphs
+        share."""
         dummy_input, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
@@ -441,7 +446,7 @@ class CudaExecutor:
 
 
 def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
-    """Copies the packed vector to the start of a pinned buffer.  Returns the start that holds the vector."""
+    """Copies the packed vector to the start of a pinned buffer.  Returns the part of the buffer that holds it."""
     launch_part = buffer[: len(packed.vector)]
     np.copyto(launch_part.numpy(), packed.vector)
     return launch_part

@@ -3,7 +3,8 @@
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
 host which tokens may follow.  If the graphs of a batch bucket do not fit into memory, its stages run eagerly.
 
-Masks and forced tokens of grammars go to the device as one copy for each run of adjacent rows (`GrammarRows`).
+Masks and forced tokens of grammars are copied to the device.  Adjacent requests with a grammar need only one copy
+(`GrammarRows`).
 
 Only one round is between its begin and its settle stage at any time.  So the stages of all batch sizes share the memory
 of their CUDA graphs and of their GrammarRows (`StageMemory`).
@@ -91,7 +92,8 @@ class GrammarRows:
 
         row_values: [len(rows), ...]; None without rows.
 
-        The copies of the previous call must have ended.  So the host waits for that round's trees or results first."""
+        The copies of the previous call must have ended.  So the caller first waits for the trees or results of the
+        round of that call."""
         if rows != self.rows or self.memory.current_rows is not self:
             self._clear()
             self.rows = rows
@@ -104,8 +106,8 @@ class GrammarRows:
 
 
 class StageMemory:
-    """The memory of the GrammarRows of all stages, by name.  The largest batch should call `make_rows` first,
-    because later calls share the memory of that call."""
+    """Makes the GrammarRows of all stages.  GrammarRows with the same name share memory, such as the masks of all batch
+    sizes.  `make_rows` should be called for the largest batch first, because smaller batches then use its memory."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -167,7 +169,7 @@ class BeamMaskQuery:
         """Returns a question without an answer.  Until it has one, every token may follow."""
         # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
         shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
-        # At each level of a tree, the question has another number of tokens, so this number can name the memory.
+        # The questions of different tree levels have different numbers of tokens, so this number can name the memory.
         answer = memory.make_rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
         return cls(packed, num_tokens, num_mask_words, answer)
 
@@ -178,8 +180,8 @@ class BeamMaskQuery:
         return forced[..., 0], masks
 
     def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: None if every
-        token may follow."""
+        """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: if None, the host
+        is not asked, and the answer is that every token may follow."""
         if ask_beam_masks is None:
             self.answer.set_rows((), None)
             return
@@ -277,7 +279,8 @@ class RoundStages:
 
 
 class EagerStages:
-    """The stages of `batch` requests on the current stream, for a launch input."""
+    """The stages of a round of `batch` requests, run without CUDA graphs on the current stream.  packed: the packed
+    launch input of the round."""
 
     def __init__(
         self,
@@ -293,7 +296,7 @@ class EagerStages:
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.beam_query = BeamMaskQueryRunner(words, memory)
         unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
-        # Level 0: the mask belongs to no level yet.
+        # Level 0 means that the mask holds for no tree level.
         unmasked[steps] = 0
         unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.make_rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)

@@ -1,8 +1,12 @@
-"""The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
+"""The engine: `Engine.step` is one iteration of the main loop.
 
-A round with a grammar runs in stages.  The first stage needs no mask, so the round is started like every other round.
-Once the host has read the previous round, the host knows the states of the grammars and resumes the new round.  While
-the target verifies the trees, the host makes the masks of the trees' nodes.  The last stage, settle, needs these masks.
+A step starts one launch (a prefill pass or a decode round) and reads the result of one launch.  With overlap, this is
+the result of the launch that the previous step started, so the host works while the device runs the new launch.
+
+A round with a grammar runs in stages.  The first stage needs no token mask, so it starts like every other round.  Once
+the host has read the previous round's result, the host knows the states of the grammars and resumes the new round.
+While the target verifies the trees, the host makes the token masks of the trees' nodes.  The last stage (settle) needs
+these masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +33,8 @@ from espalier.stats import SpeculationStats
 
 @dataclass
 class StartedLaunch:
-    """A launch in flight.  maskers: the grammars of a round in stages; empty until the round is resumed."""
+    """A launch that the host has started and not read yet.  maskers: the grammars of a round in stages, set when the
+    round is resumed; empty for other launches."""
 
     launch: Launch
     handle: LaunchHandle
@@ -45,10 +50,10 @@ class StartedLaunch:
 class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
-    unread_launch: with overlap, the launch that the last step started; the host works while the device runs it.  None
-    in lock-step, because a launch is read in the step that started it.
-    unsettled_round: the round in stages that still waits for the masks of its trees.  With overlap, it is the same
-    object as `unread_launch`."""
+    unread_launch: with overlap, the launch that the last step started.  Without overlap None, because a launch is read
+    in the step that started it.
+    unsettled_round: the round in stages that still waits for the token masks of its trees.  With overlap, this is the
+    same object as `unread_launch`."""
 
     overlap: bool
     unread_launch: StartedLaunch | None = None
@@ -66,7 +71,7 @@ class Engine:
     stop_error: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
     engine is aborted with this text.
     observer: is called for every launch; None by default.
-    chooser: chooses the tree of each round; None to use the layout's trees.
+    chooser: chooses the tree of each round; None to use the fixed tree of each batch size (RoundLayout.for_batch).
     """
 
     def __init__(
@@ -101,9 +106,9 @@ class Engine:
         self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
-        """Starts the next launch and reads the result of a launch.  Returns the output chunks of this step."""
+        """Starts the next launch and reads one result.  Returns the output chunks that the result gives."""
         with self._stop_on_error():
-            # A round that is not settled shares buffers with every later launch, so it must be settled first.
+            # A round in stages uses buffers that every later launch overwrites, so its last stage must start first.
             self._settle_round()
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
             if launch and self.observer is not None:
@@ -124,9 +129,9 @@ class Engine:
             return chunks
 
     def drain(self) -> None:
-        """Reads the launch in flight.  No launch uses the models until the next step.
+        """Reads the result of the launch in flight.  Until the next step, nothing runs on the models.
 
-        The next step returns the output chunks of that launch.  Running requests keep their state.
+        The next step returns the output chunks of that result.  Running requests keep their state.
         """
         with self._stop_on_error():
             self._settle_round()

@@ -2,7 +2,7 @@
 
 `run_launch` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the
 same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap, it runs launches on one worker
-thread; in lock-step, on the caller's thread.  The GPU executor is in engine/cuda.py.
+thread; without overlap, on the caller's thread.  The GPU executor is in engine/cuda.py.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from espalier.speculate.round import (
 
 class LaunchHandle(Protocol):
     def wait(self) -> None:
-        """Waits until the launch has run, and reads no result."""
+        """Waits until the launch has run, without reading its result."""
         ...
 
     def result(self) -> list[RequestResult]:
@@ -55,7 +55,8 @@ class StagedRoundHandle(LaunchHandle, Protocol):
         """Starts the propose and the verify stage.
 
         guide: the forced tokens and masks that grammars give to the draft; None without grammars.
-        ask_beam_masks: returns the tokens that may follow draft rows.  The executor may call it while it drafts."""
+        ask_beam_masks: a function that returns which tokens may follow the draft's rows.  The executor may call the
+        function while the draft runs."""
         ...
 
     def trees(self) -> HostTrees:
@@ -92,9 +93,10 @@ class Executor(Protocol):
 
     @property
     def runs_any_tree(self) -> bool:
-        """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
+        """Whether a round may have a tree of any size up to the configured tree, and takes less time for fewer rows.
 
-        If False, a round has a tree of the layout, and a staged round the tree of `RoundLayout.for_batch`."""
+        If False, a round must have one of the layout's trees, and a staged round the tree of `RoundLayout.for_batch`,
+        because kernels and CUDA graphs exist only for these trees."""
         ...
 
     @property
@@ -138,7 +140,8 @@ def run_launch(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    width, prompt_rows: as in LaunchInput; masks: LaunchInput.masks on the device."""
+    device_launch: the packed launch input on the device.  width, prompt_rows: as in LaunchInput.  masks:
+    LaunchInput.masks on the device."""
     device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:
@@ -192,7 +195,8 @@ class StagedRound:
 
 
 def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
-    """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
+    """Returns what grammars allow the draft to propose, for a batch, as tensors on the host.  ask_beam_masks: returns
+    which tokens may follow the draft's rows."""
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +223,7 @@ class CpuExecutor:
         return CpuLaunchHandle(self.submit(self.run, launch_input))
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs `work` on the stream, after all work that was submitted earlier."""
+        """Runs `work` on the worker thread, after all earlier work; without a worker thread, runs it now."""
         if self.worker is not None:
             return self.worker.submit(work, *args)
         done: Future[Any] = Future()

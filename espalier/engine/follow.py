@@ -107,7 +107,7 @@ class FollowerRank:
             self.staged_round = cast(StagedRoundHandle, handle)
 
     def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
-        """Returns the masks that the draft asks for.  Rank 0 asks the host for the same masks and sends them."""
+        """Returns the masks that the draft asks for.  Rank 0 computes these masks and sends them (BeamAnswer)."""
         return self._beam_answers.get()
 
     def _unload(self) -> None:

@@ -1,4 +1,5 @@
-"""Asks the host's sources for guesses of the next tokens, and counts which guesses were correct."""
+"""Asks the sources on the host (such as the text that a client predicts) for guesses of the next tokens, and counts
+which guesses were correct."""
 
 import logging
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import CandidateNodes
 from espalier.speculate.sources.survival import SurvivalCounts
 
-# For a round with a draft, a guess is sent only if its first token is correct with at least this probability.  Other
-# guesses seldom add to the tree.
+# For a round with a draft, a guess is sent to the device only if its first token is correct with at least this
+# probability.  Less probable guesses seldom get nodes in the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
-# A token of a guess is worth a row if the guess is correct up to and including this token with at least this
-# probability.  One more row costs about this share of the time that a token takes.
+# A token of a guess is worth a row of the verify pass if the guess is correct up to and including this token with at
+# least this probability.  One more row costs about this share of the time in which a request gets a token.
 MIN_REACH_PROBABILITY = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
@@ -39,20 +40,22 @@ class GuessFields(NamedTuple):
 
 
 class SourceGuesses(NamedTuple):
-    """The guesses of the sources before a round.  lookup_gain: see LookupGain."""
+    """The guesses of the sources before a round.  lookup_gain: what these guesses alone may gain; None if unknown."""
 
     guesses_by_slot: GuessesBySlot = ()
     lookup_gain: LookupGain | None = None
 
 
-# Passed to `launch_fields` for a prefill pass, which carries no guesses.
+# Passed to `launch_fields` for a prefill pass, which has no guesses.
 NO_GUESSES = SourceGuesses()
 
 
 class GuessSources:
     """The sources of guesses, and the counts of correct guesses.
 
-    sources: in order of preference.  A round that cannot carry all guesses carries the guesses of the first sources.
+    sources: in order of preference.  If there are more guesses than a round can take, it takes those of the first
+    sources.
+    survival: counts how often guesses are correct; None if scores are not calibrated (sources/calibrate.py).
     counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds."""
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
@@ -78,7 +81,7 @@ class GuessSources:
             self.survival.counts_of_request.pop(request.id, None)
 
     def ask_sources(self, batch: Sequence[Request]) -> SourceGuesses:
-        """Ask the sources for guesses for the next round of these requests."""
+        """Asks the sources for guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
             return SourceGuesses()
         guesses_of_slots = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
@@ -106,13 +109,13 @@ class GuessSources:
         for slot, slot_guesses in guesses:
             none_before = 1.0
             for guess in slot_guesses:
-                reach = self._useful_reach_probabilities(guess, samples[slot])
+                reach = self._probabilities_worth_rows(guess, samples[slot])
                 gained += none_before * sum(reach)
                 none_before *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
-    def _useful_reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
+    def _probabilities_worth_rows(self, guess: Guess, is_sampled: bool) -> list[float]:
         """Returns, for each token that is worth a row, the probability that the guess is right up to this token."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
@@ -121,8 +124,9 @@ class GuessSources:
     def launch_fields(
         self, batch: Sequence[Request], source_guesses: SourceGuesses, tree: TreeShape | None
     ) -> GuessFields:
-        """Returns the LaunchInput fields of the guesses, for a round with this tree.  If the host knew the guesses'
-        gain when the tree was chosen, only guesses that are worth their rows are sent."""
+        """Returns the fields of LaunchInput that hold the guesses, for a round with this tree.
+
+        If lookup_gain is known, only guesses that are worth their rows in the verify pass are sent."""
         if self.survival is None or source_guesses is NO_GUESSES or (tree is not None and not tree.steps):
             return GuessFields()
         guesses = source_guesses.guesses_by_slot
@@ -139,7 +143,7 @@ class GuessSources:
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
         kept = []
         for guess in guesses:
-            reach = self._useful_reach_probabilities(guess, is_sampled)
+            reach = self._probabilities_worth_rows(guess, is_sampled)
             if reach and (not tree.drafts or reach[0] >= MIN_REACH_PROBABILITY_WITH_DRAFT):
                 kept.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(kept)
@@ -159,7 +163,7 @@ class GuessSources:
             if generation != request.generation or request.slot is None:
                 continue
             num_correct[place] = self._count_correct_guesses(guesses_by_slot.get(request.slot, ()), request, result)
-            # The draft skips tokens of a request that never speculates, so the draft's guesses for it are noise.
+            # For a request that never speculates, the draft does not run over all tokens, so its guesses are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
             if speculates and result.candidates is not None and result.counts_by_source is not None:
                 request_ids.append(request.id)
@@ -194,14 +198,16 @@ class GuessSources:
                 paths.append((guess.kind, guess.tokens[len(decided_tokens) :]))
         samples = request.params.temperature > 0
         num_correct = [
-            self.survival.count_path(kind, tokens, result.tokens, _shared_length(tokens, draft_sequences), samples)
+            self.survival.count_path(kind, tokens, result.tokens, _num_also_drafted(tokens, draft_sequences), samples)
             for kind, tokens in paths
         ]
         return max(num_correct, default=0)
 
 
-def _shared_length(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:
-    """Returns how many tokens at the start of a path the draft proposed too.  draft_sequences: see CandidateNodes."""
+def _num_also_drafted(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:
+    """Returns how many tokens at the start of a path the draft proposed too; None without a draft.
+
+    draft_sequences: the token sequences of the draft's nodes (CandidateNodes)."""
     if not draft_sequences:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in draft_sequences), len(path))

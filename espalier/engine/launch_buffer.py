@@ -1,4 +1,4 @@
-"""Packs a launch input into one int64 vector, so that one copy sends it, and splits the vector on the device.
+"""Packs a launch input into one int64 vector, so that one copy brings it to the device, and splits the vector there.
 
 A part is a named range of the vector.  The order and lengths of the parts that a CUDA graph reads depend on the form of
 the launch alone.  So the graph finds each part at the same offset in every launch.  A round's graph reads all parts.  A
@@ -47,7 +47,7 @@ class LaunchBuffer:
         """The parts by name.
 
         ring_entry: [1], the entry of the results ring to write.  slots: [B], padded with slot 0.
-        lengths: [B], the number of tokens that a prefill pass enters; empty for a round.
+        lengths: [B], the number of each request's tokens that a prefill pass computes; empty for a round.
         piece_request_row, piece_token_offset: [P], piece_last_piece: [B], as in speculate/pieces.py:Pieces; empty in a
         form without pieces.
         snapshot_num_tokens, snapshot_row: [B], as in cache/states.py:SnapshotTargets; empty without snapshots.
@@ -82,7 +82,7 @@ class LaunchBuffer:
 
     @property
     def appended_pages(self) -> ScatterUpdate | None:
-        """The new page-table entries of a round, which the round writes itself (gather).  None for a prefill pass."""
+        """The new page-table entries that a round writes when it gathers its slots.  None for a prefill pass."""
         if self.lengths.shape[0]:
             return None
         return ScatterUpdate(self.parts["page_table.at"], self.parts["page_table.values"])
@@ -167,7 +167,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
 
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """Returns the updates with a round's guesses, survival table and skills.
+    """Returns the slot-table updates for a round's guesses, survival table and draft skills.
 
     In `survival`, a padding zero is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot."""
     if not table.layout.calibrates_scores:

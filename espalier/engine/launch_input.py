@@ -28,24 +28,24 @@ NOT_FINITE_ERROR = (
 
 @dataclass(frozen=True)
 class LaunchInput:
-    """One launch: a prefill pass or a round.
+    """The input of one launch: a prefill pass or a round.
 
     slots: the slots of the batch, in order.  Below, "by slot" means in this order.
-    sampling_features: the kinds of sampling work in this batch.
+    sampling_features: which parts of sampling (such as penalties) the batch needs.
     num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None for a request
     that wants no log-probabilities; empty for dummies.
     appended_pages: (slot, column of the page table, page), for requests that already have their slot.
-    cleared_pages: free pages of requests whose logits were not finite.  Their rows become zero before the launch.
-    state_copies: (source, destination) rows of the recurrent states, copied in this order before the launch.
-    snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
-    state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
+    cleared_pages: free pages of requests whose logits were not finite.  These pages are set to zero before the launch.
+    state_copies: (source row, destination row) in the table of recurrent states, copied in order before the launch.
+    snapshots: by slot, the copy that the launch makes of the request's recurrent state: (the number of tokens after
+    which the state is copied, the table row that gets the copy); row 0 for no copy; empty if the launch makes none.
     committed_lengths: upper bounds of the number of committed rows, by slot for a round, by piece for a prefill pass;
     empty for dummy slots.
     tree: the tree of a round; None for the layout's tree.  A prefill pass of requests that never speculate has
     RoundLayout.tree_without_draft.
 
     Only for a prefill pass:
-    lengths: by slot, the number of tokens to enter.  width: the rows of each piece; 0 for a round.
+    lengths: by slot, the number of tokens to compute.  width: the rows of each piece; 0 for a round.
     pieces: for each piece (speculate/pieces.py), (row of the batch, offset of the piece's first token in the request's
     tokens of this pass); empty if each slot has one piece.
     slot_inits: requests that get a slot.  A round has none, because its launch input has a fixed form.
@@ -54,10 +54,10 @@ class LaunchInput:
 
     Only for a round:
     is_staged: whether the round runs in stages, because one of its requests has a grammar.
-    reports_trees: whether results carry the trees.
+    reports_trees: whether results contain the trees.
     guesses: (slot, guesses of the host's sources for this slot).
-    survival: [NODE_KINDS, S], draft_skill: by slot, as in SlotTable, if the engine calibrates scores.  survival is None
-    if the device already has the same values."""
+    survival: [NODE_KINDS, S], draft_skill: by slot; both as in SlotTable.  They are empty unless scores are calibrated
+    (speculate/sources/calibrate.py).  survival is also None if the device already has the same values."""
 
     slots: tuple[int, ...]
     sampling_features: SamplingFeatures
@@ -161,16 +161,17 @@ class RequestResult:
     """The result of a launch for one request.
 
     tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
-    is_finite: False if the token after `tokens` was picked from logits that were not finite.
+    is_finite: False if the next token was dropped, because it was picked from logits that were not finite.
     tree: the tree, if LaunchInput.reports_trees.  tree_checksum: a number that almost surely differs if trees differ.
     logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
     prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
     it has no such rows.
-    sibling_ranks, is_leaf: as in acceptance.py:AcceptSample.  () and True unless LaunchInput.tree has steps.
+    sibling_ranks, is_leaf: as in acceptance.py:AcceptSample; () and True if LaunchInput.tree is None or has no steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
-    candidates: [D] int64, the nodes before requests shared rows, packed by `pack_nodes`; None if the batch has none.
-    counts_by_source: [ALL_SOURCES, 3], for each source the nodes verified, the acceptances that their scores predict,
-    and the nodes accepted; None without candidates."""
+    candidates: [D] int64, all nodes of the request's tree, even those that got none of the batch's shared rows, packed
+    by `pack_nodes`; None if no tree of the batch has such nodes.
+    counts_by_source: [ALL_SOURCES, 3], for each source the number of verified nodes, the number of acceptances that
+    the scores of these nodes predict, and the number of accepted nodes; None without candidates."""
 
     tokens: list[int]
     is_finite: bool
@@ -198,7 +199,7 @@ def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | 
 
 
 def sampling_features_of(requests: list[Request]) -> SamplingFeatures:
-    """Returns the kinds of sampling work that these requests need."""
+    """Returns which parts of sampling these requests need."""
     params = [r.params for r in requests]
     return SamplingFeatures(
         sampled=any(p.temperature > 0 for p in params),
@@ -212,8 +213,8 @@ def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | N
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
     prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and the next
-    token's log-probabilities were not read yet.  A preempted request enters its rows again, but log-probabilities that
-    were read before the preemption are kept and not computed again."""
+    token's log-probabilities were not read yet.  A preempted request computes its rows again, but log-probabilities
+    that were read before the preemption are kept and not computed again."""
     spans, num_top_by_request, first_row = [], [], 0
     for request, length in zip(batch, prefill.lengths, strict=True):
         row, first_row = first_row, first_row + -(-length // prefill.width) * prefill.width

@@ -37,7 +37,8 @@ class LeadExecutor:
 
     def close(self) -> None:
         if self.ranks.failure is not None:
-            # When the ranks end, the collectives that this rank waits for fail.  That error tells less than `failure`.
+            # When the other ranks end, the collectives that this rank waits for fail.  This error is suppressed,
+            # because it tells less than `failure`.
             self.ranks.end()
             with suppress(Exception):
                 self.own_executor.close()

@@ -1,6 +1,7 @@
 """Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
-A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
+A call of xgrammar (the library of grammars) cannot be interrupted, but it releases the GIL.  So the engine runs these
+calls in threads and waits.
 Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share, a
 further thread starts, so that other grammars need not wait.  When slow grammars have used the other half too, their
 threads are abandoned.  An abandoned thread goes on at a low priority until its call returns; the result is dropped.
@@ -19,7 +20,7 @@ from typing import Any
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 from espalier.grammar.spec import GRAMMAR_LIMIT_S
 
-# The greatest number of shares.  With more grammars, shares do not become smaller.
+# The time is divided into at most this many shares.  With more grammars, shares do not become smaller.
 MAX_TIME_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED_THREADS = 4
@@ -28,6 +29,7 @@ MAX_THREADS = 8
 
 # The result of a piece of work whose thread was abandoned.
 TOO_SLOW: Any = object()
+# A function that does the piece of work with an index, and returns its result.
 IndexedWork = Callable[[int], Any]
 
 
@@ -86,12 +88,12 @@ class MaskThreadPool:
             ]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
             beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.ended_pieces_s)
+            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.used_s_of_ended_pieces)
             beyond_s += overrun_s(call.time_share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.index] = job.used_s(thread)
-                    call.ended_pieces_s.append(call.used_s[job.index])
+                    call.used_s_of_ended_pieces.append(call.used_s[job.index])
                     self._abandon(thread)
                     call.num_unfinished -= 1
             elif call.has_more_threads and all(job.is_slow for _, job in slow):
@@ -160,7 +162,7 @@ class _CallQueue:
             self.num_threads -= 1
             self.num_abandoned += 1
 
-    def forget_thread(self) -> None:
+    def remove_abandoned_thread(self) -> None:
         """Called when an abandoned thread ends."""
         with self.lock:
             self.num_abandoned -= 1
@@ -178,7 +180,7 @@ class _PoolCall:
 
     indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
-    ended_pieces_s: the seconds that each ended or abandoned piece has used in this round.
+    used_s_of_ended_pieces: the seconds that each ended or abandoned piece has used in this round.
     has_more_threads: whether several threads were started for this call."""
 
     def __init__(
@@ -188,7 +190,7 @@ class _PoolCall:
         self.has_more_threads = has_more_threads
         self.time_share_s = time_share_s
         self.used_s = used_s
-        self.ended_pieces_s: list[float] = []
+        self.used_s_of_ended_pieces: list[float] = []
         self.indices = itertools.count()
         self.num_pieces = num_pieces
         self.num_unfinished = num_pieces
@@ -216,8 +218,8 @@ class _ThreadJob:
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: the piece of work that it is doing; clock: the clock of its processor time, None if
-    the system has no such clock."""
+    """A thread of the pool.  job: the piece of work that the thread is doing; clock: the clock of the thread's
+    processor time, None if the system has no such clock."""
 
     def __init__(self, queue: _CallQueue):
         # The thread is a daemon, so the interpreter does not wait for it at exit.
@@ -238,7 +240,7 @@ class _MaskThread(threading.Thread):
             while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
                 now_s = self._do_job(_ThreadJob(call, index, now_s))
             if self.is_abandoned:
-                self.queue.forget_thread()
+                self.queue.remove_abandoned_thread()
                 return
             # Drop the reference, so that the objects of the call are freed while this thread waits.
             del call
@@ -259,7 +261,7 @@ class _MaskThread(threading.Thread):
             if self.is_abandoned:
                 return now_s
             call.used_s[index] += now_s - job.start_s
-            call.ended_pieces_s.append(call.used_s[index])
+            call.used_s_of_ended_pieces.append(call.used_s[index])
             call.results[index], call.error = result, call.error or error
             call.num_unfinished -= 1
             if not call.num_unfinished:
@@ -271,5 +273,5 @@ wait_at_exit(lambda thread: isinstance(thread, _MaskThread) and thread.job is no
 
 
 def _thread_time(thread: _MaskThread) -> float:
-    """Returns the processor time of a thread in seconds; the time of day if the system has no clock for it."""
+    """Returns the processor time of a thread in seconds; elapsed time if the system has no clock for threads."""
     return time.monotonic() if thread.clock is None else time.clock_gettime(thread.clock)

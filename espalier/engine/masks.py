@@ -42,7 +42,7 @@ class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
     rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
-    levels: [len(rows)] int64, the tree level that each mask belongs to."""
+    levels: [len(rows)] int64, the tree level that each mask holds for; 0 for no level."""
 
     rows: tuple[int, ...]
     forced: np.ndarray
@@ -50,8 +50,8 @@ class DraftGuideRows(NamedTuple):
     levels: np.ndarray
 
     def for_full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns forced [batch, S], masks [batch, words] and levels [batch].  A row without a grammar has no
-        limits."""
+        """Returns forced [batch, S], masks [batch, words] and levels [batch].  For a request without a grammar, they
+        allow every token."""
         fields = (self.forced, -1), (self.masks, ALL_ALLOWED), (self.levels, 0)
         forced, masks, levels = (_fill_full_batch(self.rows, values, batch, fill) for values, fill in fields)
         return forced, masks, levels
@@ -60,7 +60,8 @@ class DraftGuideRows(NamedTuple):
 class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
-    forced: [len(rows), K] int64, the token if only one may follow, else -1; masks: [len(rows), K, words] int32.
+    rows: the places of these requests in the batch; forced: [len(rows), K] int64, the token if only one may follow,
+    else -1; masks: [len(rows), K, words] int32.
     """
 
     rows: tuple[int, ...]
@@ -73,7 +74,8 @@ class BeamMasks(NamedTuple):
         return forced, _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
-# Returns the tokens that may follow draft rows.  Arguments: the rows' (tokens, ancestor_bits), on the host.
+# A function that returns which tokens may follow the draft's rows.  Arguments: tokens and ancestor_bits, as in
+# sampling.mask.AskAllowedTokens, on the host.
 AskBeamMasks = Callable[[Tensor, Tensor], BeamMasks]
 
 
@@ -82,7 +84,8 @@ class MaskBuilder:
 
     steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
     guides_forced: whether the draft gets forced tokens.  guides_mask: whether the draft gets masks of allowed tokens.
-    guides_all_levels: whether this also holds for the beams of deeper levels.  Only measurements set these to False."""
+    guides_all_levels: whether the draft gets both also at deeper tree levels, where it asks for them (`beam_masks`).
+    Only measurements set these three to False."""
 
     def __init__(self, vocab_size: int, steps: int):
         self.guides_forced = self.guides_mask = self.guides_all_levels = True
@@ -94,7 +97,7 @@ class MaskBuilder:
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:
-        """Returns the tokens that may follow each node of each tree."""
+        """Returns the masks of the tokens that may follow each node of each tree."""
         rows = _rows_with_masker(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
 
@@ -104,7 +107,7 @@ class MaskBuilder:
         answers = self._call_maskers([maskers[row] for row in rows], fill, all_threads=True)
         slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
         if slow:
-            # A copy, because an abandoned thread may still write.
+            # An abandoned thread may still write into the original array.
             masks = masks.copy()
             masks[slow] = 0
         return NodeMasks(rows, masks)
@@ -112,7 +115,7 @@ class MaskBuilder:
     def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
-        Only prompts that have been launched to their end get a mask, because only these prompts get a token.
+        Only a prompt whose last token is in this pass gets a mask, because only such a prompt gets a next token.
         """
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
         rows = _rows_with_masker(picking)
@@ -124,7 +127,9 @@ class MaskBuilder:
         return NodeMasks(rows, np.stack(masks)[:, None]).for_full_batch(len(batch))
 
     def guide_rows(self, maskers: Maskers) -> DraftGuideRows | None:
-        """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
+        """Returns the forced tokens and masks for the draft of a round; None without a tree or a grammar.
+
+        Called once a round, so this also halves the used times that earlier rounds left."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
         if not rows or not self.steps:
@@ -172,7 +177,7 @@ class MaskBuilder:
         out.forced[row, beam] = -1 if forced_token is None else forced_token
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
-        """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
+        """Returns the reason why the grammar allows no token; None if it allows some, or if there is no grammar."""
         if masker is None:
             return None
         [is_stuck] = self._call_maskers([masker], lambda _, masker: masker.is_stuck)

@@ -1,4 +1,4 @@
-"""Decides which tokens the next prefill pass enters.
+"""Decides which prompt tokens the next prefill pass computes.
 
 A pass runs pieces.  A piece is some consecutive tokens of one request.  All pieces are padded to one width.  A request
 may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces.
@@ -10,20 +10,21 @@ from typing import NamedTuple
 from espalier.layout import LaunchForm, RoundLayout, captured_form
 from espalier.request import Request
 
-# The fixed cost of a pass, as the number of rows that take as long.  A GPU reads the weights in the time of some 150
-# rows (its peak over its bandwidth, in bfloat16), and a round may run before the next pass.
+# The fixed cost of a pass, as the number of rows that take as long.  About 150 of these rows stand for reading the
+# weights (a GPU's bfloat16 peak over its bandwidth), the others for a round that may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
-# An eager pass of fewer rows takes the host longer than it takes an H200 to run it, for an 8B model (docs/log.md).
+# For an eager pass of fewer rows, the host takes longer to launch the kernels than an H200 takes to run them (8B model,
+# docs/log.md).
 MIN_EAGER_ROWS = 1024
-# Of the widths that enter at least this share of the best width's tokens a second, the largest is used, because it
-# makes few pieces.
+# Among the widths with at least this share of the best width's tokens a second, the largest is used, because it makes
+# few pieces.
 NEAR_BEST_RATE = 0.98
 
 
 class PrefillPass(NamedTuple):
     """The size of a prefill pass.
 
-    lengths: for each request of the batch, in order, the number of tokens to enter; width: the rows of each piece."""
+    lengths: for each request of the batch, in order, the number of tokens to compute; width: the rows of each piece."""
 
     lengths: tuple[int, ...]
     width: int
@@ -34,7 +35,7 @@ class PrefillPass(NamedTuple):
         return sum(-(-length // self.width) for length in self.lengths) * self.width
 
 
-# The pass of a launch that runs a round.
+# Stands for the missing pass of a launch that is a round.
 NO_PREFILL = PrefillPass((), 0)
 
 
@@ -50,7 +51,8 @@ def is_prefill_next(
 
     is_streamed: whether a decoding request is streamed.  Then passes and rounds alternate.  Otherwise prompts come
     first, because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows
-    reaches the fixed cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass."""
+    reaches PASS_OVERHEAD_ROWS.
+    idle_rows: how many rows the rounds since the last pass would have run for the requests in prefill."""
     if not prefilling or not decoding:
         return bool(prefilling)
     if is_streamed:
@@ -62,13 +64,13 @@ def is_prefill_next(
 def next_prefill_pass(
     layout: RoundLayout, tokens_left: Sequence[int], max_pass_rows: int, captured_forms: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """Returns the next pass: the fastest pass (the most tokens a second), or a captured pass that is about as good.
+    """Returns the next pass: the fastest pass (the most tokens a second), or a captured pass (a CUDA graph).
 
-    A captured pass is as good if it has about as few rows and at least as many tokens; the smallest is returned.  Here
-    the fastest pass counts as at least MIN_EAGER_ROWS rows.  If the fastest pass leaves tokens for the next pass,
-    nearly as many tokens suffice.  If no captured pass is as good, the fastest pass is returned; but if that
-    pass has fewer than MIN_EAGER_ROWS rows, the fastest of the captured passes is returned.
-    tokens_left: for each request, in queue order, the number of tokens still to enter.
+    The smallest captured pass that is about as good as the fastest pass is returned.  It is as good if it has at least
+    as many tokens, or nearly as many if the fastest pass leaves tokens for the next pass, and if it has at most a few
+    more rows, where the fastest pass counts as at least MIN_EAGER_ROWS rows.  If no captured pass is as good, the
+    fastest pass is returned, or, if that pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass.
+    tokens_left: for each request, in queue order, the number of tokens still to compute.
     max_pass_rows: the most rows of the pass, at most chunk_size.  captured_forms: Executor.captured_passes."""
     passes = [
         _pass_with_width(tokens_left, width, max_pass_rows) for width in layout.chunk_widths if width <= max_pass_rows
@@ -77,7 +79,7 @@ def next_prefill_pass(
     fitting = [form for form in captured_forms if form.pass_rows <= max_pass_rows]
     graphs = [(_pass_with_width(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
     max_graph_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
-    # If no pass enters all tokens, a few more tokens in the next pass cost little.
+    # If the pass does not compute all tokens anyway, a few more tokens in the next pass cost little.
     min_tokens = sum(fastest.lengths) * (NEAR_BEST_RATE if sum(fastest.lengths) < sum(tokens_left) else 1)
     for prefill, graph_rows in graphs:
         if graph_rows <= max_graph_rows and sum(prefill.lengths) >= min_tokens:
@@ -94,7 +96,7 @@ def _padded_rows(prefill: PrefillPass, captured_forms: Sequence[LaunchForm]) -> 
 
 
 def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
-    """Returns the widest of the passes that enter nearly the most tokens a second, and its padded rows.
+    """Returns the widest of the passes with nearly the most tokens a second, and the pass's padded rows.
 
     padded_passes: (pass, the number of rows that it is padded to)."""
     rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in padded_passes]

@@ -97,7 +97,7 @@ class FairQueue:
         """Notes that the entry of a request is no longer valid."""
         queue = self._queues[_client_of(request)]
         queue.num_waiting -= 1
-        # Without this, removed entries would stay forever after an entry whose request never gets a slot.
+        # Removed entries leave the heap here, because behind an entry that never gets a slot they would stay forever.
         if len(queue.heap) > 2 * queue.num_waiting + MAX_STALE_ENTRIES:
             queue.heap = list(filter(self.is_valid, queue.heap))
             heapify(queue.heap)

@@ -1,8 +1,8 @@
 """Rank 0's connections to the other ranks: messages to the ranks, answers of the ranks, and failed ranks.
 
 Only rank 0 has a scheduler.  Rank 0 sends each launch as plain values, and the grammar masks that the launch needs.
-Every rank runs the same launches and samples the same tokens.  So rank 0 sends no tokens: each other rank sends its
-tokens and trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
+Every rank runs the same launches and samples the same tokens, so rank 0 need not send sampled tokens.  As a check, each
+other rank sends its tokens and trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
 
 A thread watches the other ranks.  If a rank fails, the thread ends all processes and reports one reason.  A rank has
 failed if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (the process is stopped, or hangs), or if
@@ -54,6 +54,7 @@ class StartLaunch(NamedTuple):
     launch_input: LaunchInput
 
 
+# Start the propose and the verify stage of the staged launch.
 class ResumeRound(NamedTuple):
     guide: DraftGuideRows | None
 
@@ -64,6 +65,7 @@ class BeamAnswer(NamedTuple):
     beam_masks: BeamMasks
 
 
+# Start the settle stage of the staged launch.  masks: the tokens that may follow each node.
 class SettleRound(NamedTuple):
     masks: NodeMasks
 
@@ -75,7 +77,7 @@ class SendDecisions(NamedTuple):
 
 
 class UnloadModels(NamedTuple):
-    """Free the engine."""
+    """Free the models and the executor."""
 
 
 # Messages to rank 0.
@@ -110,7 +112,7 @@ class FailureReport(NamedTuple):
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
-    """Returns tokens, log-probabilities and trees of a launch as bytes.  Ranks that agree have equal bytes."""
+    """Returns tokens, log-probabilities and checksums of the trees as bytes.  Ranks that agree have equal bytes."""
     encoded = []
     for result in results:
         encoded.append(repr((result.tokens, result.is_finite, result.tree_checksum)).encode())

@@ -29,7 +29,9 @@ from espalier.speculate.tree import VOID, Tree
 class ResultColumns:
     """The columns of a row of the ring: for each value of a request's output a slice of [0, width).
 
-    own_text_paths, candidates: as in RequestResult, as int64 values.
+    length: the number of emitted tokens.  num_finite: how many of these come before the first one with non-finite
+    logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
+    tokens, parents, depths, scores: of all nodes.  own_text_paths, candidates: as in RequestResult, as int64 values.
     logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
     max_top_logprobs: how many likeliest tokens a row of `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.
     checksum_weights: int64, the factors of tokens and parents in RequestResult.tree_checksum."""
@@ -63,7 +65,7 @@ class ResultColumns:
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
             width=ends[-1],
             max_top_logprobs=min(MAX_LOGPROBS, vocab_size),
-            # Any large odd numbers; products and sums wrap around.
+            # Any large odd numbers will do, because the checksum's products and sums wrap around.
             checksum_weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
         )
 
@@ -85,7 +87,7 @@ class ResultsRing:
         """Writes the output of a launch to ring entry `ring_entry` [1]."""
         path, tree = output.path, output.tree
         columns = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
-        # write_results fills all other columns with the void token.  So a launch without a tree has only void nodes.
+        # write_results fills all other columns with VOID (-1).  So a launch without a tree has only void nodes.
         if tree is not None:
             columns |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             columns |= {"depths": tree.depths, "scores": tree.scores}
@@ -155,7 +157,7 @@ def _read_candidates(
     columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
     """Returns RequestResult.candidates and RequestResult.counts_by_source of each request."""
-    # A copy, because the next launch with this ring entry overwrites its buffer.
+    # The values are copied, because the next launch with this ring entry overwrites the entry's buffer.
     candidates = ring_entry[:, columns.candidates].copy()
     if not candidates.size or (candidates == VOID).all():
         return ((None,) * len(ring_entry),) * 2
@@ -202,8 +204,8 @@ def read_trees(columns: ResultColumns, ring_entry: np.ndarray) -> list[tuple[lis
     return list(zip(ring_entry[:, columns.tokens].tolist(), ring_entry[:, columns.parents].tolist(), strict=True))
 
 
-# The functions below copy rows.  A view would keep the rows of the whole batch alive, and the next launch with this
-# ring entry overwrites its buffer.
+# The functions below copy rows, because a view would keep the rows of the whole batch in memory, and because the next
+# launch with this ring entry overwrites the entry's buffer.
 
 
 def _read_logprobs(

@@ -11,9 +11,10 @@ from espalier.request import Request
 
 
 class RoundTrees:
-    """The trees of the rounds.
+    """Decides the tree of each round, and counts results.
 
-    chooser: None to run the layout's trees always; runs_any_tree: as in Executor.
+    chooser: chooses among RoundLayout.choices; None to run the fixed tree of each batch size; runs_any_tree: as in
+    Executor.
     num_rounds: how many rounds of each tree were launched."""
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
@@ -63,7 +64,7 @@ class RoundTrees:
         max_depths: Sequence[int],
         num_correct: Sequence[int],
     ) -> None:
-        """Count the results of a launch.
+        """Counts the results of a launch.
 
         max_depths: for each request, the greatest depth at which it could accept nodes; num_correct: the result of
         GuessSources.count_correct_guesses."""

@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only when results are
-processed, or when no launch is in flight.  Then its slot and pages are released, exactly once.  Each time a request
-leaves its slot, its generation grows.  Results of an older generation are dropped.
+The scheduler works on the host alone.  A request leaves its slot when it ends or is preempted.  This happens only while
+results are processed, or while no launch is in flight.  Then the request's slot and pages are released, and its counter
+`Request.generation` is increased by 1.  Results of launches with an older generation are dropped.
 """
 
 from bisect import insort
@@ -45,8 +45,12 @@ from espalier.stats import SpeculationStats
 class Scheduler:
     """Chooses launches and processes their results.
 
-    captured_passes: see Executor.  round_trees: by default the layout's trees.  state_keeper: None for a model without
-    recurrent states.  guess_sources: by default none.  num_rounds: how many rounds were launched, by batch size.
+    rounds_in_flight: how many rounds may be launched and not read: 2 with overlap, else 1.
+    captured_passes: the forms of prefill passes that are CUDA graphs (Executor).
+    round_trees: gives the tree of each round; by default the fixed tree of each batch size.
+    state_keeper: None for a model without recurrent states.
+    guess_sources: the sources that propose tokens beside the draft; by default none.
+    num_rounds: how many rounds were launched, by batch size.
     on_round: called with a RoundTrace for each request of each round; None by default."""
 
     def __init__(
@@ -80,7 +84,8 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._launches_in_flight = 0
         self._last_was_prefill = False
-        # The rows that idle slots could have run since the last prefill pass: the cost of delaying the next pass.
+        # The cost of delaying the next prefill pass: how many rows the rounds since the last pass would have run for
+        # the requests in prefill.
         self._idle_rows = 0.0
         self._output_chunks: list[OutputChunk] = []
         self._aborted_requests: list[Request] = []
@@ -90,7 +95,8 @@ class Scheduler:
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Ends a request at its next result, or before the next launch if it has no slot or no launch is in flight."""
+        """Marks a request to be ended: when its next result is read, or before the next launch if the request has no
+        slot or no launch is in flight."""
         request.aborted = True
         self._aborted_requests.append(request)
 
@@ -99,7 +105,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._launches_in_flight or self._output_chunks)
 
     def next_launch(self) -> Launch | None:
-        """Returns a prefill pass or a round; None if launches must be read first, or if there is nothing to do."""
+        """Returns a prefill pass or a round; None if a result must be read first, or if there is nothing to do."""
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
@@ -112,9 +118,10 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns the grammars of a staged round.  All earlier results must have been processed.
+        """Returns each request's masker in a staged round; None for a request without a grammar.
 
-        A request that has left its slot since the launch gets no grammar, because its results will be dropped.
+        All earlier results must have been processed.  A request that has left its slot since the launch gets None,
+        because its results will be dropped.
         """
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.launched_requests)
 
@@ -149,7 +156,7 @@ class Scheduler:
     # Slots
 
     def fits(self, request: Request) -> bool:
-        """Returns whether the pool could hold the request to its end if all its pages were free."""
+        """Returns whether the request fits into the pool to its end, if no other request has pages."""
         num_rows = request.max_num_tokens(self.layout.max_context) + self.rounds_in_flight - 1
         return self.layout.pages_for(num_rows) < self.pool.num_pages
 
@@ -169,7 +176,8 @@ class Scheduler:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Returns whether another sample of this prompt is still in its prefill.  This request will share its pages."""
+        """Returns whether the request must wait until the first sample of the same prompt has ended its prefill.  Then
+        the request can share the pages of that prefill."""
         leader = request.prefix_leader
         return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
@@ -179,7 +187,8 @@ class Scheduler:
         if self._unfit_request == (request, self.pool.num_release_calls):
             return False  # no page was released since the last try
         tokens = request.tokens
-        # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
+        # The last token of a preempted request becomes the root of its next tree.  The next round computes the root's
+        # row, so the prefill ends before the root.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
         has_draft_rows = self.round_trees.has_draft_rows(request)
         shared_pages = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], has_draft_rows)
@@ -281,7 +290,8 @@ class Scheduler:
         prompt_rows: PromptRows | None = None,
         guesses: SourceGuesses = NO_GUESSES,
     ) -> Launch:
-        # Slot inits go with a prefill pass, which a request with a new slot needs first.  A round has a fixed form.
+        # Slot inits go with a prefill pass, because a request with a new slot needs one first.  A round takes none,
+        # because its launch input has a fixed size.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
@@ -329,11 +339,13 @@ class Scheduler:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
 
     def _read_round_result(self, request: Request, result: RequestResult) -> int:
-        """Returns the greatest depth at which the request could accept nodes."""
+        """Processes a round's result for one request.  Returns the greatest depth at which the request could accept
+        nodes."""
         request.rounds_in_flight -= 1
         prefix_len, pages = request.num_known, request.pages
         request.num_known += len(result.tokens)
-        # The target picked the last token, and the draft the others.  Without finite logits, the last token is missing.
+        # The last token is the target's own; the tokens before it are accepted draft tokens.  If the logits were not
+        # finite, the last token is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         num_kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
@@ -345,7 +357,7 @@ class Scheduler:
         depth = min(max_depth, result.tree_size.depth)
         if num_kept:
             for stats in (request.stats, self.totals):
-                # The tree may have nodes deeper than this request allows, because the batch has one shape.
+                # The tree may have nodes deeper than this request allows, because all trees of a batch have one shape.
                 stats.add(num_kept, min(num_kept, num_accepted), result.tree_size.num_tokens_to_depth(depth), depth)
         if self.on_round is not None and result.tree is not None:
             size = self.layout.page_size
@@ -388,8 +400,9 @@ class Scheduler:
     # Ended and preempted requests
 
     def _drop_aborted(self) -> None:
-        """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
-        # The list is replaced before it is read, so an abort that interrupts this method goes to the new list.
+        """Finishes aborted requests without a slot.  If no launch is in flight, also finishes aborted requests with a
+        slot."""
+        # The list is replaced before it is read, so a call of `abort` during this method goes to the new list.
         aborted, self._aborted_requests = self._aborted_requests, []
         for request in aborted:
             if request.is_done:
@@ -418,7 +431,8 @@ class Scheduler:
         self.guess_sources.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
-        """Puts a running request back into the queue.  The request keeps its tokens, the prefix cache its pages."""
+        """Puts a running request back into the queue.  The request keeps its tokens.  Its full pages stay in the prefix
+        cache, if there is one."""
         self.num_preempted += 1
         self._release_slot(request)
         self.waiting.add(request)
@@ -431,7 +445,7 @@ class Scheduler:
         self.state_keeper.on_slot_released(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE_ERROR:
-            # A library may multiply stale rows by zero, and zero times NaN is NaN.
+            # Free pages must hold no NaN: a library may multiply old rows by zero, and zero times NaN is NaN.
             self._pages_to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
         self._slot_inits = [slot_init for slot_init in self._slot_inits if slot_init.slot != request.slot]

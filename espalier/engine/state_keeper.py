@@ -23,7 +23,7 @@ NO_SNAPSHOT = (0, ZERO_ROW)
 
 
 class NoStateKeeper:
-    """The keeper of a model without states.  A request begins where its cached rows end."""
+    """Serves the scheduler for a model without recurrent states.  A request begins where its cached rows end."""
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
@@ -34,12 +34,12 @@ class NoStateKeeper:
         return first_row, num_cached_tokens
 
     def max_prefill_tokens(self, request: Request) -> int:
-        """Returns the most tokens of the request that the next pass may enter."""
+        """Returns the most tokens of the request that the next prefill pass may compute."""
         return request.prefill_len - request.num_prefilled
 
     def snapshots_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> IntPairs:
-        """Returns LaunchInput.snapshots of a pass.  lengths: for each request, the number of tokens that the pass
-        enters."""
+        """Returns LaunchInput.snapshots of a prefill pass.  lengths: for each request, the number of tokens that the
+        pass computes."""
         return ()
 
     def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
@@ -65,7 +65,7 @@ class RequestSnapshots:
     """The snapshots of a running request, as (number of tokens up to the end of the page, row of the snapshot).
 
     planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.
-    taken_snapshots: the snapshots of prefill passes.
+    taken_snapshots: the snapshots that prefill passes took, for pages that are not in the prefix tree yet.
     pending_snapshot: the snapshot that rounds will take next; last_snapshot: the last snapshot that rounds took."""
 
     planned_ends: list[int]
@@ -82,7 +82,7 @@ class RequestSnapshots:
 
 
 class StateKeeper(NoStateKeeper):
-    """The keeper of a model with states.
+    """Serves the scheduler for a model with recurrent states.
 
     snapshot_rows: the rows for snapshots.  prefix_tree: None without a prefix cache; then no snapshots are taken.
     decode_interval, prompt_interval: tokens between two snapshots, rounded up to whole pages where they are used."""
@@ -100,7 +100,7 @@ class StateKeeper(NoStateKeeper):
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         assert request.slot is not None
-        # The cached pages whose snapshots stand at or before `first_row`.
+        # The number of cached pages whose snapshots are states at or before `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
         hit_index = self.snapshot_rows.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
@@ -125,7 +125,7 @@ class StateKeeper(NoStateKeeper):
 
     def max_prefill_tokens(self, request: Request) -> int:
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
-        # A pass takes at most one snapshot of a request.  So if several are planned, the pass ends at the first.
+        # A pass takes at most one snapshot of a request.  So if more are planned, the pass ends at the first of them.
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
 
     def snapshots_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> IntPairs:

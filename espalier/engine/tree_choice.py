@@ -21,17 +21,18 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
-# A tree is explored if its expected tokens a second are at least this share of the best tree's.  MIN_UNKNOWN_RATE holds
-# for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py).  It also holds for trees
-# deeper than the current tree, because current rounds do not show what deeper levels accept.
+# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  Instead,
+# MIN_UNKNOWN_RATE holds for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py),
+# and for trees deeper than the current tree, because current rounds do not show how deep tokens are accepted.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
-# Plain decoding and trees without a draft pass do not measure acceptance.  So when an exploration starts, all older
-# rounds together weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
+# Plain decoding and trees without a draft pass do not show how often the draft's tokens are accepted.  So when an
+# exploration starts, all older rounds together weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
 OLD_ROUNDS_WEIGHT = 0.5
-# A choice that lasted more than LASTING_ROUNDS rounds counts as no mistake.  After LOGGED_ROUNDS rounds, it is logged.
+# If plain decoding replaces a tree that ran for more than LASTING_ROUNDS rounds, the tree was no mistake, so the next
+# exploration comes soon.  A tree that has run for LOGGED_ROUNDS rounds is logged.
 LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
-# The tokens per unit of time are averaged over TOKEN_RATE_ROUNDS rounds.  Expected gains of looked-up guesses are
-# uncertain, so a round of these guesses alone must beat a round with a draft by MIN_LOOKUP_GAIN tokens.
+# The tokens per unit of time are averaged over TOKEN_RATE_ROUNDS rounds.  The expected gains of looked-up guesses are
+# uncertain, so a round without the draft must be expected to beat a round with the draft by MIN_LOOKUP_GAIN tokens.
 TOKEN_RATE_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
@@ -84,7 +85,7 @@ class TreeChooser:
         return None
 
     def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        """Count the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
+        """Counts the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
 
         samples: one for each request that can accept guesses; rows: the rows that were verified, without void rows;
         lookup_samples: the samples that the round would have had without the draft."""
@@ -107,9 +108,10 @@ class RoundInFlight:
 
 @dataclass
 class BucketState:
-    """The state of the choice for batches of one bucket.
+    """The state of the choice for one bucket, a range of batch sizes (layout.next_bucket).
 
-    size: the bucket's batch size.  tree: the current choice; rounds_held: the rounds since it was chosen.
+    size: the bucket's largest batch size.  trees: the trees to choose from.  tree: the chosen tree.
+    rounds_held: the rounds since this tree was chosen.
     interval: the rounds between explorations; plain_interval: this interval during plain decoding.
     rounds_to_exploration: the rounds until the next exploration.
     explored_tree, exploring_rounds: the tree and the remaining rounds of an exploration.
@@ -134,7 +136,7 @@ class BucketState:
 
 
 class TreeChoice(TreeChooser):
-    """Chooses by measurement.  clock: in seconds.  is_lookup: whether guesses are looked up in the text."""
+    """Chooses by measurement.  clock: returns the time in seconds.  is_lookup: whether the drafter is n-gram lookup."""
 
     def __init__(
         self, layout: RoundLayout, costs: RoundCosts, is_lookup: bool, clock: Callable[[], float] = perf_counter
@@ -150,15 +152,16 @@ class TreeChoice(TreeChooser):
         )
         self.buckets: dict[int, BucketState] = {}
         self.num_choices = self.num_changes = 0
-        # The time of the latest rounds, and the tokens of a request in that time.
+        # In the latest rounds: the tokens of a request (numerator), and the time of these rounds (denominator).
         self.token_rate = DecayingRate()
         self._in_flight: deque[RoundInFlight] = deque()
         self._last_read_round: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """Forgets all estimates on a CPU if guesses are looked up: a new text may repeat itself more or less.
+        """With n-gram lookup on a CPU, forgets all estimates, because a new text may repeat itself more or less.
 
-        A draft model is about equally good in every text, and on a GPU prompts enter too often."""
+        Estimates of a draft model are kept, because it is about equally good in every text.  On a GPU they are kept,
+        because prompts enter the batch too often."""
         self._last_read_round = None
         if not self.costs.uses_clock and self.pace is LOOKUP_PACE:
             self.acceptance.reset()
@@ -190,7 +193,7 @@ class TreeChoice(TreeChooser):
         The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
         draft_tree = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(draft_tree, bucket.size, context)
-        # An exploration ends early only if `lookup_tree` beats all tokens that the explored tree could give.
+        # An explored tree is left for `lookup_tree` only if its greatest possible number of tokens is too small.
         tokens = 1.0 + draft_tree.steps
         if draft_tree == bucket.tree:
             tokens = self.rate(draft_tree, bucket.size, share, context) * seconds
@@ -251,7 +254,7 @@ class TreeChoice(TreeChooser):
         return tree
 
     def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:
-        """The expected tokens a second of one request."""
+        """The expected tokens a second of one request.  share: as in `_choose`."""
         gained = share * (self._acceptance_of(tree).accept_length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, bucket_size, context)
 
@@ -290,7 +293,7 @@ class TreeChoice(TreeChooser):
         return bucket.explored_tree
 
     def _min_rival_rate(self, bucket: BucketState, tree: TreeShape) -> float:
-        """The least expected tokens a second of a tree that is explored, over the best tree's."""
+        """The least expected tokens a second, divided by the best tree's, with which this tree is explored."""
         is_known = (bucket.size, tree) in self.times.corrections and tree.steps <= bucket.tree.steps
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 

@@ -1,4 +1,4 @@
-"""Refuses schemas and grammars with a part that has no finite text: the output would run to its token limit."""
+"""Refuses schemas and grammars with a part that has no finite text, because the output would run to its token limit."""
 
 import json
 import re
@@ -25,8 +25,8 @@ def require_finite_values(schema: Mapping[str, Any]) -> None:
     """Refuse a schema with a subschema that has no finite value.  Raises EspalierError with the innermost such place.
 
     schema: an enforceable schema and its subschemas, by place (JSON pointer).  Every $ref refers to such a place."""
-    finite_places = _names_with_finite_text(schema, _can_end, _references)
-    # The innermost place first: the user must change the schema there.
+    finite_places = _names_with_finite_text(schema, _has_finite_value, _references)
+    # The innermost place is first, because the user must change the schema there.
     endless = sorted(schema.keys() - finite_places, key=lambda place: (-place.count("/"), place))
     if endless:
         problem = "no value ends: the schema always needs itself again, or more entries than it allows"
@@ -37,7 +37,7 @@ def _names_with_finite_text(
     parts: Mapping[Any, Any], is_finite: Callable[[Any, set[Any]], bool], requires: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
     """Returns the names of the parts (subschemas or rules) with a finite text.  is_finite(part, finite_names):
-    whether the part has a finite text if the parts `finite_names` have.  requires(part): the names it refers to."""
+    whether the part has a finite text if the parts `finite_names` have.  requires(part): the names in the part."""
     dependent_names: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in requires(part):
@@ -64,27 +64,29 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-def _can_end(schema: Any, finite: set[str]) -> bool:
+def _has_finite_value(schema: Any, finite_places: set[str]) -> bool:
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:
-        return schema["$ref"] in finite
+        return schema["$ref"] in finite_places
     if "anyOf" in schema:
-        return any(_can_end(branch, finite) for branch in schema["anyOf"])
+        return any(_has_finite_value(branch, finite_places) for branch in schema["anyOf"])
     if schema.get("type") == "array":
         first = schema.get("prefixItems", [])
         needs_more = schema.get("minItems", 0) > len(first)
-        return all(_can_end(item, finite) for item in first) and (not needs_more or _can_end(schema["items"], finite))
+        return all(_has_finite_value(item, finite_places) for item in first) and (
+            not needs_more or _has_finite_value(schema["items"], finite_places)
+        )
     if schema.get("type") == "object":
-        return _object_can_end(schema, finite)
+        return _has_finite_object(schema, finite_places)
     return True
 
 
-def _object_can_end(schema: dict[str, Any], finite: set[str]) -> bool:
+def _has_finite_object(schema: dict[str, Any], finite_places: set[str]) -> bool:
     properties = schema.get("properties", {})
     if not properties:
-        return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), finite)
-    finite_names = {name for name, value in properties.items() if _can_end(value, finite)}
+        return not schema.get("minProperties") or _has_finite_value(schema.get("additionalProperties"), finite_places)
+    finite_names = {name for name, value in properties.items() if _has_finite_value(value, finite_places)}
     return finite_names >= set(schema.get("required", ())) and len(finite_names) >= schema.get("minProperties", 0)
 
 

@@ -1,8 +1,8 @@
 """The "format" values of JSON Schema strings, each as a regular expression.
 
-The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some expressions allow less
-than their standard, so that every parser accepts the text: no leap second, no quoted mail address.  Lengths are not
-limited; minLength and maxLength of the schema do that.
+The expressions are exact: dates follow the calendar, and IPv4 addresses have no leading zeros.  Some expressions allow
+less than their standard, so that every parser accepts the text: no leap second, no quoted mail address.  Host names,
+mail addresses and URIs have no length limit, except in the variants for strings with a maxLength (_SHORT_FORMATS).
 """
 
 from collections.abc import Mapping
@@ -53,8 +53,8 @@ def _base64(last_characters: str) -> str:
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# The lengths are not bounded here, because each character of a bounded part adds a state to the compiled grammar, which
-# takes some 10 ms.
+# The lengths are not bounded here, because each character of a bounded part adds a state to the grammar, and each state
+# takes some 10 ms to compile.
 _HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"

@@ -2,7 +2,7 @@
 
 An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  As JSON
 Schema defines, a schema's pattern may match anywhere in the string: without ^ any text may come before, and without $
-any text may come after.  Generated JSON strings have only characters that JSON need not escape.
+any text may come after.  Generated JSON strings have only characters that need no escape in JSON.
 """
 
 import re
@@ -133,7 +133,7 @@ def _refusal(noun: str, regex: str, fault: str, position: int, remedy: str) -> E
 
 
 def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without anchors.  outside: replaces a missing ^ or $, as the texts allowed there."""
+    """Returns the node without anchors.  outside: the node to add before the regex without ^, or after it without $."""
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, noun), False, outside, regex, noun)
 
 
@@ -353,11 +353,11 @@ class _RegexParser:
         while not self._skip_if_next("]"):
             if not self._peek():
                 raise self._refusal_at("'[' that is not closed", r"add ']', or write \[ for the character", start)
-            members.append(self._read_range())
+            members.append(self._read_class_member())
         characters = Characters(*(union(each for part in side for each in part) for side in zip(*members, strict=True)))
         return characters.negated() if is_negated else characters
 
-    def _read_range(self) -> Characters:
+    def _read_class_member(self) -> Characters:
         at = self.position
         first = self._read_range_end()
         if self._peek() != "-" or self.regex[self.position + 1 : self.position + 2] in ("]", ""):

@@ -1,6 +1,6 @@
 """A regular expression as a tree of nodes, and as a text that all parts of xgrammar interpret correctly.
 
-A set of characters is a tuple of sorted, separate ranges of code points, without surrogates.  \\d, \\w and \\s match
+A set of characters is a tuple of sorted, disjoint ranges of code points, without surrogates.  \\d, \\w and \\s match
 only ASCII in some dialects of regular expressions, and all of Unicode in others.  So each class has two sets: the
 characters that every dialect accepts, and the characters that at least one dialect accepts.
 """
@@ -34,7 +34,7 @@ def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Returns the same characters as sorted, separate ranges."""
+    """Returns the same characters as sorted, disjoint ranges."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -87,7 +87,7 @@ NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")
 
 
 CARET_RANGES = ranges_of_text("^")
-# The last code points with two and with three bytes in UTF-8 (_without_utf8_gaps).
+# The last code points that have two and three bytes in UTF-8.  _without_utf8_gaps says why ranges must not span them.
 UTF8_GAPS = (0x7FF, 0xFFFF)
 # The largest repetition count that xgrammar unrolls.
 MAX_UNROLLED = 128
@@ -113,7 +113,7 @@ class Seq:
 
 @dataclass(frozen=True)
 class Alt:
-    """An alternative of branches.  An Alt without branches matches no text."""
+    """Any of several branches, as in a|b.  An Alt without branches matches no text."""
 
     branches: tuple["Node", ...]
 
@@ -129,7 +129,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The anchor ^ or $.  position: its index in the regex, for errors."""
+    """The anchor ^ or $.  position: the anchor's index in the regex, for errors."""
 
     is_start: bool
     position: int
@@ -150,7 +150,8 @@ def seq(parts: list[Node]) -> Node:
 
 
 def alt(branches: list[Node]) -> Node:
-    """Returns a node for any of the branches.  An empty branch makes the others optional: no text matches twice."""
+    """Returns a node for any of the branches.  An empty branch makes the other branches optional instead of being kept,
+    so that no text matches in two ways."""
     distinct = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
     node = distinct[0] if len(distinct) == 1 else Alt(distinct)
     return repeat(node, 0, 1) if EMPTY_TEXT in branches else node

@@ -78,7 +78,7 @@ def _deduplicate_patterns(schema: dict[str, Any]) -> None:
     new_names = (name for i in count() if (name := f"string{i}") not in old_defs)
     names = {pattern: next(new_names) for pattern in num_uses if num_uses[pattern] > 1}
     for part in string_schemas:
-        if (pattern := part.get("pattern")) in names:  # None: an object at two places, already replaced
+        if (pattern := part.get("pattern")) in names:  # None: an object at two places, replaced at the first
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
@@ -102,7 +102,7 @@ class _SchemaRewriter:
         self.original_schemas: dict[str, Any] = {}
         # The enforceable schemas by place (JSON pointer).
         self.rewritten_schemas: dict[str, Any] = {}
-        # By reference: all values of its target; None if they cannot be listed.
+        # By reference: all values of the schema that it refers to; None if they cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
         self.reference_targets: dict[str, str] = {}
         # The schemas of each oneOf, by the oneOf's place.
@@ -219,7 +219,7 @@ class _SchemaRewriter:
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def _infer_type(self, rules: dict[str, Any], path: str) -> str:
-        """Returns the type that has all these keywords.  Without a type, values of other types would be valid too."""
+        """Returns the type that has all these keywords.  JSON Schema itself would also allow values of other types."""
         types = [type_name for type_name, keywords in KEYWORDS_OF.items() if rules.keys() <= keywords]
         numeric_types = [type_name for type_name in types if type_name in ("integer", "number")]
         if "format" in rules:
@@ -238,10 +238,10 @@ class _SchemaRewriter:
         return types
 
     def _rewritten_type(
-        self, type_name: str, rules: dict[str, Any], path: str, depth: int, is_one_of: bool
+        self, type_name: str, rules: dict[str, Any], path: str, depth: int, has_other_types: bool
     ) -> dict[str, Any]:
         rules_of_type = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[type_name]}
-        if is_one_of and type_name != "string" and not is_known_format(type_name, rules_of_type.get("format")):
+        if has_other_types and type_name != "string" and not is_known_format(type_name, rules_of_type.get("format")):
             rules_of_type.pop("format", None)
         if type_name not in ("integer", "number"):
             check_count_keywords(rules_of_type, path)
@@ -327,7 +327,7 @@ class _SchemaRewriter:
         if "$ref" in schema:
             place = schema["$ref"]
             if place not in self.values_of_reference:
-                self.values_of_reference[place] = None  # while the call below runs: the schema may refer to itself
+                self.values_of_reference[place] = None  # ends the recursion of a schema that refers to itself
                 target = self._schema_at(place)
                 if target is not None:
                     self.values_of_reference[place] = self._all_values(

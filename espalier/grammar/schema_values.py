@@ -31,12 +31,12 @@ from espalier.grammar.regex_tree import (
     seq,
 )
 
-# The characters of one repetition, if a repeated part of variable length must become shorter.
+# If a repeated part of variable length must become shorter, each repetition gets this many characters.
 CHARS_PER_REPETITION = 10
 
 
 def limit_length(node: Node, minimum: int, maximum: int | None) -> Node:
-    """Returns a node for the texts of `minimum` to `maximum` characters; NO_TEXT if none.  node: without anchors."""
+    """Returns a node for texts of `node`, which has no anchors, with `minimum` to `maximum` characters, or NO_TEXT."""
     if maximum is not None:
         node = _limit_to_most(node, maximum)
     return node if node == NO_TEXT else _limit_to_least(node, minimum)
@@ -72,7 +72,7 @@ def _limit_to_most(node: Node, maximum: int) -> Node:
     if low == high:
         return repeat(node.repeated, node.minimum, maximum // low)
     limit = maximum // max(low, 1) if node.maximum is None else min(node.maximum, maximum // max(low, 1))
-    # One count for all lengths, because xgrammar would misread alternatives of repetitions.
+    # Use the same count for parts of all lengths, because xgrammar would misread alternatives of repetitions.
     size = int(min(high, max(low, CHARS_PER_REPETITION)))
     times = max(node.minimum, min(limit, maximum // size or 1))
     return repeat(_limit_to_most(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
@@ -261,7 +261,7 @@ def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, 
 
 
 def _json_equality_key(value: Any) -> Any:
-    """Returns a key that is the same for values that JSON Schema calls equal: for 1.0 and 1, but not for True."""
+    """Returns a key that is the same for values that JSON Schema calls equal, such as 1.0 and 1, but not 1 and True."""
     if isinstance(value, list):
         return [_json_equality_key(item) for item in value]
     if isinstance(value, dict):
@@ -281,7 +281,7 @@ def _bounds_in_units(bounds: dict[str, Any], denominator: int) -> tuple[int | No
 
 
 def _bound_in_units(bounds: dict[str, Any], keyword: str, denominator: int) -> Fraction:
-    """Returns a bound in units of 1/denominator.  Its decimal text is exact; its binary float is not."""
+    """Returns a bound in units of 1/denominator, from the bound's decimal text, because a binary float is not exact."""
     return Fraction(repr(bounds[keyword])) * denominator
 
 

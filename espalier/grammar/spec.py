@@ -9,10 +9,10 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
-# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
-# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
-# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
-# that runs when the request arrives, and the request's own first round.
+# The processor time that all grammars of a round may take together, counting half of what they took in the previous
+# round.  After this time the engine goes on without the grammars that took more than their share.  Ordinary grammars
+# take less than a fiftieth of this time.  A new request may have to wait for this time twice: in the round that runs
+# when the request arrives, and in the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
 # The errors by which the engine ends a request because of its grammar.
 NO_TOKEN_LEFT_ERROR = (
@@ -39,9 +39,9 @@ class Grammar:
     strict: True refuses a JSON schema whose objects may have unnamed properties.  False accepts the schema, and the
     output has only named properties.
     after: text that ends the model's reasoning, such as "</think>".  The grammar applies only after this text; None:
-    from the first token.  Each wrong field raises EspalierError."""
+    from the first token.  A wrong field raises EspalierError."""
 
-    kind: GrammarKind = ""  # type: ignore[assignment]  # refused below, with the kinds
+    kind: GrammarKind = ""  # type: ignore[assignment]  # "" is refused with a list of the kinds
     spec: str = ""
     strict: bool = True
     after: str | None = None

@@ -22,7 +22,8 @@ class ForcedTokens:
 class TokenMasker(Protocol):
     """Makes the token masks of one request by its grammar.  espalier/masking/masker.py implements this interface.
 
-    All methods except `push` may be slow.  The engine calls them in threads, one at a time, and abandons slow calls.
+    All methods except `push` may be slow.  The engine calls these methods in threads, one at a time, and
+    abandons slow calls.
     """
 
     def push(self, token_id: int) -> None:

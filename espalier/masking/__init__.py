@@ -1,1 +1,1 @@
-"""Grammars in use: xgrammar compiles them, and makes the masks of each output."""
+"""Compiles grammars with xgrammar, and makes the token masks of each output."""

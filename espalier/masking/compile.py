@@ -1,10 +1,11 @@
-"""Compiles grammars with xgrammar in threads, tries their masks, and keeps the results.
+"""Compiles grammars with xgrammar in threads, measures the time of their masks, and keeps the compiled grammars.
 
-A request waits for its grammar until MAX_WAIT_S after the compilation began.  Then the compilation is given up: the
-request is refused with CompilerBusy, because load may be the cause.  The compiling thread cannot be ended, so it runs
-on, and a retry gets its result.  After MAX_COMPILE_S, the grammar is refused for good, unless its compilation still
-succeeds.  While MAX_RUNNING_COMPILATIONS given-up compilations run, no other compilation can begin.  So waiting and new
-grammars are refused with CompilerBusy.  Compiling releases the GIL, so other requests go on.
+A request waits for its grammar until MAX_WAIT_S after the compilation began.  Then the request is refused with
+CompilerBusy, because a high load may be the cause.  This compilation is "given up": its thread cannot be ended, so it
+runs on, and a later request for the same grammar gets its result.  MAX_COMPILE_S after the compilation began, later
+requests are refused with another error, until the compilation ends.  While MAX_RUNNING_COMPILATIONS given-up
+compilations run, no other compilation can begin, so waiting and new grammars are refused with CompilerBusy.  Compiling
+releases the GIL, so other requests go on.
 """
 
 import copy
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0
 MAX_COMPILE_S = 60.0
-# The largest number of compilations at the same time, with those that were given up.
+# The largest number of compilations at the same time, given-up compilations included.
 MAX_RUNNING_COMPILATIONS = 4
+# The most threads of one compilation.
 MAX_THREADS = 8
 # Memory limits, in bytes: of one grammar, and of all grammars that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT_GRAMMARS = 1024
 THREAD_NAME = "espalier-grammar"
-# The time and the source location at the start of xgrammar's errors.
+# Matches the time and the source location at the start of xgrammar's error texts.
 ERROR_LOCATION = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 CacheKey = tuple[str, str, bool]
@@ -69,7 +71,7 @@ class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
     wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
-    count from the compilation's begin.  num_given_up: the number of given-up compilations that still run."""
+    count from the start of the compilation.  num_given_up: the number of given-up compilations that still run."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = MAX_WAIT_S, time_limit_s: float = MAX_COMPILE_S
@@ -86,9 +88,9 @@ class GrammarCompiler:
         self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Starts to compile a grammar, or returns the earlier result.
+        """Starts to compile a grammar, or returns the future of an earlier call with the same grammar.
 
-        The future raises EspalierError with the reason, which is CompilerBusy if a retry may succeed.
+        The future raises EspalierError with the reason: CompilerBusy if a retry may succeed.
         """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
@@ -111,7 +113,7 @@ class GrammarCompiler:
 
     def _run_compilation(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
         with self._running_compilations:
-            if future.done():  # refused while it waited
+            if future.done():  # the grammar was refused while it waited for this semaphore
                 return
             lower_priority(threading.get_native_id())  # running streams come first
             timer = _call_after(self.wait_s, self._give_up_waiting, key, future)
@@ -131,7 +133,7 @@ class GrammarCompiler:
                     future.set_exception(outcome)
                 else:
                     future.set_result(outcome)
-                self._drop_oldest_grammar()
+                self._drop_oldest_grammars()
 
     def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
         with self._lock:
@@ -149,7 +151,7 @@ class GrammarCompiler:
         _call_after(self.time_limit_s - self.wait_s, self._refuse_grammar, key, future)
 
     def _refuse_grammar(self, key: CacheKey, given_up_future: "Future[CompiledGrammar]") -> None:
-        """Refuse a grammar for good, unless its compilation has ended after it was given up."""
+        """Refuse a grammar until its given-up compilation ends.  Does nothing if the compilation has ended."""
         with self._lock:
             if self._futures.get(key) is given_up_future:
                 self._futures[key] = Future()
@@ -157,12 +159,12 @@ class GrammarCompiler:
                 self._futures[key].set_exception(EspalierError(why))
 
     def _refuse_waiting_grammars(self) -> None:
-        """Refuses the grammars that still wait.  They could begin only after a thread ends, which may never happen."""
+        """Refuses the waiting grammars.  Their compilations could begin only when a thread ends, if one ever ends."""
         for key, waiting in [(key, future) for key, future in self._futures.items() if not future.done()]:
             waiting.set_exception(_busy_error())
             del self._futures[key]
 
-    def _drop_oldest_grammar(self) -> None:
+    def _drop_oldest_grammars(self) -> None:
         done_futures = {key: future for key, future in self._futures.items() if future.done()}
         sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done_futures.items()}
         total = sum(sizes.values())
@@ -175,7 +177,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compile_and_try(self, grammar: Grammar) -> CompiledGrammar:
-        # Compile for single bytes first: to compile an ambiguous grammar for all tokens may take hours.
+        # Compile for single bytes first, because compiling an ambiguous grammar for all tokens may take hours.
         try_with_byte_tokens(lambda compiler: compile_with_xgrammar(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
         xgrammar_form = compile_with_xgrammar(compiler, grammar)
@@ -212,7 +214,7 @@ def compile_with_xgrammar(compiler: "xgrammar.GrammarCompiler", grammar: Grammar
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
     text = REWRITE_BY_KIND[grammar.kind](grammar)
     if grammar.kind in ("json_object", "json_schema"):
-        # Only one form of spaces is allowed.  With several, a model may write endless spaces.
+        # Only one form of white space is allowed.  If any white space were allowed, a model could write it endlessly.
         return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
     is_tag = grammar.kind == "structural_tag"
     for part in ebnf_parts(json.loads(text)) if is_tag else [text] if grammar.kind == "ebnf" else []:
@@ -223,8 +225,8 @@ def compile_with_xgrammar(compiler: "xgrammar.GrammarCompiler", grammar: Grammar
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
     """Returns the bytes of each token id; b"" for an id that a grammar never allows.
 
-    spells_special_tokens: if True, special tokens count as their names; if False, no grammar allows them, because the
-    text omits them."""
+    spells_special_tokens: if True, the bytes of a special token are its name; if False, no grammar allows special
+    tokens, because the output text omits them."""
     vocabulary = []
     for token in range(vocab_size):
         text = tokenizer.bytes_of(token) if token < tokenizer.num_tokens else None

@@ -1,7 +1,7 @@
-"""The masks of one output under a grammar: for its next token, for every node of a tree, and the tokens that must come.
+"""Makes the token masks of one output under a grammar: for the next token, and for every node of a draft tree.
 
-xgrammar's matcher walks the tree depth first: it accepts a node's token, fills the node's mask and rolls back.  So the
-mask of each node follows the node's own path.
+xgrammar's matcher walks the tree depth first.  It accepts a node's token, fills the node's mask, and rolls back after
+the node's descendants.  So each mask depends on the tokens of the node's own path.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class GrammarMasker:
-    """The state of one output (grammar.token_masker.TokenMasker).
+    """Implements TokenMasker (grammar/token_masker.py) for one output.
 
-    A pushed token is matched only at the next call that needs it, since matching may take long.
+    A pushed token is matched only at the next call that needs the grammar's state, because matching may take long.
 
     end_tokens: allowed only where the grammar ends.
     start_marker: a text after which the grammar begins; None if it begins at the first token.  Up to the marker, every
-    token is allowed except end tokens.  If the token that ends the marker has more text, that text is not checked."""
+    token is allowed except end tokens.  Text after the marker in the token that completes it is not checked."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class GrammarMasker:
             self._fill_masks_before_marker(tokens, parents, out)
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks of `nodes`.  The matcher is in the state of the first node, from which the others descend."""
+        """Fill the masks of `nodes`: a node and its descendants.  The matcher is in the state of the first node."""
         if self.matcher.is_terminated():
             return
         index_of_node = {node: i for i, node in enumerate(nodes)}
@@ -161,11 +161,11 @@ class GrammarMasker:
             out[nodes] = masks
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks if the marker is not complete yet.  At a node that completes it, the grammar begins."""
+        """Fill the masks while the marker is not complete.  The grammar begins at nodes that complete the marker."""
         tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.
         nodes_from: dict[int, list[int]] = {}
-        completing_node: dict[int, int] = {}  # for each of these nodes: the node that completes the marker above it
+        completing_node: dict[int, int] = {}  # for each node in these lists: the first node of its list
         out[:] = self.mask_before_marker
         for node in range(1, len(tokens)):
             parent_tail = tails[parents[node]]

@@ -1,8 +1,8 @@
 """Tries a grammar's masks over sample texts, before a request with it may run.
 
-For a text that can be read in many ways, xgrammar's parser needs time in the square or the cube of its length for each
-token that it tries.  Such a grammar is refused.  Ambiguity that shows only later in a text is left to the engine, which
-bounds the time of masks (engine/mask_threads.py).
+If a text can be parsed in many ways, xgrammar needs time that grows with the square or the cube of the text's length,
+for each token that it tries.  A grammar with such sample texts is refused.  If only longer texts are ambiguous, the
+engine limits the time of masks (engine/mask_threads.py).
 """
 
 import random
@@ -19,8 +19,8 @@ from espalier.sampling.mask import mask_words
 if TYPE_CHECKING:
     import xgrammar
 
-# Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
-# tokens, so if reading a byte is slow, a mask may take a thousand times as long.
+# Limits of processor time in seconds, for one mask and for reading one byte.  For a mask, the matcher reads the first
+# bytes of many tokens, so a mask may take a thousand times as long as reading one byte.
 MAX_MASK_S = 0.02
 MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the number of tokens of each text.
@@ -53,7 +53,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 
 def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
-    """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
+    """Generate texts of allowed tokens.  Raises EspalierError if a mask, or reading a token, takes too long.
     num_bytes: [vocab_size] int, the number of bytes of each token.
     """
     import xgrammar
@@ -71,16 +71,16 @@ def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> No
 def _try_one_text(
     matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats_tokens: bool, prefers_long_tokens: bool
 ) -> None:
-    """Generate one text and require fast masks.  num_bytes: of each token, 0 for a token that is not tried.
+    """Generate one text and require fast masks.  num_bytes: as in try_masks; 0 for a token that is not tried.
 
-    repeats_tokens: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
+    repeats_tokens: repeat a token while it is allowed, because repeated text can often be parsed in the most ways.
     """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     lengths = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     num_read, token = 0, TRIAL_END_TOKEN
     for _ in range(NUM_SAMPLE_TOKENS):
         took_s = _cpu_seconds_of(matcher.fill_next_token_bitmask, mask)
-        # A slow mask or token is timed once more, because the system may have caused the first delay.
+        # A slow mask or token is timed once more, because other processes may have caused the first delay.
         _require_fast(
             took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, num_read
         )
@@ -90,7 +90,7 @@ def _try_one_text(
             if not (longest := allowed.max()):
                 return
             is_candidate = allowed == longest if prefers_long_tokens else allowed > 0
-            token = _first_index(is_candidate, rng.randrange(len(lengths)))
+            token = _first_candidate(is_candidate, rng.randrange(len(lengths)))
         limit_s = MAX_S_PER_BYTE * num_bytes[token]
         took_s = _cpu_seconds_of(matcher.accept_token, token)
         if took_s > limit_s:
@@ -100,9 +100,9 @@ def _try_one_text(
         _require_fast(took_s <= limit_s, num_read)
 
 
-def _first_index(is_candidate: np.ndarray, start: int) -> int:
-    """Returns the first candidate index from `start` on, else from 0 on.  A list of all candidates would take longer
-    than the mask."""
+def _first_candidate(is_candidate: np.ndarray, start: int) -> int:
+    """Returns the first candidate index from `start` on; if there is none, the first from 0 on.  Making a list of all
+    candidates would take longer than the mask."""
     from_start = start + int(is_candidate[start:].argmax())
     return from_start if is_candidate[from_start] else int(is_candidate.argmax())
 

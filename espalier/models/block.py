@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
 A block consists of the root token and of mask tokens at the next positions.  In each layer, the rows of a block attend
-to one another and to the context rows.  Each token before the root has one context row: the K and V of the vector
-norm(fc(features of the target)) of that token, from the K and V projections of the layer.
+to one another and to the context rows.  Each token before the root has one context row in each layer: K and V, which
+the layer projects from the vector norm(fc(the target's features of that token)).
 """
 
 import logging
@@ -40,8 +40,8 @@ SPECULATORS_TYPES = ("dflash", "dspark")
 # and all earlier tokens of the path.
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
-# For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the
-# hidden state are not counted.
+# For each type, the number of rows and of columns of the head's gate projection ("gated") or recurrent projection
+# ("rnn"), as multiples of the rank.  Columns that read the hidden state are not counted.
 MARKOV_PROJECTION_SIZES: Mapping[MarkovHeadType, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # The fields of dflash_config that the reader supports.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
@@ -53,9 +53,10 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
-    layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, layer.windows are the numbers of
-    context rows before the root.
-    markov_rank: the rank of the Markov head; 0 if there is none.  markov_head_type: the head's markov_head_type."""
+    layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, layer.windows count only
+    context rows, which lie before the root.
+    markov_rank: the rank of the Markov head; 0 for a draft without a Markov head.  markov_head_type: what the Markov
+    head reads (MarkovHeadType)."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -71,17 +72,19 @@ def make_block_spec(
     **spec_fields: Any,
 ) -> DraftSpec:
     """Returns the spec of a block draft.
-    fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
-    the default algorithm and vocab_size."""
-    rows, layers = fields.integer("block_size"), layer_specs_of(layer)
+    fields: config.json, with the fields of its nested objects at the top level.  layer: see BlockConfig.
+    spec_fields: further fields of the spec; they override the default algorithm and vocab_size."""
+    block_rows, layer_specs = fields.integer("block_size"), layer_specs_of(layer)
     if windows_end_at_root:
-        # Such a window of W rows does not count the root, and spec.window does.
-        layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
+        # A window in config.json counts only context rows; LayerSpec.window counts the root too.
+        layer_specs = tuple(
+            spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layer_specs
+        )
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},
-        layer_specs=layers,
-        block_rows=rows,
-        max_steps=rows - first_proposing_row,
+        layer_specs=layer_specs,
+        block_rows=block_rows,
+        max_steps=block_rows - first_proposing_row,
         mask_token_id=fields.mask_token(layer.vocab_size),
         first_proposing_row=first_proposing_row,
         windows_end_at_root=windows_end_at_root,
@@ -100,7 +103,7 @@ def read_block(path: Path, config_json: Json, target: ModelConfig) -> BlockConfi
 
 
 def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
-    """Returns the config of a draft in the format of z-lab or of DeepSpec.  The caller checks it against the target."""
+    """Returns the config of a draft in the format of z-lab or of DeepSpec, not yet checked against the target."""
     is_deep_spec = architecture_of(dict(fields.raw)) == DEEP_SPEC_ARCHITECTURE
     dflash_fields = read_dflash_fields(fields, DFLASH_FIELDS)
     layer = read_layer_config(fields, target, dflash_fields.get("target_hidden_size"))
@@ -130,7 +133,7 @@ def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockCon
 
 
 def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
-    """Returns the config of a draft in the format of speculators.  The caller checks it against the target."""
+    """Returns the config of a draft in the format of speculators, not yet checked against the target."""
     layer = read_layer_config(DraftFields(fields.layer_config(), fields.path), target, fields.get("target_hidden_size"))
     is_dspark = fields.get("speculators_model_type") == "dspark"
     slides_causally = not fields.is_set("sliding_window_non_causal")
@@ -143,20 +146,20 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
-    if rank and kind == "rnn" and spec.first_proposing_row:
-        # In training, speculators enters the root token twice into the recurrent state: at its own row and at depth 1.
+    rank, head_type = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
+    if rank and head_type == "rnn" and spec.first_proposing_row:
+        # In training, the recurrent state of such a head reads the root token twice: at the root's row and at depth 1.
         raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"
         )
-    return BlockConfig(layer, spec, rank, kind)
+    return BlockConfig(layer, spec, rank, head_type)
 
 
 def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
     target_hidden: the target's hidden size according to the draft's config; None if the config does not have it.
-    Raises EspalierError."""
+    Raises EspalierError for layers of another family or hidden size."""
     declared, supported = fields.get("model_type"), QWEN3.model_type
     if declared != supported:
         raise fields.error(
@@ -225,6 +228,7 @@ class MarkovHead:
     parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
     hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
     row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the parent token.
+    is_recurrent: whether the head reads all earlier tokens of the path (type "rnn").
     """
 
     parent_vectors: Tensor
@@ -243,8 +247,9 @@ class MarkovHead:
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-    layer_specs: the specs of this rank.  fc, context_norm: compute the vector of a context row.  context_kv: the K and
-    V projections of each layer, as views of the layer's stacked q, k and v weights.
+    layer_specs: what this rank's part of each layer stores.  fc, context_norm: compute, from the target's features, the
+    vector that context_kv projects.  context_kv: the K and V projections of each layer, as views of the layer's stacked
+    q, k and v weights.
     d2t: see DraftModel.  edge_scorer: None if the draft has no Markov head."""
 
     modules = ()
@@ -307,8 +312,8 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     if weights.has_matrix("confidence_head.proj"):
-        # The confidence head would decide when to stop drafting.  A tree ranks its paths by probability and needs no
-        # such threshold.
+        # The confidence head decides when drafting stops.  A tree ranks its paths by probability, so it does not need
+        # the confidence head.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.allow_unused_prefixes(("confidence_head.",))
     weights.allow_unused(["t2d"])
@@ -328,16 +333,16 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
 
 
 def _load_markov_head(weights: Weights, config: BlockConfig) -> MarkovHead | None:
-    rank, hidden, kind = config.markov_rank, config.layer.hidden_size, config.markov_head_type
+    rank, hidden, head_type = config.markov_rank, config.layer.hidden_size, config.markov_head_type
     if not rank:
         return None
     parent_vectors = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
     token_vectors = weights.load_dense_matrix("markov_head.markov_w2", whole_part(config.spec.vocab_size), rank)
-    if kind == "vanilla":
+    if head_type == "vanilla":
         return MarkovHead(parent_vectors, token_vectors)
-    is_recurrent = kind == "rnn"
+    is_recurrent = head_type == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
-    num_outputs, num_inputs = (multiple * rank for multiple in MARKOV_PROJECTION_SIZES[kind])
+    num_outputs, num_inputs = (multiple * rank for multiple in MARKOV_PROJECTION_SIZES[head_type])
     projection = weights.load_dense_matrix(name, whole_part(num_outputs), hidden + num_inputs)
     bias = weights.load(f"{name}.bias", num_outputs)
     hidden_projection, row_projection = split_projection_columns(projection, hidden, is_recurrent)

@@ -40,16 +40,18 @@ if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
 LayerWindows = tuple[int | None, ...]
-# (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
-# MTP layers, the function has one more argument: the layer's index in the pass (default: the layer number).
+# A function that loads a layer: (weights, config, prefix of the layer's weight names, layer number, RoPE tables) -> a
+# models/base.py:Layer.  In a family with MTP layers, the function has one more argument: the layer's index in the pass
+# (default: the layer number).
 LoadLayer = Callable[..., Any]
-# (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/layers/decoder.py:Mixer.
+# A function that loads the first block of a layer: the same five arguments -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# (weights, config, the factor by which embeddings are multiplied) -> a models/layers/linear.py:Embedding.
+# (weights, config, the factor by which embeddings are multiplied) -> the token embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
-# Fields that change the computation in a way that is not supported, each with the values that have no effect.
+# Fields that change the computation, each with its neutral values: with these, the field has no effect.  Other values
+# are refused, except in families that list the field in Family.supported_fields.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(
@@ -103,22 +105,25 @@ class Family:
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
-    qkv_bias, out_bias: whether the attention's projections have a bias; by default, the value of attention_bias.
+    qkv_bias: whether the projections of q, k and v have a bias.  out_bias: whether the output projection of attention
+    has a bias.  The default of both is the config field attention_bias.
     windows: for each layer, the number of positions that a query attends to (its own position counts), or None for no
     window; by default, None for all layers.
     qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
     qk_norm_over_all_heads: whether one norm covers all heads of q, and another all heads of k.
     layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
-    norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
+    norm_offset: a number that is added to the weight of every RMS norm, in float32 (in a float64 model: float64).
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
-    experts: returns the declaration of the expert layers, or None.  Raises EspalierError for unsupported experts.
-    embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for 1/√head_size.
-    residual_scale: the factor of each block's output before it is added to the residual.
-    logit_scale: the factor of logits, before the soft cap.
+    experts: returns the declaration of the expert layers; None for a model without experts.  Raises EspalierError for
+    unsupported experts.
+    embedding_scale: the factor by which embeddings are multiplied.  softmax_scale: the factor of attention scores; None
+    for 1/√head_size.
+    residual_scale: the output of each block (attention or MLP) times this factor is added to the residual stream.
+    logit_scale: the factor by which logits are multiplied, before the soft cap.
     layer_ropes: for each layer, the RoPE fields that replace those of the config, and head_dim if the layer has another
     head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
-    load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer; None for
-    layer_loading.py:load_embedding, load_layer and load_attention.
+    load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer (attention
+    or a recurrent block); None for layer_loading.py:load_embedding, load_layer and load_attention.
     layer_specs: takes the ModelConfig, and returns the LayerSpec of each layer; None for K and V heads or, with
     uses_mla, latent rows (layer_loading.py:layer_specs_of).
     uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.
@@ -128,8 +133,8 @@ class Family:
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
     mlp_size_field, activation_field: the fields with the intermediate size and with the activation of dense MLPs.
-    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  The
-    layers must have a norm before each block, attention and a gated MLP, because eagle3.py builds the first layer.
+    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  Such
+    a layer consists of attention and a gated MLP, with a norm before each, because eagle3.py supports no other layer.
     normalise_fields: takes config.json, and returns its fields under the names that all families share.
     extra_layer_types: further values that `layer_types` may contain.
     stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text
@@ -177,16 +182,17 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context, in tokens, that the checkpoint was trained for (dynamic RoPEs: see RopeConfig).
+    max_position: the longest supported context, in tokens: max_position_embeddings, or the length that YaRN extends to.
     layer_ropes: the RoPE of each layer; rope: the RoPE of the first layer.
-    logit_cap, softcap: the soft caps of logits and of attention scores: a tanh bounds them to ±cap; None for no cap.
+    logit_cap, softcap: the soft caps of logits and of attention scores: tanh bounds values to ±cap; None for no cap.
     eos_token_ids: all ids in config.json and generation_config.json, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
     one key-value head, and head_size is the size of a q or k head, before q is projected to the latent.
     formats: the storage format of each matrix.  stored_names: how the checkpoint names the weights.
     embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
     activation: the activation of dense MLPs.
-    raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
+    raw: config.json, completed with the family's defaults, with the overrides applied.
+    path: the checkpoint's directory, or its GGUF file.
     multimodal_architecture: the architecture of the multimodal checkpoint with this text model; None for a text model.
     probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it.
     """
@@ -247,7 +253,8 @@ def parse_config(
     overrides: Mapping[str, Any] | None = None,
     generation: Json | None = None,
 ) -> ModelConfig:
-    """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
+    """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported.
+    overrides: fields that replace those of config.json.  generation: generation_config.json, for the eos ids."""
     with path_in_errors(path):
         return _parse_fields(config_json, family, path, overrides or {}, generation or {})
 
@@ -359,7 +366,7 @@ def no_windows(fields: Json) -> LayerWindows:
 
 def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
     """Returns the window of each layer: `sliding_window` for sliding layers, else None.  `layer_types` says which
-    layers are sliding; without that field, the function `default` does."""
+    layers are sliding.  If config.json has no `layer_types`, layer i is sliding if default(i) is true."""
     window, types = fields.get("sliding_window"), fields.get("layer_types")
     if window is None:
         return no_windows(fields)
@@ -374,7 +381,7 @@ def windows_in_even_layers(fields: Json) -> LayerWindows:
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer, as windows_by_layer_type; None for all layers without use_sliding_window."""
+    """Returns the window of each layer, as windows_by_layer_type, but None for each if use_sliding_window is false."""
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 

@@ -107,12 +107,12 @@ def num_mixer_values(config: ModelConfig) -> int:
 
 
 def _dense_weights(config: ModelConfig) -> "DeclaredWeights":
-    """Returns the weights as plain tensors.  The storage format does not change the number of values."""
+    """Returns the model's weights, all declared as dense, because the format does not change the number of values."""
     return DeclaredWeights(replace(config, formats=all_dense), SINGLE_RANK)
 
 
 class DeclaredWeights(Weights):
-    """A substitute for a checkpoint's weights, without data.  Methods raise EspalierError for indivisible weights.
+    """A substitute for a checkpoint's weights, without data.  Raises EspalierError if ranks cannot divide a weight.
     num_dense_values: the number of values of the matrices that were loaded until now, without experts."""
 
     dtype = torch.float32

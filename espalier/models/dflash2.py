@@ -1,8 +1,8 @@
 """DFlash 2 drafts: DFlash (block.py) with convolutions over the rows of a block, and a selector of candidate tokens.
 
-The normed input and the output of each sublayer are convolved: a row is combined with the rows before it in its block
-(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest tokens of each
-depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of
+The normed input and the output of each sublayer (attention or MLP) are convolved: a row is combined with the earlier
+rows of its block (kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest
+tokens of each depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of
 parent_codebook[u, r] · project(hidden)[r] · token_codebook[v, r].
 """
 
@@ -40,7 +40,7 @@ from espalier.shards import whole_part
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
-# The defaults of the DFlash 2 package.
+# Fields of config.json for sizes, with the defaults of the DFlash 2 package.
 SIZE_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 SCALE_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZE_DEFAULTS, *SCALE_FIELDS)
@@ -144,8 +144,8 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 @dataclass(frozen=True)
 class BlockConv:
     """The two convolutions of a sublayer, with T taps: of the sublayer's input (index 0) and of its output (index 1).
-    base_taps: [2, T, H], coefficients for all rows.  coefficient_weight: [2 · T · G, H], the projection that
-    computes more coefficients for each row: one for each tap and each of the G groups of channels."""
+    base_taps: [2, T, H], coefficients that are the same for all rows.  coefficient_weight: [2 · T · G, H], the
+    projection that computes more coefficients for each row: one for each tap and each of the G groups of channels."""
 
     base_taps: Tensor
     coefficient_weight: Tensor
@@ -199,8 +199,8 @@ class ConvolvedLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class CandidateSelector:
-    """The candidate selector.  parent_codebook, token_codebook: [V, rank].  topk: the number of tokens of a depth that
-    the selector scores."""
+    """Scores the likeliest tokens of each depth, given the parent token.  parent_codebook, token_codebook: [V, rank].
+    topk: the number of tokens of a depth that get scores."""
 
     parent_codebook: Tensor
     token_codebook: Tensor

@@ -19,10 +19,10 @@ from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.model_files import add_path_to_errors, read_json
 from espalier.models.config import ModelConfig
 
-# The type of DraftSpec.hidden_source.
+# The hidden state that a module reads (DraftSpec.hidden_source).
 HiddenSource = Literal["chain", "target"]
-# Each module reads tokens of the preceding piece of the prompt, so a piece has at least as many tokens as there are
-# modules.
+# If a prompt is prefilled in chunks, N modules read up to N tokens of the preceding chunk.  So N is at most the length
+# of the shortest chunk.
 MAX_MODULES = MIN_CHUNK_WIDTH
 
 
@@ -30,18 +30,19 @@ MAX_MODULES = MIN_CHUNK_WIDTH
 class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
-    algorithm: the value of the user's setting `algorithm`.
+    algorithm: the name of the speculation algorithm, as in the user's setting `algorithm`.
     layer_specs: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
     num_modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module
     l proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
-    max_steps: the largest depth of a tree, which the one pass of a block draft proposes; None for no limit.
-    mask_token_id: the input token of all rows of a block, except the root's row.
+    max_steps: how many depths the draft's one pass proposes, and so the largest depth of a tree; None for no limit.
+    mask_token_id: the input token of mask rows, which are all rows of a block except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
-    is_causal_layer: for each layer of a block draft, whether a block row attends to no later rows of its block.
-    windows_end_at_root: whether the sliding windows of all block rows end at the root; if false, each ends at its row.
+    is_causal_layer: for each layer of a block draft, whether a block row does not attend to later rows of its block.
+    windows_end_at_root: whether the sliding windows of all block rows end at the root; if false, the window of a row
+    ends at that row.
     hidden_source: the hidden state that module k (counted from 1) reads at token q.  "chain": the output of module k -
     1 at token q - 1, where module 0 is the target.  "target": the target's hidden state at token q - k.  With one
     module, both are the same.
@@ -85,7 +86,7 @@ class DraftSpec:
         """The number of tokens of a cached prefix that the target computes again.
         After a prefix hit of m tokens, the modules continue with row m.  Row m of module k depends on the target's
         hidden state at token m - k, and pages hold no hidden states.  So the target computes its rows from m - N on.
-        0 for a block draft without modules, whose rows depend only on the target's row of the same token."""
+        The number is 0 for a block draft, whose rows depend only on the target's row of the same token."""
         return self.num_modules
 
     @property
@@ -177,7 +178,7 @@ class EdgeScorer(Protocol):
     """The part of a block draft that scores tokens given their parents: DSpark's Markov head or DFlash 2's selector."""
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """Returns the edges of one block.
+        """Returns the scores of the edges from parent tokens to tokens, in one block of each request.
         logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.
         hidden: [B, S, H], the inputs of the lm_head."""
         ...
@@ -225,8 +226,8 @@ def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int,
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """Returns the target that a draft's config.json names, in the format of speculators; None if it names no target.
-    If it names a target, a user may give the draft alone."""
+    """Returns the target that a draft's config.json names, in the format of speculators; None without such a name.
+    With such a name, a user may give only the draft."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with add_path_to_errors(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

@@ -1,7 +1,7 @@
 """Code that several draft formats share: reading single fields of config.json, and loading common weights.
 
 The common weights are the embedding, the head and the table of target ids.  A draft may use the embedding and the head
-of its target.  The modules of the formats check that the fields fit together.
+of its target.  The file of each format (for example eagle3.py) checks that the fields fit together.
 """
 
 import logging
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
-    """Returns the draft's embedding, else the target's.  Raises EspalierError if the target's has another shape."""
+    """Returns the draft's embedding, or the target's if the draft has none.  shape: (vocabulary, hidden size).
+    Raises EspalierError if the target's embedding is needed but has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = gathered_embedding(target)
         # The target's scale is not copied: a draft's scale is a field of the draft's own config.
@@ -35,7 +36,8 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
 
 
 def gathered_embedding(target: CausalLM) -> Embedding:
-    """Returns the target's embedding, gathered on every rank.  A tied head then uses the gathered tensor."""
+    """Returns the target's embedding, after every rank has gathered all rows.  The target's tied head then uses the
+    gathered tensor."""
     shards = target.embed.shards
     target.embed.gather_all_rows()
     if shards.count > 1 and target.config.tie_word_embeddings:
@@ -44,7 +46,7 @@ def gathered_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's head; without one, the draft's tied embedding or else the target's head.
+    """Returns the draft's lm_head.  If the draft has no head: its tied embedding, else the target's head.
     Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
@@ -59,8 +61,8 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
 def uses_target_matrix(
     weights: Weights, name: str, target_name: str, shape: Sequence[int], target_shape: Sequence[int]
 ) -> bool:
-    """Whether the draft uses the target's matrix, because it has no matrix `name` or because `name` is a copy of
-    `target_name`.
+    """Whether the draft uses the target's matrix, because the draft has no matrix `name` or because the draft's matrix
+    is a copy of the target's.
 
     target_name: the name of the target's matrix in `weights`, which may hold the target's weights too.  A quantised
     matrix is never treated as a copy.  Raises EspalierError if the target's matrix has another shape.
@@ -158,7 +160,7 @@ class DraftFields:
         return None if value is None else float(value)
 
     def choice(self, name: str, choices: Sequence[Choice], remedy: str) -> Choice:
-        """Returns the value of a field, which must be one of `choices`.  A missing field has the first choice.
+        """Returns the value of a field, which must be one of `choices`; the first choice if the field is missing.
         remedy: what the error tells the user to use."""
         value = self.raw.get(name, choices[0])
         chosen = next((choice for choice in choices if choice == value), None)
@@ -187,6 +189,6 @@ class DraftFields:
         return token
 
     def draft_vocab(self, vocab: int) -> int:
-        """Returns the size of a draft's vocabulary: draft_vocab_size; by default, the size of the target's."""
+        """Returns the size of the draft's vocabulary: draft_vocab_size, or by default `vocab`, the target's size."""
         name = "draft_vocab_size"
         return vocab if self.raw.get(name) is None else self.integer(name, min_value=1)

@@ -1,12 +1,13 @@
 """The EAGLE-3 draft head (arXiv:2503.01840), in the formats of SafeAILab and of vLLM's speculators.
 
 The head is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the
-fused feature of the target or, inside a tree, the draft's output at the parent.
+target's feature (`fc` over the captured inputs of some target layers) or, inside a tree, the draft's output at the
+parent.
 
-P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is computed as in EAGLE-3 and proposes
-depth 1.  The next rows are mask rows, which propose depths 2, 3 and so on.  All mask rows have the same input: a mask
-token, and a learned vector that replaces the target's features.  A mask row attends to all earlier rows.  Pages keep no
-mask rows.
+P-EAGLE heads may have more layers.  They propose all depths of a round in one causal pass.  The root's row is computed
+as in EAGLE-3 and proposes depth 1.  The next rows are mask rows, which propose depths 2, 3 and so on.  All mask rows
+have the same input: a mask token, and a learned vector that replaces the target's features.  A mask row attends to all
+earlier rows.  Pages keep no mask rows.
 """
 
 import math
@@ -56,9 +57,11 @@ LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 @dataclass(frozen=True)
 class Eagle3Config:
     """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
-    layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
+    layer: the config of the head's decoder layers; `layer.vocab_size` is the size of the target's vocabulary.
     target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
-    norm_before_fc: whether fc reads one norm over all captured inputs.  fc_norm: whether each input is normed."""
+    norm_before_residual: whether the residual stream starts with the normed hidden state.
+    norm_before_fc: whether one norm over all captured inputs stands before fc.  fc_norm: whether each captured input
+    has a norm of its own before fc."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -86,8 +89,9 @@ def read_eagle3(path: Path, config_json: Json, target: ModelConfig) -> Eagle3Con
 def read_eagle_head(
     path: Path, config_json: Json, target: ModelConfig, targets_with_input_layer_ids: Sequence[str] | None
 ) -> Eagle3Config:
-    """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-    targets_with_input_layer_ids: the target architectures whose eagle_config lists layers by input; None for all."""
+    """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks the config against the target's.
+    targets_with_input_layer_ids: the target architectures for which the layer ids in the head's eagle_config mean
+    inputs of layers (_captured_layers); None for all architectures."""
     fields = DraftFields(config_json, path)
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
     flat_fields = {**defaults, **config_json, **fields.layer_config()}
@@ -160,15 +164,15 @@ def _captured_layers(
     target: ModelConfig,
     targets_with_input_layer_ids: Sequence[str] | None,
 ) -> tuple[int, ...]:
-    """Returns the target layers whose inputs the head fuses.
+    """Returns the target layers whose inputs the head reads.
 
     The ids of layers differ by one in the two formats.  In the format of speculators, top-level ids are the layers
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
     Heads for DeepSeek targets are an exception: the ids in their eagle_config are layers whose inputs are captured,
-    unless the first id is 1.  With a first id of 1, the ids are layers whose outputs are captured, because the output
-    of layer 1 is the input of layer 2, the first default layer.
+    unless the first id is 1.  If the first id is 1, the ids are layers whose outputs are captured: the default begins
+    with the input of layer 2, which is the output of layer 1.
     """
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
@@ -213,10 +217,10 @@ def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> No
 
 @dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head.  The class is a DraftModel and also this model's only DraftModule
+    """A loaded EAGLE-3 head.  The object is a DraftModel and also the only DraftModule of this DraftModel
     (espalier/models/draft.py).
 
-    layer_specs: the specs of this rank.
+    layer_specs: what this rank's part of each layer stores.
     layers: the first layer reads the normed embedding and the normed hidden state.  The kernel of `embed` norms both.
     """
 
@@ -283,7 +287,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """Returns the fields of an Eagle3Draft."""
+    """Loads the fields of an Eagle3Draft.  Returns them by name."""
     _refuse_eagle1_and_2(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
@@ -326,27 +330,27 @@ def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
         )
 
 
-def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> FeatureFuser:
-    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.captured_layers)
-    fc_columns = count * config.target_hidden
-    _refuse_wrong_fc_width(weights, config, target_layers)
+def _load_fuser(weights: Weights, config: Eagle3Config, num_target_layers: int) -> FeatureFuser:
+    hidden, eps, num_captured = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.captured_layers)
+    fc_columns = num_captured * config.target_hidden
+    _refuse_wrong_fc_width(weights, config, num_target_layers)
     fc = weights.linear("", ("fc",), (whole_part(hidden),), fc_columns, config.fc_bias)
     all_features_norm = weights.norm("input_norm", fc_columns, eps) if config.norm_before_fc else None
     is_legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
-    names = LEGACY_FC_NORMS if is_legacy else [f"fc_norm.{i}" for i in range(count)]
+    names = LEGACY_FC_NORMS if is_legacy else [f"fc_norm.{i}" for i in range(num_captured)]
     norms = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or is_legacy else []
     return FeatureFuser(fc, all_features_norm, norms)
 
 
-def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
+def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, num_target_layers: int) -> None:
     """Raises EspalierError if the number of captured layers does not match the width of fc."""
     # The input of every layer and the input of the final norm can be captured.
-    counts = (len(config.spec.captured_layers), *range(1, target_layers + 2))
+    counts = (len(config.spec.captured_layers), *range(1, num_target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
-    fused = next((count for count in counts if weights.has_matrix_of_shape("fc", hidden, count * size)), None)
-    if fused not in (None, len(config.spec.captured_layers)):
+    num_fused = next((count for count in counts if weights.has_matrix_of_shape("fc", hidden, count * size)), None)
+    if num_fused not in (None, len(config.spec.captured_layers)):
         raise EspalierError(
-            f"{weights.path}: fc fuses {fused} layers, {len(config.spec.captured_layers)} are captured "
+            f"{weights.path}: fc fuses {num_fused} layers, {len(config.spec.captured_layers)} are captured "
             f"{config.spec.captured_layers}; correct eagle_aux_hidden_state_layer_ids"
         )
 
@@ -354,7 +358,7 @@ def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers
 @dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
     """A loaded P-EAGLE head.
-    mask_features: [1, 1, F], a learned vector that mask rows read instead of the target's features."""
+    mask_features: [1, 1, F], a learned vector that mask rows read instead of the target's captured inputs."""
 
     mask_features: Tensor
 
@@ -368,7 +372,7 @@ class PEagleDraft(Eagle3Draft):
 
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
-    """Builds the draft from its weights.  See make_eagle3 for tensors of the target and for errors."""
+    """Builds the draft from its weights.  See make_eagle3 for the use of the target's tensors and for errors."""
     name, size = "mask_hidden", len(config.spec.captured_layers) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
@@ -389,7 +393,7 @@ PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwe
 # If the config of a head with one of these architectures has a mask token, the head is a P-EAGLE head.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-# The number of depths that a head proposes, if its config does not have the number of depths in training.
+# The number of depths that a P-EAGLE head proposes if its config does not have `speculative_tokens`.
 DEFAULT_STEPS = 16
 
 
@@ -408,11 +412,11 @@ def read_peagle(path: Path, config_json: Json, target: ModelConfig) -> Eagle3Con
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
         raise fields.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
-    narrow = [window for window in config.layer.windows if window is not None and window < steps]
-    if narrow:
+    narrow_windows = [window for window in config.layer.windows if window is not None and window < steps]
+    if narrow_windows:
         raise fields.error(
-            f"sliding_window = {narrow[0]} is below the {steps} depths of the head, which is not supported; use a head "
-            "with a wider window"
+            f"sliding_window = {narrow_windows[0]} is below the {steps} depths of the head, which is not supported; "
+            "use a head with a wider window"
         )
     refuse_mismatch(config, target, path)
     return config

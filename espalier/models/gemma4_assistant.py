@@ -1,8 +1,8 @@
 """Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
-target's last hidden state at the token before the root.  For every other row, the hidden state is the draft's output at
-the parent.  All rows have the root's position and attend to committed rows only (transformers'
+target's hidden state after the final norm, at the token before the root.  For every other row, it is the draft's output
+at the parent.  All rows have the root's position and attend to committed rows only (transformers'
 SinglePositionMultiTokenCandidateGenerator)."""
 
 from collections.abc import Sequence
@@ -77,21 +77,21 @@ def read_assistant(path: Path, config_json: Json, target: ModelConfig) -> Assist
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
     """Returns `spec` with `shares_with` set to the target layer whose rows the draft layer reads.
-    Of the target layers that keep rows, it is the last with a window, or without a window if `spec` has none.
+    The target layer is the last one that keeps rows and, like `spec`, has a window or has none.
     Raises EspalierError if the target has no such layer."""
     candidates = [
         i
         for i, target_spec in enumerate(target_specs)
         if target_spec.shares_with is None and (target_spec.window is None) == (spec.window is None)
     ]
-    rows = target_specs[candidates[-1]].cache_spec if candidates else "no such layer"
-    if rows != spec.cache_spec:
+    target_rows = target_specs[candidates[-1]].cache_spec if candidates else "no such layer"
+    if target_rows != spec.cache_spec:
         raise EspalierError(
-            f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {rows}; use the draft "
-            "trained for it"
+            f"{path} does not fit its target: its layers read {spec.cache_spec}, the target has {target_rows}; use the "
+            "draft trained for it"
         )
-    # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before
-    # that row.
+    # The layer attends to the last committed row, one position before the root, and to `window` rows before that row.
+    # LayerSpec.window counts all these rows and the root's own position.
     return replace(spec, shares_with=candidates[-1], window=None if spec.window is None else spec.window + 2)
 
 

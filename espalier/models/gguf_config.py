@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
 from espalier.models.rope import Json
 
-# GGUF's names of a layer's modules, the same in every architecture.
+# GGUF's names of a layer's modules -> the names in Hugging Face checkpoints, for every architecture.
 LAYER_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -75,8 +75,8 @@ BLOCK_TYPES_BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 class GGUFArchitecture:
     """How GGUF files of llama.cpp store the models of one family.
 
-    family, model_type: the values of `architectures` and `model_type` in config.json.  norm_modules: the names of a
-    layer's norms, except `attn_norm`.
+    family, model_type: the values of `architectures` and `model_type` in config.json.  norm_modules: GGUF's names of
+    a layer's norms, except `attn_norm` -> the names in Hugging Face checkpoints.
     permutes_q_and_k: whether the two values of each rotated pair are adjacent in the stored rows of q and k.
     norm_offset: a number that the converter added to the weights of norms.
     extra_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
@@ -119,7 +119,7 @@ LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
-    # The file has no field for the scale of queries.
+    # The file has no field for the scale of queries, so it is derived from the model's size.
     is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
     are_valid = type(heads) is int and type(hidden) is int and heads > 0
     scalar = hidden // heads if is_largest and are_valid else field("attention.key_length")

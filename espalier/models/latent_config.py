@@ -112,8 +112,8 @@ def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, 
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
             raise EspalierError(f"{name} = {shown(value)}; an integer of at least 0 or null is needed; correct it")
-    step = max(freq, 1)
-    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % step else FULL_INDEXER for layer in range(layers))
+    period = max(freq, 1)
+    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % period else FULL_INDEXER for layer in range(layers))
 
 
 @dataclass(frozen=True)

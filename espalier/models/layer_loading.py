@@ -110,7 +110,7 @@ def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidd
 
 
 def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
-    """[count · out, in] -> [count, out, in]"""
+    """Converts [count · out, in] to [count, out, in]."""
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
@@ -182,25 +182,25 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, cache_spec, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row, index = LatentKV(latent.cache_row_size, latent.kv_rank), latent.indexer
-    if index is None:
-        return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
-    rows = (
-        replace(row, index_size=index.size) if index.has_own_indexer(layer) else row
+    latent_kv, indexer = LatentKV(latent.cache_row_size, latent.kv_rank), latent.indexer
+    if indexer is None:
+        return tuple(LayerSpec(config.heads, latent_kv, window, scale) for window in config.windows)
+    cache_specs = (
+        replace(latent_kv, index_size=indexer.size) if indexer.has_own_indexer(layer) else latent_kv
         for layer in range(config.num_layers)
     )
-    return tuple(LayerSpec(config.heads, cache_spec, scale=scale, topk=index.topk) for cache_spec in rows)
+    return tuple(LayerSpec(config.heads, cache_spec, scale=scale, topk=indexer.topk) for cache_spec in cache_specs)
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """Loads the token embedding, or this rank's part of it.  scale: the factor of all embeddings."""
+    """Loads this rank's rows of the token embedding.  scale: the factor by which embeddings are multiplied."""
     part = weights.shards.vocab_part(config.vocab_size)
     table = weights.embedding_table("model.embed_tokens", part, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
-    """Loads a head.  Each rank holds a part of the head's rows, but its products return all logits on every rank."""
+    """Loads an lm_head.  Each rank holds a part of the rows; a product gathers the logits of all ranks."""
     part = weights.shards.vocab_part(vocab_size)
     head = weights.linear("", (name,), (part,), hidden_size, bias=False)
     return head if part.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
@@ -219,8 +219,8 @@ def load_attention(
     weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
     """Loads the attention block under `prefix`: latent attention, or attention with K and V heads.
-    columns: the input size of q, k and v: the hidden size, or twice that for a draft that concatenates embedding and
-    hidden state.  layer: the layer's number in the checkpoint, which decides whether the layer has an indexer."""
+    columns: the input size of q, k and v: the hidden size, or twice the hidden size for a draft that concatenates
+    embedding and hidden state.  layer: the layer's number in the checkpoint, by which it has an indexer or not."""
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
@@ -267,18 +267,18 @@ def _load_latent_attention(
     layer: int,
 ) -> LatentAttention:
     """Loads the latent attention block under `prefix`.  columns, layer: see load_attention."""
-    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
+    hidden, heads, q_rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
-    rows = q_rows if rank is None else whole_part(rank)
-    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.cache_row_size
-    down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
+    rows = q_rows if q_rank is None else whole_part(q_rank)
+    names, row_size = ("q_proj" if q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.cache_row_size
+    down = weights.linear(prefix, names, (rows, row_size), columns, bias=bias and q_rank is not None)
     q_norm = q = None
-    if rank is not None:
-        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, LATENT_NORM_EPS)
-        q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
+    if q_rank is not None:
+        q_norm = weights.norm(f"{prefix}q_a_layernorm", q_rank, LATENT_NORM_EPS)
+        q = weights.linear(prefix, ("q_b_proj",), (q_rows,), q_rank, bias=False)
     elif bias:
         # Only the projection of the latent row has a bias, so the bias of the queries is zero.
-        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.load(f"{prefix}{names[1]}.bias", row)))
+        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.load(f"{prefix}{names[1]}.bias", row_size)))
     kv_rows = heads.scaled(latent.nope_size + latent.v_size)
     kv_up = weights.load_dense_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
@@ -292,40 +292,40 @@ def _load_latent_attention(
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
-        cache_row_size=row,
+        cache_row_size=row_size,
         rope=rope,
-        indexer=_load_indexer(weights, latent.indexer, prefix, rank, columns, layer),
+        indexer=_load_indexer(weights, latent.indexer, prefix, q_rank, columns, layer),
     )
 
 
 def _load_indexer(
-    weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
+    weights: Weights, config: IndexerConfig | None, prefix: str, q_rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
     """Loads the indexer of a layer, the whole indexer on every rank.  Returns None for a layer without an indexer."""
-    if index is None or rank is None:
+    if config is None or q_rank is None:
         return None
     indexer_prefix = f"{prefix}indexer."
-    if not index.has_own_indexer(layer):
+    if not config.has_own_indexer(layer):
         # Checkpoints may have unused weights of this indexer: a model override can replace an indexer by a shared one.
         weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(
-        q=weights.linear(indexer_prefix, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
-        k=weights.linear(indexer_prefix, ("wk",), (whole_part(index.size),), columns, bias=False),
+        q=weights.linear(indexer_prefix, ("wq_b",), (whole_part(config.heads * config.size),), q_rank, bias=False),
+        k=weights.linear(indexer_prefix, ("wk",), (whole_part(config.size),), columns, bias=False),
         norm=IndexerNorm(
-            weights.load(f"{indexer_prefix}k_norm.weight", index.size),
-            weights.load(f"{indexer_prefix}k_norm.bias", index.size),
+            weights.load(f"{indexer_prefix}k_norm.weight", config.size),
+            weights.load(f"{indexer_prefix}k_norm.bias", config.size),
             INDEX_NORM_EPS,
         ),
-        score_weights=weights.load_dense_matrix(f"{indexer_prefix}weights_proj", whole_part(index.heads), columns),
-        interleaved=index.interleaved,
+        score_weights=weights.load_dense_matrix(f"{indexer_prefix}weights_proj", whole_part(config.heads), columns),
+        interleaved=config.interleaved,
     )
 
 
 def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
 ) -> DecoderLayer:
-    """Loads the layer under `prefix`: norms, mixer and MLP.
+    """Loads the layer under `prefix`: norms, mixer (attention or a recurrent block) and MLP.
     layer: the layer's number in the checkpoint, which decides whether the layer has experts.
     index: the layer's index in a pass; by default `layer`."""
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
@@ -379,10 +379,11 @@ def load_mamba2(
     dt_limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the range of dt."""
+    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the smallest and largest dt,
+    the time step of the recurrence."""
     inner, shared, channels = state.heads * state.v_size, state.k_heads * state.k_size, state.channels
     conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state.taps)[:, 0]
-    # The stored order of the channels is x, B, C.
+    # Checkpoints store the channels in the order x, B, C.  Mamba2 needs the order C, B, x.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
     bias_of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None

@@ -71,7 +71,7 @@ def is_multimodal(config_json: Json, families: Iterable[Family]) -> bool:
 
 def text_config(config_json: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
-    Raises EspalierError if the text part is of another family."""
+    Raises EspalierError if no family supports the text part."""
     name, text = architecture_of(config_json), config_json.get("text_config")
     if not isinstance(text, Mapping):
         raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
@@ -99,8 +99,8 @@ KV_SCALE_NAMES = (
 
 
 def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVScales | None:
-    """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
-    The result has one scale for each head of this rank.  cache_spec: what the layer stores, over all ranks.
+    """Loads the FP8 scales of K and V of the attention under `prefix`.  Returns None if the checkpoint has no scales.
+    The result has one scale for each head of this rank.  cache_spec: what the layer stores on all ranks together.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
     heads = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
     for names in KV_SCALE_NAMES:
@@ -196,9 +196,12 @@ def load_target(
         return load_by_transformers(config, dtype, torch.device(device), tuple(captured_layers))
     weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
     if config.multimodal_architecture is not None:
-        others = ", ".join(sorted(weights.other_parts)) or "none"
+        other_parts = ", ".join(sorted(weights.other_parts)) or "none"
         log.info(
-            "%s: only the text part of %s is loaded (other parts: %s)", path, config.multimodal_architecture, others
+            "%s: only the text part of %s is loaded (other parts: %s)",
+            path,
+            config.multimodal_architecture,
+            other_parts,
         )
     for prefix, description in config.family.ignored_weights.items():
         if weights.has_prefix(prefix):

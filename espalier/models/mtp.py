@@ -1,4 +1,5 @@
-"""Multi-token prediction (MTP) layers as a draft.  Module k predicts the token k + 1 positions ahead.
+"""Multi-token prediction (MTP) layers as a draft.  From the target's hidden state at token t, module k (counted from 1)
+predicts token t + k + 1.
 
 A module computes x = project(cat(norm(embedding of token q), norm(hidden state))), then one decoder layer, then a norm.
 The head and the child rows read the normed output (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
@@ -69,7 +70,7 @@ class MTPConfig:
 
 
 def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
-    """Returns the config of the layers at `path`, checked against the target's config.  Loads no weights.
+    """Returns the config of the MTP layers at `path`, checked against the target's config.  Loads no weights.
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target."""
     is_speculators = config_json.get("speculators_model_type") is not None
@@ -83,17 +84,17 @@ def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[config_json["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **config_json}, path).integer(NUM_MTP_LAYERS_FIELD, 1, MAX_MODULES)
+    num_modules = DraftFields({**base, **config_json}, path).integer(NUM_MTP_LAYERS_FIELD, 1, MAX_MODULES)
     hidden_source = DraftFields(config_json, path).choice(
         HIDDEN_SOURCE_FIELD, HIDDEN_SOURCES, " or ".join(map(repr, HIDDEN_SOURCES))
     )
-    layer = parse_config(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
+    layer = parse_config(_with_mtp_layers(base, num_modules, mtp.layer_type), family, path)
     refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)
-    num_target_layers = layer.num_layers - modules
+    num_target_layers = layer.num_layers - num_modules
     spec = DraftSpec(
         algorithm="mtp",
         layer_specs=layer_specs_of(layer)[num_target_layers:],
-        num_modules=modules,
+        num_modules=num_modules,
         hidden_source=hidden_source,
         target_output="hidden",
         hidden_size=layer.hidden_size,
@@ -129,20 +130,22 @@ def _family_of(base: DraftFields) -> Family:
     return by_type[declared]
 
 
-def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
-    """Returns the config of a model whose last layers are the MTP layers.
+def _with_mtp_layers(base: Mapping[str, Any], num_modules: int, layer_type: str | None) -> Json:
+    """Returns `base`, a config of the target's layers, with the MTP layers added as last layers.
     layer_type: the type of each MTP layer; by default, the type of the target's last layer."""
-    new_fields: Json = {name: [*base[name], *base[name][-1:] * modules] for name in FIELDS_BY_LAYER if base.get(name)}
+    new_fields: Json = {
+        name: [*base[name], *base[name][-1:] * num_modules] for name in FIELDS_BY_LAYER if base.get(name)
+    }
     if layer_type is not None and base.get("layer_types"):
-        new_fields["layer_types"][-modules:] = [layer_type] * modules
+        new_fields["layer_types"][-num_modules:] = [layer_type] * num_modules
     if base.get("index_topk") is not None:
         # Every MTP layer has its own indexer, even if layers of the target share indexers.
         new_fields |= {
-            TYPES_FIELD: [*indexer_types({**base}), *[FULL_INDEXER] * modules],
+            TYPES_FIELD: [*indexer_types({**base}), *[FULL_INDEXER] * num_modules],
             PATTERN_FIELD: None,
             FREQ_FIELD: None,
         }
-    return {**base, **new_fields, "num_hidden_layers": base["num_hidden_layers"] + modules}
+    return {**base, **new_fields, "num_hidden_layers": base["num_hidden_layers"] + num_modules}
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def _load_module(
     load_named_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: from 0 on."""
+    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: its index."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index = layer.hidden_size, config.num_target_layers + module
     stored_index = family.stored_index(module, config.num_target_layers)

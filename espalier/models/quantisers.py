@@ -1,6 +1,6 @@
 """Quantises dense matrices to the tensors of a storage format, and writes quantised copies of checkpoints.
 
-fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
+fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 too, with a scale for each token.
 int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  For
 each group, a few scales are tried, and the scale with the least squared error is used.  No calibration text is needed.
 fp8-block, nvfp4, mxfp4: the formats of published checkpoints with these names.
@@ -54,7 +54,7 @@ DENSE_NAMES = (
     # The gates of the delta rule are exponentials of these matrices' products, so quantisation errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
-# A draft's own head is quantised, because the target decides every token.
+# A draft's own head is quantised: its errors do not change the output, because the target decides every token.
 DENSE_IN_TARGETS = (*DENSE_NAMES, HEAD_NAME)
 # Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
@@ -79,7 +79,7 @@ class Quantiser:
     quantise: returns the stored tensors of a matrix [out, in] or, if `quantises_only_experts`, of experts [count, out,
     in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
-    group_sizes: the numbers of columns that may share a scale.  A matrix gets the first that divides its column count.
+    group_sizes: the numbers of columns that may share a scale.  A matrix gets the first size that divides its columns.
     quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
     dense."""
 
@@ -90,7 +90,7 @@ class Quantiser:
     dense_pattern: str = _names_pattern(DENSE_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
-        """Returns this format for a target, or for a draft, in which the lm_head is quantised too."""
+        """Returns this format for a target or for a draft.  In a draft, the lm_head is quantised too."""
         return replace(self, dense_pattern=_names_pattern(DENSE_IN_DRAFTS)) if is_draft else self
 
     def quantization_config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
@@ -157,7 +157,7 @@ def _any_number_pattern(name: str) -> str:
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  Blocks but the last have a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -208,8 +208,8 @@ def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, group))
         scale = _best_scales(groups, dtype)
-        q = (groups / scale.float()).round().clamp(-8, 7) + 8
-        codes.append(pack_nibbles(q.flatten(1).to(torch.uint8)).to(matrix.device))
+        block_codes = (groups / scale.float()).round().clamp(-8, 7) + 8
+        codes.append(pack_nibbles(block_codes.flatten(1).to(torch.uint8)).to(matrix.device))
         scales.append(scale.squeeze(2).to(matrix.device))
     packed = torch.cat(codes).contiguous().view(torch.int32)
     shape = torch.tensor(matrix.shape, dtype=torch.int64)
@@ -221,8 +221,8 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     max_magnitude = groups.abs().amax(2, keepdim=True)
     base_scale = torch.where(max_magnitude == 0, 1.0, max_magnitude / 7.5)
     best, least_error = base_scale.to(dtype), torch.full_like(max_magnitude, torch.inf)
-    for shrink in SCALE_FACTORS:
-        scale = (base_scale * shrink).to(dtype)
+    for factor in SCALE_FACTORS:
+        scale = (base_scale * factor).to(dtype)
         scale_values = scale.float()
         error = ((groups / scale_values).round().clamp(-8, 7) * scale_values - groups).square().sum(2, keepdim=True)
         best, least_error = torch.where(error < least_error, scale, best), torch.minimum(error, least_error)
@@ -246,30 +246,30 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and a divisor for the matrix."""
+    """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and one divisor of all scales."""
     max_magnitude = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(max_magnitude == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / max_magnitude)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NVFP4_GROUP_SIZE))
         scale = _encode_fp8(groups.abs().amax(2) / E2M1_VALUES[-1] * divisor)
-        exact = scale.float() / divisor
-        scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
+        decoded_scale = scale.float() / divisor
+        scaled = groups / torch.where(decoded_scale == 0, 1.0, decoded_scale)[:, :, None]
         codes.append(_encode_e2m1(scaled).flatten(1).to(matrix.device))
         scales.append(scale.to(matrix.device))
     packed = pack_nibbles(torch.cat(codes))
-    factor = divisor.reshape(1).to(matrix.device)
-    return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": factor}
+    global_scale = divisor.reshape(1).to(matrix.device)
+    return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": global_scale}
 
 
 def _encode_e2m1(scaled_values: Tensor) -> Tensor:
     """Returns the 4-bit codes of the E2M1 values nearest to `scaled_values`.  Magnitudes above 6 get the code of 6."""
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled_values.device)
-    magnitudes = torch.bucketize(scaled_values.abs().contiguous(), middles).to(torch.uint8)
+    midpoints = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled_values.device)
+    magnitudes = torch.bucketize(scaled_values.abs().contiguous(), midpoints).to(torch.uint8)
     return magnitudes | (scaled_values < 0).to(torch.uint8) << 3
 
 
-def _compressed_tensors(
+def _compressed_tensors_config(
     scheme: tuple[str, str, int, str, int | None], dense_pattern: str, dense_names: Sequence[str]
 ) -> dict[str, Any]:
     """Returns quantization_config in the format of compressed-tensors.  With a scale per row, inputs are quantised too.
@@ -291,7 +291,7 @@ def _compressed_tensors(
 
 
 def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[str, Any]:
-    """Returns quantization_config in the format of DeepSeek-V3.  A quantised head adds `lm_head`, a field of GPTQ."""
+    """Returns quantization_config in the format of DeepSeek-V3.  For a quantised head, adds GPTQ's field `lm_head`."""
     head = {} if re.match(dense_pattern, HEAD_NAME) else {HEAD_NAME: True}
     return {
         "quant_method": "fp8",
@@ -304,9 +304,11 @@ def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[st
 
 
 COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
-    "fp8": partial(_compressed_tensors, ("float-quantized", "float", 8, "channel", None)),
-    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP_SIZE)),
-    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NVFP4_GROUP_SIZE)),
+    "fp8": partial(_compressed_tensors_config, ("float-quantized", "float", 8, "channel", None)),
+    "int4": partial(_compressed_tensors_config, ("pack-quantized", "int", 4, "group", GROUP_SIZE)),
+    "nvfp4": partial(
+        _compressed_tensors_config, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NVFP4_GROUP_SIZE)
+    ),
 }
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
@@ -326,9 +328,9 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 
 @dataclass
 class QuantiseReport:
-    """The numbers that `quantise` reports.
+    """The numbers that `quantise` reports.  num_matrices: the number of quantised matrices.
     dense_names: the names of matrices that stay dense because no group size divides their number of columns.
-    num_matrices_by_small_group_size: the number of matrices with a smaller group size than usual, by group size."""
+    num_matrices_by_small_group_size: the number of matrices below the format's usual group size, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
@@ -371,7 +373,7 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the files of the copy; see quantise.  config.json is last, because a directory without it is no model."""
+    """Writes the files of the copy; see quantise.  config.json is last, so that no partial copy can be loaded."""
     report, weight_map, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, report, columns))
@@ -421,7 +423,7 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised_tensors(
     file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns`, the columns by matrix."""
+    """Yields the tensors of a file's quantised copy.  Updates `report`, and `columns`: by matrix, the column count."""
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118
             tensor = opened.get_tensor(name)

@@ -25,6 +25,7 @@ Json = dict[str, Any]
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Types that need a factor.
 TYPES_WITH_FACTOR = ("linear", "dynamic", "llama3", "yarn")
+# The parameters that RopeConfig has under the same names.
 RAMP_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 POSITIVE_FIELDS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -90,15 +91,15 @@ class RopeConfig:
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
         context: the number of tokens of the longest text, by which LongRoPE chooses its set of divisors."""
-        plain = 1.0 / self._positions_per_radian()
+        unscaled = 1.0 / self._positions_per_radian()
         match self.type:
             case "linear":
-                return plain / self.factor
+                return unscaled / self.factor
             case "proportional":
-                turning = torch.arange(self.dim // 2) < int(self.partial_rotary_factor * self.dim // 2)
-                return torch.where(turning, plain / self.factor, 0.0)
+                is_rotated = torch.arange(self.dim // 2) < int(self.partial_rotary_factor * self.dim // 2)
+                return torch.where(is_rotated, unscaled / self.factor, 0.0)
             case "llama3":
-                return self._llama3_frequencies(plain)
+                return self._llama3_frequencies(unscaled)
             case "none":
                 return torch.zeros(self.dim // 2)
             case "yarn":
@@ -107,7 +108,7 @@ class RopeConfig:
                 divisors = self.longrope_factors[context > self.original_max_position]
                 return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * self._positions_per_radian())
             case _:
-                return plain
+                return unscaled
 
     def _positions_per_radian(self) -> Tensor:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
@@ -117,29 +118,29 @@ class RopeConfig:
         frequencies between them are interpolated."""
         wavelength = 2 * math.pi / unscaled
         low, high = self.low_freq_factor, self.high_freq_factor
-        keep = (self.original_max_position / wavelength - low) / (high - low)
-        between = (1 - keep) * unscaled / self.factor + keep * unscaled
-        slow = torch.where(wavelength > self.original_max_position / low, unscaled / self.factor, unscaled)
+        unscaled_share = (self.original_max_position / wavelength - low) / (high - low)
+        between = (1 - unscaled_share) * unscaled / self.factor + unscaled_share * unscaled
+        not_between = torch.where(wavelength > self.original_max_position / low, unscaled / self.factor, unscaled)
         is_between = (wavelength >= self.original_max_position / high) & (
             wavelength <= self.original_max_position / low
         )
-        return torch.where(is_between, between, slow)
+        return torch.where(is_between, between, not_between)
 
     def _yarn_frequencies(self) -> Tensor:
         """Returns YaRN's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
         frequencies between them are interpolated linearly.
 
-        The interpolation starts at the frequency with beta_slow turns over the original length and ends at the
-        frequency with beta_fast turns.
+        The interpolation starts at the frequency with beta_slow rotations over the original length and ends at the
+        frequency with beta_fast rotations.
         """
         low, high = self._frequency_index(self.beta_fast), self._frequency_index(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         span = high - low if high != low else 0.001
-        keep = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        unscaled_share = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
         periods = self._positions_per_radian()
-        return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
+        return 1.0 / (self.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
 
     def _frequency_index(self, turns: float) -> float:
         """Returns the (fractional) index of the frequency that makes `turns` turns over the original length."""
@@ -165,15 +166,15 @@ class RopeTables:
         device: torch.device | str,
         context: int | None = None,
     ) -> None:
-        exact = torch.promote_types(dtype, torch.float32)
+        exact_dtype = torch.promote_types(dtype, torch.float32)
         frequencies = config.inverse_frequencies(rows if context is None else context)
-        angles = torch.arange(rows, dtype=exact)[:, None] * frequencies.to(exact)
+        angles = torch.arange(rows, dtype=exact_dtype)[:, None] * frequencies.to(exact_dtype)
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
         self.query_scales = None
         if config.query_scaling_beta:
-            lengths = torch.arange(rows, dtype=exact) // config.original_max_position
+            lengths = torch.arange(rows, dtype=exact_dtype) // config.original_max_position
             self.query_scales = (1 + config.query_scaling_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
@@ -223,7 +224,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
     not supported."""
     new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
-        # The type "default" in rope_parameters contradicts no type, because users add rope_scaling to such configs.
+        # The type "default" in rope_parameters is ignored, because users add rope_scaling to such configs.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
@@ -241,7 +242,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
         raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
     # The field at the config's top level has priority, as in transformers.
     name = "original_max_position_embeddings"
-    original = int(fields.get(name) or parameters.get(name) or max_position_embeddings)
+    original_max_position = int(fields.get(name) or parameters.get(name) or max_position_embeddings)
     scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
@@ -257,16 +258,16 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
         dim=rotary_dim,
         theta=float(theta),
         type=kind,
-        original_max_position=original,
-        attention_factor=_attention_factor(parameters, kind, original, max_position_embeddings),
+        original_max_position=original_max_position,
+        attention_factor=_attention_factor(parameters, kind, original_max_position, max_position_embeddings),
         query_scaling_beta=float(fields.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         longrope_factors=_longrope_factors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
         partial_rotary_factor=_partial_rotary_factor(parameters) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
-    extended = int(original * rope.factor) if kind == "yarn" else max_position_embeddings
-    return rope, max(max_position_embeddings, extended)
+    scaled_length = int(original_max_position * rope.factor) if kind == "yarn" else max_position_embeddings
+    return rope, max(max_position_embeddings, scaled_length)
 
 
 def _require_values(parameters: Json, rope_type: object, max_position_embeddings: int) -> None:
@@ -312,7 +313,7 @@ def _longrope_factors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, .
 
 
 def _attention_factor(parameters: Json, rope_type: str, original: int, max_position_embeddings: int) -> float:
-    """Returns the factor of cos and sin."""
+    """Returns the factor by which cos and sin are multiplied."""
     if rope_type == "longrope" and parameters.get("attention_factor") is None:
         factor = float(parameters.get("factor") or max_position_embeddings / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -327,7 +328,7 @@ def _partial_rotary_factor(parameters: Json) -> float:
 
 
 def _yarn_attention_factor(parameters: Json) -> float:
-    """Returns the factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
+    """Returns the factor by which cos and sin are multiplied: attention_factor, else the value of YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:
         return float(attention_factor)

@@ -68,12 +68,12 @@ class Experts:
 
     layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: the size of an expert.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
-    shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
+    shared_name: the name of the shared expert.  shared_has_bias: whether the shared expert has biases.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
     router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
-    scale_name: the name of a tensor [E] by which routing weights are multiplied; None if there is no such tensor.
-    storage: "apart": each matrix of each expert is a tensor.  "joined": tensors [E, out, in], gate before up.
-    "stacked": tensors [E, in, out], in which columns of gate and up alternate.
+    scale_name: the name of a tensor [E experts] by which routing weights are multiplied; None for no such factor.
+    storage: "apart": each matrix of each expert is a tensor.  "joined": one tensor [E, out, in] for gate and up (gate
+    first), and one for down.  "stacked": two tensors [E, in, out]; columns of gate and up alternate in the first.
     has_biases: whether gate, up and down have biases.  prefix: the prefix of the block's weights in a layer.
     names: the names of an expert's matrices, if stored apart.  joined_names: the names of the two joined tensors.
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
@@ -147,8 +147,8 @@ class StoredNames:
 
 
 SAME_NAMES = StoredNames()
-# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  The names of
-# MTP layers begin with `mtp.`.
+# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the next two.  The names
+# of MTP layers begin with `mtp.`.
 TEXT_PART_NAMES = StoredNames(
     (
         ("language_model.model.", "model."),

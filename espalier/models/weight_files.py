@@ -143,7 +143,7 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from None
 
 
-# The name of the embedding.  In memory, it is never in GGUF's blocks.
+# The name of the embedding, which is always dense in memory, even if a GGUF file stores quantised blocks.
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
@@ -212,5 +212,5 @@ def _size_of_gguf(path: Path) -> WeightSize:
 
 
 def _size_of_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
-    keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
-    return WeightSize(0, tensor.nbytes) if keeps else WeightSize(tensor.numel(), 0)
+    keeps_dtype = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
+    return WeightSize(0, tensor.nbytes) if keeps_dtype else WeightSize(tensor.numel(), 0)

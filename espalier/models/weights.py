@@ -51,10 +51,11 @@ log = logging.getLogger(__name__)
 class Weights:
     """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
-    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a
-    floating-point tensor is always dense, because some checkpoints have dense layers that config.json does not name.
+    formats: the storage format of each matrix; all other weights are plain tensors: floating-point, without scales.  A
+    matrix that is stored as a plain tensor is always dense, because some checkpoints have dense layers that config.json
+    does not name.
     shards: the number of ranks, and which part of each divided matrix this rank holds.
-    allow_bin: whether pytorch_model.bin may be read (with weights_only), which many drafts have.
+    allow_bin: whether pytorch_model.bin, which many drafts have, may be read (with weights_only).
     stored_names: maps the names in files (stored names) to own names (stored_names.py).  All methods take own names.
     other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name.
     """
@@ -103,7 +104,7 @@ class Weights:
     def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  No data is read.
         For a tensor without a row dimension (such as an input scale), only the name is checked, because a single value
-        may have the shape [] or [1].  The shapes of all other tensors depend on both sizes."""
+        may have the shape [] or [1]."""
         try:
             declared = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
@@ -135,8 +136,8 @@ class Weights:
 
     def load_exact(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
-        exact = torch.promote_types(self.dtype, torch.float32)
-        return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact)
+        exact_dtype = torch.promote_types(self.dtype, torch.float32)
+        return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact_dtype)
 
     def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
@@ -149,7 +150,7 @@ class Weights:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def load_raw(self, name: str, *shape: int) -> Tensor:
-        """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
+        """Returns a weight as it is stored, on the CPU.  Raises EspalierError for a missing weight or another shape."""
         self.require_shape(name, shape)
         self._unused.discard(name)
         tensor = self._loaded[name] if name in self._loaded else self._read_tensor(name)
@@ -178,9 +179,9 @@ class Weights:
         bias: bool,
         sums_over_ranks: bool = True,
     ) -> Linear:
-        """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each.  bias: whether they have
-        biases.  sums_over_ranks: if ranks divide the columns, whether the layer or the caller sums over the ranks.
-        """
+        """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each.  bias: whether the
+        matrices have biases.  sums_over_ranks: if ranks divide the columns, whether the layer sums its outputs over the
+        ranks; if false, the caller does."""
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [as_rank_part(size) for size in rows]
@@ -210,7 +211,7 @@ class Weights:
         return weights[0] if len(weights) == 1 else StackedWeights(weights)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[SizeOrPart]) -> None:
-        """Raises EspalierError if there are several ranks, but none of the sizes is a RankPart."""
+        """Raises EspalierError if there are several ranks but no size is divided among them (a RankPart)."""
         if self.shards.count > 1 and not any(isinstance(size, RankPart) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
@@ -225,7 +226,7 @@ class Weights:
 
     @functools.cached_property
     def _modules_with_scales(self) -> frozenset[str]:
-        """The modules with tensors other than a weight and a bias."""
+        """The names of modules that store a tensor besides a weight and a bias, such as a scale."""
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
@@ -249,8 +250,8 @@ class Weights:
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns] whose tensors are stored stacked, with the names name + matrix + a
-        suffix of the format.
+        """Returns `count` experts [rows, columns].  Each stored tensor holds all experts; the tensor's name is name +
+        matrix + a suffix of the format.
 
         rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
         """
@@ -299,9 +300,12 @@ class Weights:
         self.require_parts(names, (*rows, columns))
         parts, column_part = [as_rank_part(size) for size in rows], as_rank_part(columns)
         with self._matrix_names_in_errors(names):
-            by_matrix = [format.tensors(part.size, column_part.size) for part in parts]
-            cuts = [[t.part_slices(part, column_part) for t in ts] for ts, part in zip(by_matrix, parts, strict=True)]
-        for declared, slices in zip(zip(*by_matrix, strict=True), zip(*cuts, strict=True), strict=True):
+            tensors_by_matrix = [format.tensors(part.size, column_part.size) for part in parts]
+            cuts = [
+                [tensor.part_slices(part, column_part) for tensor in declared_tensors]
+                for declared_tensors, part in zip(tensors_by_matrix, parts, strict=True)
+            ]
+        for declared, slices in zip(zip(*tensors_by_matrix, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = declared[0].suffix
             tensors = {**tensors, suffix: self._cat_tensors([f"{name}{suffix}" for name in names], declared, slices)}
         if not all(part.is_whole for part in (*parts, column_part)):
@@ -411,16 +415,16 @@ class Weights:
         for warning in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, warning)
 
-    def _open_file(self, shard: Path) -> None:
+    def _open_file(self, path: Path) -> None:
         try:
-            require_regular(shard)
-            file = safe_open(shard, framework="pt")
+            require_regular(path)
+            file = safe_open(path, framework="pt")
             names = list(file.keys())
         except FileNotFoundError:
-            raise EspalierError(f"shard {shard} is missing; download the checkpoint again") from None
+            raise EspalierError(f"shard {path} is missing; download the checkpoint again") from None
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
+                f"{path} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored_name in names:
             name = self.stored_names.own_name(stored_name)

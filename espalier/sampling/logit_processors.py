@@ -12,7 +12,8 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """The sampling features that a batch's requests need, known to the host at launch.  Without any: plain argmax.
+    """The sampling features that a batch's requests need, known to the host at launch.  If none is set, the token is
+    the argmax of the logits.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
     min_tokens."""
@@ -28,10 +29,10 @@ class SamplingFeatures:
 
 
 class DraftedAncestors(NamedTuple):
-    """Drafted tokens between the root and the rows of a batch.
+    """The drafted tokens between the root of a tree and the rows whose logits are processed.
 
-    tokens: [B, E], -1 for no token; ancestor_bits: [B, Q, W] int64, whose bit e of row q says whether token e is on the
-    path from the root to row q, the row's own token included."""
+    tokens: [B, E], E drafted tokens of each request, -1 for none; ancestor_bits: [B, Q, W] int64: bit e of row q says
+    whether token e is on the path from the root to row q, the row's own token included."""
 
     tokens: Tensor
     ancestor_bits: Tensor
@@ -46,10 +47,11 @@ class SlotSamplingParams:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
     ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
-    bias_ids, bias_values: [B, NB], padded with 0; stop_ids: [B, NS], padded with -1, banned at positions below
-    min_position.  These three are None if the batch has no bias and no min_tokens.
-    counts: [B, V], how often each token is in the output up to the root; seen: [B, V] bool, whether it is in the
-    prompt.  Both are None if the batch has no penalties."""
+    bias_ids, bias_values: [B, NB], the tokens of logit_bias and the values to add, padded with 0.  stop_ids: [B, NS],
+    stop tokens, which are banned at positions below min_position; padded with -1.  These three are None if the batch
+    has no bias and no min_tokens.
+    counts: [B, V], how often each token is in the output up to the root; seen: [B, V] bool, whether each token is in
+    the prompt.  Both are None if the batch has no penalties."""
 
     ints: Tensor
     floats: Tensor
@@ -99,7 +101,7 @@ def process_logits(
     penalties to output only."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling_features.biased:
-        logits = _ban_stops(_add_bias(logits, params), params, positions)
+        logits = _ban_stop_tokens(_add_bias(logits, params), params, positions)
     if sampling_features.penalised:
         logits = _penalise(logits, params, _output_counts(params, logits.shape[1], drafted_ancestors))
     return logits
@@ -111,21 +113,21 @@ def _add_bias(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     return logits + bias.scatter_add_(1, params.bias_ids, params.bias_values.to(bias.dtype))[:, None]
 
 
-def _ban_stops(logits: Tensor, params: SlotSamplingParams, positions: Tensor) -> Tensor:
+def _ban_stop_tokens(logits: Tensor, params: SlotSamplingParams, positions: Tensor) -> Tensor:
     assert params.stop_ids is not None
-    # One extra column receives the padding.
+    # One extra column receives the padding of stop_ids.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
     stops.scatter_(1, params.stop_ids.masked_fill(params.stop_ids < 0, logits.shape[2]), True)
     early = positions < params.min_position[:, None]
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _output_counts(params: SlotSamplingParams, queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
+def _output_counts(params: SlotSamplingParams, num_queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
     """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert params.counts is not None
     if drafted_ancestors is None:
         return params.counts[:, None]
-    counts = params.counts[:, None].repeat(1, queries, 1)
+    counts = params.counts[:, None].repeat(1, num_queries, 1)
     is_counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
     ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(is_counted)
     return counts.scatter_add_(2, ids, is_counted.to(counts.dtype))

@@ -1,4 +1,4 @@
-"""Masks over the vocabulary as packed bits: the tokens that may follow a node.
+"""Token masks as packed bits: the tokens of the vocabulary that may follow a node.
 
 Bit t % 32 of word t // 32 is set if token t is allowed, as in xgrammar's token bitmasks.  A request's masks come from
 its TokenMasker (espalier/grammar/token_masker.py).  If no request of the batch has a masker, no masking code runs.
@@ -86,7 +86,9 @@ class DraftGuide:
         return torch.where(host_tokens >= 0, host_tokens, only_tokens), host_mask & mask
 
     def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
-        """Returns what `allowed_children` returns for one row at each of `num_levels` levels, without the host."""
+        """Returns the only allowed token [B, num_levels] and the mask of each level, without asking the host.
+
+        These are the values that allowed_children returns for a level."""
         levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced_tokens[:, first_level - 1 : first_level - 1 + num_levels], mask
@@ -95,7 +97,7 @@ class DraftGuide:
 def force_only_children(
     only_tokens: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """If only one token is allowed after a row, makes it the row's first child, with the row's own score.
+    """If only one token is allowed after a row, makes this token the row's first child, with the row's own score.
 
     only_tokens: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children;
     row_scores: [B, Q], the rows' path scores."""

@@ -1,7 +1,8 @@
 """Picking a token: a pure function of logits, parameters, seed and position.
 
-A sampled token is the argmax of logits plus noise (Gumbel-max); a greedy token is the argmax of logits.  So plain
-decoding and tree decoding draw the same token, and a test of losslessness is a test of equality.
+A sampled token is the argmax of logits plus noise (Gumbel-max); a greedy token is the argmax of logits.  The noise
+depends only on seed, position and token id.  So plain decoding and tree decoding draw the same token, and a test that
+speculation is lossless only compares tokens.
 """
 
 from typing import NamedTuple
@@ -82,7 +83,7 @@ def divide_by_temperature(logits: Tensor, params: SlotSamplingParams) -> Tensor:
 
 
 def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: Tensor) -> Tensor:
-    """Score a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
+    """Returns a draft's scores log_softmax(logits / T + g), with the noise g that the target will use.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
     not depend on these scores.
@@ -119,7 +120,7 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Returns random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
     seed_halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
-    # The first hashes of both key halves are computed together: [2, B, P].
+    # Two hashes of each position are computed together: [2, B, P].
     position_hashes = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
     k0, k1 = mix_bits(seed_halves ^ mix_bits(seed_halves.flip(0) ^ position_hashes))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
@@ -129,8 +130,9 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
-    The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more, the largest u would round to
-    1.0 in float32, and its noise would be infinite: a large vocabulary would now and then draw a random token.
+    The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23, from random bits r.  With 24 bits or more, the
+    largest u would round to 1.0 in float32, and its noise would be infinite.  In a large vocabulary, this would now and
+    then choose a token whatever its logit is.
     """
     uniform = ((random_bits(seeds, positions, vocab_size) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt's tokens, computed in its prefill passes.
 
-The output head runs over the reported rows in pieces, so that only one piece's logits are in memory at a time.
+The output head runs over a part of the reported rows at a time, so that only the logits of one part are in memory.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from espalier.sampling.pick import Logprobs, logprobs
 class PromptRows:
     """The rows of a prefill pass after which the log-probability of the next prompt token is reported.
 
-    Both tuples are on the host and have one entry for each request of the batch.  row_spans: rows [begin, end) of the
-    pass, a request's pieces one after another.  num_top_logprobs: how many of the likeliest tokens the request wants
-    beside each token."""
+    Both tuples are on the host and have one entry for each request of the batch.  row_spans: rows begin .. end-1 of the
+    flattened pass, in which the pieces of a request's prompt are adjacent.  num_top_logprobs: how many of the
+    likeliest tokens the request wants beside each token."""
 
     row_spans: tuple[tuple[int, int], ...]
     num_top_logprobs: tuple[int, ...]
@@ -42,7 +42,7 @@ def prompt_logprobs(
 ) -> Logprobs:
     """Compute log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
 
-    max_rows: the most rows with logits in memory at once; num_top: how many likeliest tokens to report besides each.
+    max_rows: the most rows whose logits are in memory at once; num_top: see logprobs.
     """
     pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
     reported = [logprobs(output_head(rows), following, num_top) for rows, following in pieces]

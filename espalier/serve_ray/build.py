@@ -29,7 +29,8 @@ from espalier.server.run import check_options
 # The default of ReplicaOptions.tokens_per_replica.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Keys of `args` (parse_service), which are also fields of the server's option classes.  Fields with times end with _s.
+# Keys of `args` (parse_service) that are also fields of the server's option classes.  The field of X_timeout is
+# X_timeout_s.
 FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -40,9 +41,9 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONTEND_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# No limit in practice, because the API server limits the open requests, and Ray Serve must not.
+# In practice no limit.  The API server already limits the open requests, so Ray Serve must not.
 MAX_ONGOING_REQUESTS = 65536
-# Health checks find a replica that hangs.  If its engine has ended, a replica exits by itself.
+# Health checks find a replica that hangs.  A replica whose engine has ended exits by itself.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 # Ray Serve logs no requests, because the API server logs each request with its id.
@@ -53,9 +54,10 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 class ReplicaOptions:
     """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
 
-    tokens_per_replica: autoscaling keeps the average of EngineReplica.open_tokens near this number.
-    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
-    autoscaling: further fields of Ray's AutoscalingConfig.  router: the import path of a subclass of RequestRouter.
+    tokens_per_replica: autoscaling keeps the replicas' average of tokens still to compute (EngineReplica.open_tokens)
+    near this number.  resources: what Ray reserves for a replica (ray_actor_options); None for a GPU for each rank, or
+    nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the import path of a subclass of
+    Ray's RequestRouter.
     """
 
     min_count: int
@@ -81,13 +83,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The model's first served name; if it has no name, the draft's."""
+        """The model's first served name.  Without a name, the value of the setting `draft`."""
         return self.frontend.names[0] if self.frontend.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """The parsed options of a service.  models: at least one.  num_api_servers: how many replicas the API server has.
+    """The parsed options of a service.  models: at least one.  num_api_servers: how many API servers run.
     drain_timeout_s: how long requests may go on when a replica must end."""
 
     models: tuple[ServedModel, ...]
@@ -99,7 +101,7 @@ class Service:
 
 
 def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
-    """Parses N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
+    """Parses a count, N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     try:
         least, most = whole_number(low), whole_number(high or low)
@@ -176,7 +178,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the options `names` by field name, without missing and null options.  0 seconds mean no time limit."""
+    """Returns the options `names` by field name, without missing and null options.  Timeouts of 0 become None."""
     options = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -185,7 +187,7 @@ def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """Returns an option, a text or a list of texts, as a list.  Raises EspalierError."""
+    """Returns an option as a list.  The option is a text or a list of texts.  Raises EspalierError."""
     value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -231,7 +233,7 @@ def application(service: Service) -> Any:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
-        # A new API server must start before the old API server ends.
+        # In an update, new API servers start before old API servers end.
         max_surge_percent=100,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -256,7 +258,7 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
-        # No retries, because a replica refuses the same configuration each time.
+        # A replica is not started again, because it would refuse the same configuration again.
         max_constructor_retry_count=1,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -285,7 +287,7 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     The default is a GPU for each rank; on a CPU nothing, so that replicas share the cores.  All resources of a replica
-    are on one machine.  Raises EspalierError for several ranks with another number of GPUs.
+    are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs than ranks.
     """
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:

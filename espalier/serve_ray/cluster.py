@@ -44,7 +44,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
     shutdown_event = threading.Event()
     is_own_cluster = _connect(ray, host, port)
-    # Set after ray.init, because the signal handlers of ray.init end the process with a stack trace.
+    # Set after ray.init, because ray.init sets signal handlers that end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: shutdown_event.set())
     try:
@@ -73,10 +73,10 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
 
 def _connect(ray: Any, host: str, port: int) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
+    """Connect to the Ray cluster of RAY_ADDRESS, else to the cluster on this machine, else start a cluster.
 
-    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError, for a used
-    port before the cluster starts, which takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A used
+    port is refused first, because starting a cluster takes ten seconds.
     """
     log_options = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -99,7 +99,7 @@ def _connect(ray: Any, host: str, port: int) -> bool:
 
 
 def _require_listening(address: str) -> None:
-    """Refuse an address HOST:PORT without a listener, for which Ray would wait for minutes.  Raises EspalierError."""
+    """Refuse an address HOST:PORT where nothing listens, because Ray would wait for minutes.  Raises EspalierError."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()) or "/" in host:
         return
@@ -156,7 +156,7 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """Returns `port`, or a free port if `port` is 0.  Raises EspalierError if this machine cannot listen on it."""
+    """Returns `port`, or a free port if `port` is 0.  Raises EspalierError if this machine cannot listen there."""
     with bind_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
@@ -191,7 +191,7 @@ def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> No
 
 
 def _reason_of_failure(message: str) -> str:
-    """Returns one line of Ray Serve's message: why a deployment failed."""
+    """Returns in one line why a deployment failed.  message: Ray Serve's, of many lines."""
     reason = REFUSAL_PATTERN.findall(message)
     return (
         f"a replica cannot load: {reason[-1]}" if reason else f"Ray Serve cannot deploy: {one_line(Exception(message))}"

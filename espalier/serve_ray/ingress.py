@@ -1,7 +1,7 @@
-"""The API server as Ray Serve's ingress deployment: the server's endpoints, with pools of engine replicas.
+"""The API server as Ray Serve's ingress deployment: the server's endpoints, with a pool of engine replicas per model.
 
-Ray Serve's proxy handles HTTP, and passes each request as ASGI messages.  The server's own code does the rest: bodies,
-fields, errors, streams, the queue's limit, metrics.
+Ray Serve's proxy handles HTTP, and passes each request as ASGI messages.  The code of espalier/server does the rest:
+bodies, fields, errors, streams, the queue's limit, metrics.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger("espalier.server")
 
 
 class ApiServerIngress:
-    """The deployment of the API server.  handles: the handle of each model's replica deployment."""
+    """The deployment of the API server.  handles: Ray's handles of the replica deployments, one per model."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
         logs.set_up_logging(service.log_level, service.log_json)
@@ -35,7 +35,7 @@ class ApiServerIngress:
         self.frontends: MultiModelFrontend | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the ASGI application, as soon as each model has a replica.  Ray Serve calls this hook."""
+        """Returns the ASGI application when each model has a ready replica.  Ray Serve calls this hook."""
         service, num_api_servers = self.service, self.service.num_api_servers
         for model, handle in zip(service.models, self.handles, strict=True):
             self.pools.append(
@@ -62,15 +62,16 @@ class ApiServerIngress:
 
 
 def is_replica_lost(error: BaseException) -> bool:
-    """Returns whether an exception of a call to a replica means that the replica has ended.  A RayTaskError is a bug in
+    """Returns whether an exception of a call to a replica means that the replica has ended.  A RayTaskError comes from
     the replica's own code, so the replica still runs."""
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 
 class AppBehindProxy:
-    """Adapts the app to Ray Serve's proxy.
+    """Adapts an ASGI application to Ray Serve's proxy.
 
-    The proxy adds the header x-request-id, so the app's own is removed.  The app gets paths without the route prefix.
+    The proxy adds the header x-request-id, so the application's x-request-id is removed.  The application gets paths
+    without the route prefix.
     """
 
     def __init__(self, app: ASGIApp):

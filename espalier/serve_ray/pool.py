@@ -1,7 +1,7 @@
-"""The pool of engine replicas of an API server.  Ray Serve's router chooses a replica for each submitted prompt.
+"""The engine replicas of one model, for an API server.  Ray Serve's router chooses a replica for each submitted prompt.
 
-If a replica ends before a prompt's first output token, the prompt is sent to another replica.  If it ends later, the
-request fails with EngineGone.  Each prompt of an HTTP request may go to another replica.
+If a replica ends before a prompt's first output token, the prompt is sent to another replica.  If a replica ends later,
+the request fails with EngineGone.  The prompts of one HTTP request may go to different replicas.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class EnginePool:
     """The engine replicas of one model.  Implements protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  slot_share: 1 / number of API servers, the part of all slots that is
-    for this API server.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: the part of all slots that is for this API server, 1 /
+    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
@@ -104,7 +104,7 @@ class EnginePool:
         return sum(generation.num_running[name] for name, (generation, _) in self._open_prompts.items())
 
     def require_running(self) -> None:
-        """Raises EngineGone if the pool is closed.  If no replica is ready, requests wait."""
+        """Raises EngineGone if the pool is closed.  While no replica is ready, requests wait instead."""
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
@@ -140,7 +140,7 @@ class EnginePool:
     # One prompt
 
     async def _run(self, prompt: PooledPrompt) -> None:
-        """Run a prompt until its output is complete, or fail its generation."""
+        """Run a prompt until its output is complete.  After an error, make its generation fail."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:
@@ -163,7 +163,7 @@ class EnginePool:
             log.warning("%s before the first token: trying another replica", why_lost)
 
     async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
-        """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, or None."""
+        """Send a prompt to a replica and pass on the output.  Returns why the replica was lost; None on success."""
         # Ray Serve takes a call's request id from the context.  In an empty context, each prompt gets its own id.
         stream = Context().run(self.generate_handle.remote, message, hint)
         try:
@@ -185,7 +185,7 @@ class EnginePool:
         except Exception as error:
             if not self.is_replica_lost(error):
                 raise
-            # The output may be complete although the replica ended before the call did.
+            # The replica may have ended after the complete output, but before the end of the call.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
@@ -197,7 +197,7 @@ class EnginePool:
             await self._poll_engine_stats()
 
     async def _poll_engine_stats(self) -> None:
-        """Read all replicas' metrics.  A replica without an answer, or with another version's format, is left out."""
+        """Read all replicas' metrics.  A replica that does not answer, or has another version's format, is left out."""
         results: list[Any] = []
         # The call raises an error if no replica is ready.
         with suppress(Exception):

@@ -22,13 +22,14 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# When its engine has ended, a replica waits for this time before it exits, so that its last messages are sent.
+# A replica whose engine has ended waits for this time before it exits, so that the last messages are sent.
 LAST_MESSAGES_WAIT_S = 0.5
 EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's name; "": from Ray Serve."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's name; "" for Ray Serve's name.
+    exit_process: called with EXIT_CODE when the engine has ended."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
@@ -38,7 +39,8 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt name: the tokens to compute: the prompt's until output arrives, and the output's up to its limit.
+        # By prompt name: the tokens still to compute.  The prompt's tokens count until its first output arrives.  The
+        # tokens up to the output's limit count until they arrive.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())
@@ -51,7 +53,7 @@ class EngineReplica:
     async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
         """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        _routing_hint: read only by the router.  To close the iterator early aborts the request.
+        _routing_hint: read only by the router.  If the caller closes the iterator early, the request is aborted.
         """
         submitted = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
@@ -110,7 +112,7 @@ class EngineReplica:
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the settings with a seed for this replica: replicas with the same --seed must sample different texts."""
+    """Returns the settings with a seed for this replica, so replicas with one --seed sample different texts."""
     seed: Any = settings.get("seed")
     if is_unresolved(seed):
         return dict(settings)

@@ -1,6 +1,7 @@
 """Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each API server chooses alone.  It remembers to which replica it sent a prefix, and counts the open samples of replicas.
+Each API server chooses without the others.  It remembers to which replica it sent a prefix, and counts the samples that
+wait or run on each replica (open samples).
 """
 
 from collections import Counter, OrderedDict
@@ -8,21 +9,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The most pages of a prompt that are hashed, from its start.
+# Only the first pages of a prompt are hashed, at most this number.
 MAX_HASHED_PAGES = 512
 # The default limit of remembered prefixes.  A prompt has one prefix for each full page.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """What the router needs to know of a prompt.  prefix_hashes: see below.  num_samples: how many outputs (n)."""
+    """What the router needs to know of a prompt.  prefix_hashes: made by the function prefix_hashes.  num_samples: the
+    number of outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Returns a hash for each prefix of full pages, shortest first.  The hashes are the same in all processes."""
+    """Returns a hash for each prefix of the prompt that ends with a full page, shortest first.
+
+    page_size: tokens in a page.  The hashes are the same in all processes."""
     hashes: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
@@ -35,8 +39,8 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 class ReplicaChooser:
     """Ranks replicas for prompts.
 
-    imbalance: the prefixes that a replica has do not count if it has over `imbalance` more open samples than the least
-    busy replica.  max_prefixes: the limit of remembered prefixes; the least recently used is forgotten first.
+    imbalance: a replica with over `imbalance` more open samples than the least busy replica is ranked as if it had no
+    prefix.  max_prefixes: the limit of remembered prefixes; the least recently used prefix is forgotten first.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -44,8 +48,9 @@ class ReplicaChooser:
         self.max_prefixes = max_prefixes
         # By prefix hash: the replica that last got a prompt with this prefix.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
-        # The number of open samples by replica.  By (replica, request): the number of samples of each open prompt.
+        # By replica: the number of open samples.
         self.num_open_samples: Counter[str] = Counter()
+        # By (replica, request): the number of samples of each open prompt.
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def rank_replicas(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
@@ -58,14 +63,14 @@ class ReplicaChooser:
         def sort_key(replica: str) -> tuple[int, int, int, str]:
             is_free = self.num_open_samples[replica] - fewest_samples <= self.imbalance
             pages = num_pages_held.get(replica, 0) if is_free else 0
-            # By the hash, all API servers choose the same of equally busy replicas for a new prefix.
+            # For a new prefix, the hash makes all API servers choose the same one of equally busy replicas.
             tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 
         return sorted(replicas, key=sort_key)
 
     def _num_pages_held(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """Returns, by replica, how many pages from the prompt's start the replica probably has."""
+        """Returns how many pages from the prompt's start each replica probably has in its prefix cache, by replica."""
         num_pages_held: dict[str, int] = {}
         for num_pages, prefix_hash in enumerate(prefix_hashes, 1):
             replica = self._replica_of_prefix.get(prefix_hash)
@@ -76,10 +81,11 @@ class ReplicaChooser:
         return num_pages_held
 
     def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  request: the request's id, also for record_ended."""
+        """Record a prompt that was sent to a replica.  request: the request's id, as later for record_ended."""
         self._open_samples.setdefault((replica, request), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
-        # The shortest prefix is recorded last, and so forgotten last: _num_pages_held stops at a forgotten prefix.
+        # The shortest prefix must be forgotten last, because _num_pages_held stops at a forgotten prefix.  So it is
+        # recorded last.
         for prefix_hash in reversed(prefix_hashes):
             self._replica_of_prefix[prefix_hash] = replica
             self._replica_of_prefix.move_to_end(prefix_hash)
@@ -103,7 +109,7 @@ class ReplicaChooser:
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: see ReplicaOptions."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: the wanted average of a replica's open_tokens."""
 
     tokens_per_replica: int
 

@@ -1,4 +1,4 @@
-"""A Ray Serve router of prompts to engine replicas, by shared prefix and load.  ReplicaChooser makes the choice.
+"""The Ray Serve router that sends prompts to engine replicas, by shared prefix and load.  ReplicaChooser chooses.
 
 Ray's own prefix-aware router (ray.serve.llm) depends on vLLM, compares texts, and calls an actor three times for each
 request.  This router compares pages of token ids, as the prefix cache of a replica does.
@@ -20,7 +20,7 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # If no replica accepts the request, Serve must wait before it calls this method again.
+        # Makes Ray Serve wait before it calls this method again, if no replica accepts the request.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         return [

@@ -33,8 +33,8 @@ SEND_GRACE_S = 10.0
 class ActiveRequest:
     """One request in progress.
 
-    deadline: when its time limit ends, on the event loop's clock; None for no limit.  grammar_field: the body's field
-    that the error names if the grammar is refused."""
+    deadline: when the request's time limit ends, in seconds of the event loop's clock; None for no limit.
+    grammar_field: the body field that asks for a grammar, for the error if the engine refuses the grammar."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ActiveRequest:
 
     @contextmanager
     def _as_api_errors(self) -> Iterator[None]:
-        """Turns an error that ended the generation into an ApiError."""
+        """Turns an exception that leaves the block into an ApiError."""
         try:
             yield
         except TimeoutError:
@@ -180,10 +180,11 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The streaming response of an ActiveRequest.  first_event: awaited before the status is sent.
+    """The streaming response of an ActiveRequest.  first_event: made before the status is sent.
 
-    A later error is sent as an event.  To wake this task costs as much as to send an event.  So ActiveRequest writes
-    later events directly, if the HTTP server supports that (http1.EXCHANGE_EXTENSION) and the client reads.
+    An error after the first event is sent as an event.  To wake the task of this response costs as much as to send an
+    event.  So ActiveRequest writes later events directly to the connection, without this task, if the HTTP server
+    supports that (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
     def __init__(self, active_request: ActiveRequest, first_event: bytes, later_events: AsyncIterator[bytes]):
@@ -217,7 +218,7 @@ class EventStream(StreamingResponse):
         self.has_ended = True
         if not is_last:
             await send(_body_message(b"", False))
-        # If several streams end together, all their last bytes are sent before the first stream is logged and counted.
+        # Let other streams that end now send their last bytes before this stream is logged and counted.
         await asyncio.sleep(0)
 
     def _failure_event(self, error: ApiError) -> bytes:

@@ -46,7 +46,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked chat request with its prompt.  ignored_fields: the names of the sent fields that have no effect."""
+    """A checked chat request with its prompt.  ignored_fields: the sent fields that have no effect."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -81,7 +81,7 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
         check_text = frontend.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
         prompt = await frontend.conversation_tokens(_chat_steps, body, plan, check_text, size=size)
-    # The grammar of the answer has been checked.
+    # The answer's grammar was checked above, so a grammar error from here on is about the tools.
     with as_api_errors("tools" if body.tools else None):
         frontend.inputs.require_room(prompt, requested_params, body.output_limit_field)
         params = frontend.inputs.apply_plan(plan, params, prompt)
@@ -91,7 +91,7 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
 def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check_text: TextCheck) -> RenderLoop:
     """Returns a generator that makes the token ids of a chat request's prompt.  Raises EspalierError.
 
-    The generator yields what the chat template must render, and gets the rendered text (chat.RenderLoop).
+    The generator yields the arguments of the chat template, and is sent the rendered text (chat.RenderLoop).
     """
     keep_last = body.truncate_prompt_tokens
     check_text = inputs.require_text_fits if keep_last is None else check_text
@@ -112,7 +112,7 @@ def message_steps(
 
 
 def num_characters(value: Any) -> int:
-    """Returns how many characters all texts in a part of a request body have."""
+    """Returns the number of characters in all strings inside `value`, a part of a request body."""
     count, uncounted_values = 0, [value]
     while uncounted_values:
         inner = uncounted_values.pop()
@@ -123,7 +123,7 @@ def num_characters(value: Any) -> int:
         elif isinstance(inner, dict):
             uncounted_values += [*inner, *inner.values()]
         elif not isinstance(inner, bool | int | float | None):
-            uncounted_values += vars(inner).values()  # a record
+            uncounted_values += vars(inner).values()  # a pydantic object
     return count
 
 
@@ -156,7 +156,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns (application, its middleware, which counts open requests).  batches: None without batch endpoints."""
+    """Returns (application, its middleware, which counts open requests).  batches: None for no batch endpoints."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),
@@ -251,8 +251,9 @@ def _prompt_ids(
     requested_params: SamplingParams,
     check_text: TextCheck,
 ) -> list[list[int]]:
-    """Returns the prompts' token ids.  check_text: refuses a text that is too long to be truncated.  Texts that are not
-    truncated must fit max_context.  Raises EspalierError."""
+    """Returns the prompts' token ids.  Raises EspalierError.
+
+    check_text: refuses a too long text, if the text will be truncated.  Other texts must fit max_context."""
     keep_last, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep_last is not None and isinstance(prompt, str):

@@ -44,7 +44,7 @@ class TransferLimiter:
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
-        """Counts a transfer as in progress during the block.  Raises ApiError if too many are in progress."""
+        """Counts a transfer as in progress during the block.  Raises ApiError if too many transfers are in progress."""
         if self.num_open >= self.max_open:
             raise queue_full_error(f"{self.max_open} files are being sent or received already")
         self.num_open += 1
@@ -55,7 +55,7 @@ class TransferLimiter:
 
 
 class Download(FileResponse):
-    """The response with a stored file, or with the part of it that the request's Range header names."""
+    """The response with a stored file.  If the request has a Range header, only this part of the file is sent."""
 
     def __init__(self, path: Path, transfers: TransferLimiter):
         super().__init__(path, media_type=JSONL_CONTENT_TYPE)

@@ -1,6 +1,7 @@
 """OpenAI's objects of files and batches, and the directory that stores them (--batch-dir).
 
-`files/ID.json` describes the file `files/ID`.  `batches/ID.json` describes a batch; `batches/ID.jsonl` has its answers.
+`files/ID.json` describes the file `files/ID`.  `batches/ID.json` describes a batch.  `batches/ID.jsonl` has the answers
+of a batch that has not ended.
 """
 
 import fcntl
@@ -48,7 +49,7 @@ class StoredFile(msgspec.Struct):
 
 
 class LineCounts(msgspec.Struct):
-    """The counts of a batch's lines.  completed: answered with status 200.  failed: answered with an error."""
+    """The counts of a batch's lines.  completed: answered with status 200.  failed: all other answers."""
 
     total: int = 0
     completed: int = 0
@@ -155,7 +156,7 @@ class BatchStore:
                     path.unlink()
 
     def list_files(self) -> list[StoredFile]:
-        """Returns the files as a new list, in one atomic step, because a thread may add a file at any time."""
+        """Returns a copy of the files' list, made in one atomic step, because a thread may add a file at any time."""
         return list(self.files.values())
 
     def content_path(self, id: str) -> Path:
@@ -184,7 +185,7 @@ class BatchStore:
         return file
 
     def remove_file(self, id: str) -> None:
-        """Delete a file: first its description, because `_remove_orphans` removes contents without a description."""
+        """Delete a file.  The description goes first: after a crash, `_remove_orphans` deletes content without one."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
         self.content_path(id).unlink()
@@ -219,7 +220,9 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def split_by_status(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two files: those with status 200, and errors.  Returns (path, line count) of each."""
+    """Copy a batch's answers into two files: answers with status 200, and other answers.
+
+    Returns (path, line count) of both files."""
     paths = [folder / f"{answers.stem}.{suffix}" for suffix in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, paths[0].open("wb") as ok, paths[1].open("wb") as failed:

@@ -1,4 +1,4 @@
-"""Runs the batches of a server, one after another.  For each: check the input, answer its lines, make output files.
+"""Runs a server's batches, one after another.  Each run checks the input, answers its lines and makes output files.
 
 A batch's requests go through the server's own endpoints, at a lower priority than other requests.  Each answer is
 written to a file at once, so a server that starts again continues where it stopped.
@@ -32,7 +32,7 @@ from espalier.server.batch_store import (
 from espalier.server.frontend import without_timeout
 
 log = logging.getLogger("espalier.server")
-# The priority of a batch's requests that name none.  A lower value starts first; other requests have 0 by default.
+# The priority of a batch's requests without a priority.  Lower values start first.  Other requests have 0 by default.
 BATCH_PRIORITY = 2**20
 # The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
@@ -70,7 +70,8 @@ class BatchRunner:
     def start(self, app: AsgiApp, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: the application that answers their requests.
 
-        A batch's requests have its 24 hours instead of --request-timeout, because all other requests run first.
+        The limit --request-timeout does not apply to a batch's requests, because all other requests run first.  A batch
+        has 24 hours for all its requests.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
@@ -95,7 +96,7 @@ class BatchRunner:
             self._unfinished_batches[batch.id].cancelled.set()
 
     def update_counts(self, batch: Batch) -> Batch:
-        """Update and return the batch: sets its request_counts."""
+        """Update the batch's request_counts if the batch runs, and return the batch."""
         journal = self._journals.get(batch.id)
         if journal is not None:
             _set_counts(batch, journal)
@@ -168,7 +169,7 @@ class BatchRunner:
     async def _await_unless_ended(
         self, batch: Batch, unfinished: UnfinishedBatch, work: Coroutine[Any, Any, Any]
     ) -> str | None:
-        """Await `work`.  Returns None when it is done; "cancelled" or "expired" if the batch ends before."""
+        """Await `work`.  Returns None when it is done.  If the batch ends first, returns "cancelled" or "expired"."""
         work_task = asyncio.create_task(work)
         cancel_task = asyncio.create_task(unfinished.cancelled.wait())
         try:
@@ -190,7 +191,7 @@ class BatchRunner:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread still runs, and the journal that it opens would keep the file locked.
+            # The thread still opens the journal.  A journal that nobody closes would keep the file locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -219,7 +220,7 @@ class BatchRunner:
         batch.status = end_status
         setattr(batch, f"{end_status}_at", int(time.time()))
         self.store.save_batch(batch)
-        self.store.answers_path(batch.id).unlink()  # the output files have its lines now
+        self.store.answers_path(batch.id).unlink()  # the output files have all its lines now
         log.info(
             "%s: %s, %d of %d lines answered", batch.id, end_status, batch.request_counts.completed, scan.num_lines
         )
@@ -239,7 +240,7 @@ class BatchRunner:
         try:
             for (path, num_lines), kind in zip(answer_files, file_ids, strict=True):
                 if num_lines:
-                    # A fixed id: if the server crashes here, its next start replaces the file.
+                    # The id is always the same: if the server crashes here, its next start replaces the file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
                         file_ids[kind] = self.store.add_file(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id

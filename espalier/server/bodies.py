@@ -29,7 +29,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries in one field, in all its lists and objects together.  BodyLimits limits prompt and tokens.
+# The most entries in all lists and objects of one field.  The fields prompt and tokens have BodyLimits instead.
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
@@ -39,10 +39,10 @@ IDENTITY_ENCODING = "identity"
 
 
 class BodyLimits(msgspec.Struct, frozen=True):
-    """The limits of a request body.  All fields are plain values, because they are sent to the body process.
+    """The limits of a request body.  All fields are numbers, because they are sent to the body process.
 
-    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: how
-    many positions the model has, for the message about a too long prompt.
+    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: the
+    model's number of positions, None if unknown; for the error about a too long prompt.
     """
 
     vocab_size: int
@@ -53,7 +53,7 @@ class BodyLimits(msgspec.Struct, frozen=True):
 
 
 def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """Returns the body as an object of the class `model`.  Each message's text parts are joined.  Raises ApiError."""
+    """Returns the body as an object of the class `model`, with each message's text parts joined.  Raises ApiError."""
     value = _parse_json(content_type, data)
     if not isinstance(value, dict):
         raise _not_an_object_error()
@@ -147,7 +147,7 @@ def _num_entries(value: Any, limit: int) -> int:
 
 
 def _refuse_mixed_types(prompt: Any) -> None:
-    """Refuse a list of prompts with several types, because pydantic's error would name one type.  Raises ApiError."""
+    """Refuse a prompt list of mixed types.  pydantic's error would name only one of the types.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"
@@ -167,7 +167,9 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 
 
 class BodyReader:
-    """Reads request bodies.  The first large body starts the body process.  num_large_bodies_read: by this process."""
+    """Reads request bodies.  The first large body starts the body process.
+
+    num_large_bodies_read: how many bodies the body process has read."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
@@ -177,7 +179,7 @@ class BodyReader:
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as an object of the class `model`.  Raises ApiError or ClientDisconnect."""
-        # Not http.body(), which keeps the bytes until the request ends.
+        # http.body() would keep the bytes until the request ends.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
@@ -198,7 +200,9 @@ def pickle_bytes(value: Any) -> bytes:
 
 
 def parse_frame(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads a frame (model, content type, bytes).  Returns a frame: (body, None), or (None, arguments of ApiError)."""
+    """Parses the body in a frame.  frame: the pickle of (class of the body, content type, bytes of the body).
+
+    Returns the pickle of (body, None), or of (None, arguments of ApiError) for a refused body."""
     model, content_type, data = pickle.loads(frame)
     try:
         return pickle_bytes((read_body(model, content_type, data, limits), None))

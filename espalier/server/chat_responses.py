@@ -30,8 +30,9 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are parsed into a chat message.
 
-    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: the deltas
-    of the last chunk.  deltas: all deltas so far, if keeps_deltas.  valid_calls: the indices of calls without errors.
+    A delta is a piece of the message.  make_message_stream: returns the stream that parses the tokens; None if all text
+    is content.  new_deltas: the deltas of the last chunk.  deltas: all deltas so far if keeps_deltas, else empty.
+    valid_calls: the indices of tool calls without errors.
     """
 
     make_message_stream: Callable[[], MessageStream] | None = None
@@ -48,11 +49,11 @@ class ChatChoice(Choice):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens."""
+        """The number of reasoning tokens in this choice."""
         return 0 if self.make_message_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
-        """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
+        """Returns the text of a chunk.  If the chunk is parsed, sets new_deltas instead and returns ""."""
         if self.make_message_stream is None:
             return super().new_text(output)
         self.new_deltas = self.stream.read_deltas(output)
@@ -196,7 +197,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 class OutputItems:
-    """The output items of one answer, and the events about their changes.  Only the last item may grow (is_open)."""
+    """The output items of one answer, and events for the client about their changes.
+
+    is_open: whether the last item may still grow."""
 
     def __init__(self, id: str):
         self.id = id
@@ -204,7 +207,7 @@ class OutputItems:
         self.events: list[Event] = []
         self.num_events = 0
         self.is_open = False
-        # The text of the open item, in pieces.
+        # Pieces of the text of the item that may still grow.
         self._text_pieces: list[str] = []
 
     def pop_events(self) -> list[Event]:
@@ -216,7 +219,9 @@ class OutputItems:
         self.num_events += 1
 
     def add_delta(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
-        """Add a delta to the open item or to a new one, or end the open item.  logprobs: of the content's tokens."""
+        """Add a delta to the open item or to a new item, or end the open item.
+
+        logprobs: for a content delta, the log-probabilities of its tokens."""
         if delta.kind == "content":
             self._open_text_item("message", {"role": "assistant"}, _empty_output_text)
             self._append_text(delta.text, logprobs)
@@ -262,7 +267,7 @@ class OutputItems:
         self.add_event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of type `kind`, unless one is open.  new_part: returns the item's content part, without text."""
+        """Open an item of type `kind`, unless such an item is open.  new_part: makes the item's empty content."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open_item(kind, {**fields, "content": []})
@@ -290,7 +295,7 @@ def _empty_reasoning_text() -> dict[str, Any]:
 
 
 def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the item that later changes of the item do not change."""
+    """Returns a copy for an event, because the item itself may change later."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
@@ -334,7 +339,7 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns OpenAI's error event with an added field `error`, which OpenAI's clients look for in all streams."""
+        """Returns OpenAI's error event.  The field `error` is added, because OpenAI's clients look for this field."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode_event({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 

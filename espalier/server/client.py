@@ -28,7 +28,7 @@ from espalier.inputs import ModelInfo
 from espalier.server import logs, protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
 
-# The waiting prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
+# Collected prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
 # connection needs five iterations: accept, make the transport, watch the socket, read, handle.
 MAX_IDLE_LOOP_TURNS = 6
 MAX_SEND_DELAY_S = 0.01
@@ -44,9 +44,9 @@ LOADING_LOG_INTERVAL_S = 30.0
 class PromptBatcher:
     """Collects prompts, and sends them to the engine together.
 
-    Prompts wait until no new prompt arrives (MAX_IDLE_LOOP_TURNS), until they fill a prefill pass, or for
-    MAX_SEND_DELAY_S at most.
-    send: sends prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
+    Prompts wait until no new prompt has arrived for MAX_IDLE_LOOP_TURNS iterations of the event loop, until they fill a
+    prefill pass, or until MAX_SEND_DELAY_S is over.
+    send: sends a list of prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
     """
 
     def __init__(self, send: Callable[[list[SubmittedPrompt]], None]):
@@ -95,7 +95,7 @@ class PromptBatcher:
         return waiting
 
     def _flush_if_idle(self) -> None:
-        """Send the waiting prompts if it is time (see the class), else check again in the loop's next iteration."""
+        """Send the prompts if they have waited long enough, else check again in the event loop's next iteration."""
         loop = asyncio.get_running_loop()
         if self._num_idle_loop_turns == MAX_IDLE_LOOP_TURNS or loop.time() >= self._send_deadline:
             self.flush()
@@ -108,9 +108,10 @@ class PromptBatcher:
 class ClientOptions:
     """Settings of an EngineClient.
 
-    restart: replace an engine process that ended.  heartbeat_s: an idle engine sends a message after this time.
-    engine_timeout_s: a loaded engine that sends nothing for this time is killed.  load_timeout_s: the time limit for
-    loading the model, None for no limit.  worker_module: the engine process's module.  learn: see protocol.StartEngine.
+    restart: start a new engine process if the engine process ends.  heartbeat_s: an idle engine sends a message after
+    this time.  engine_timeout_s: a loaded engine that sends nothing for this time is killed.  load_timeout_s: the time
+    limit for loading the model, None for no limit.  worker_module: the Python module that the engine process runs.
+    learn: the fields of LearnConfig; None for an engine without online learning.
     """
 
     restart: bool = False
@@ -124,10 +125,10 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.StartEngine.
+    """Runs one engine process.  settings: the keywords of EngineConfig, as plain values.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
-    abort_steps: by number of engine steps: how many aborts took this number of steps.
+    abort_steps: how many aborts took N engine steps, by N.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -212,7 +213,7 @@ class EngineClient:
         return None if self.state == "closed" else self.unavailable_reason
 
     async def close(self) -> None:
-        """End the process; kill it if it does not exit.  A second call waits for the first call."""
+        """End the engine process; kill it if it does not exit.  A second call waits until the first call has ended."""
         if self._close_task is None:
             self.state, self.unavailable_reason = "closed", SHUTTING_DOWN
             self._fail_all(SHUTTING_DOWN)
@@ -265,7 +266,7 @@ class EngineClient:
         self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """Returns the process's first message.  Raises EspalierError if the process exits or is too slow."""
+        """Returns the engine process's first message.  Raises EspalierError if the process exits or is too slow."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
         limit_s, loop = self.options.load_timeout_s, asyncio.get_running_loop()
@@ -293,7 +294,7 @@ class EngineClient:
             exited.cancel()
 
     async def _supervise(self) -> None:
-        """Read messages until the process has ended.  With `restart`, start the next process and read on."""
+        """Read messages until the process has ended.  With options.restart, then start a new process and read on."""
         num_failed_starts = 0
         while True:
             if self.state == "ready":
@@ -315,7 +316,7 @@ class EngineClient:
                     await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed_starts - 1))
 
     async def _read_until_process_ends(self) -> str:
-        """Read messages until the process has ended, or has sent nothing for engine_timeout_s.  Returns the reason."""
+        """Read messages until the process has ended or is silent for engine_timeout_s.  Returns the reason as text."""
         assert self.process is not None
         reading = asyncio.create_task(self._read_messages())
         exited = asyncio.create_task(self.process.wait())
@@ -337,7 +338,7 @@ class EngineClient:
             exited.cancel()
 
     async def _read_messages(self) -> str:
-        """Distribute messages until the process sends EngineFailed.  Returns the error."""
+        """Pass on the engine's messages until it sends EngineFailed.  Returns the reason of the failure."""
         assert self._socket is not None
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
@@ -405,7 +406,7 @@ class EngineClient:
 
 
 def _why_reading_ended(reading: asyncio.Task[str]) -> str:
-    """Returns why `_read_messages` ended.  A message that cannot be decoded ends the reading too."""
+    """Returns why `_read_messages` ended: the engine failed, or sent a message that cannot be decoded."""
     if (error := reading.exception()) is None:
         return reading.result()
     log.error("the engine process sent an unreadable message", exc_info=error)

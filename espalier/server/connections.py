@@ -1,7 +1,7 @@
-"""The open connections.  Connections of stalled clients are closed, and idle connections if too many are open.
+"""The open connections.  Connections of stalled clients are closed.  If too many are open, an idle one is closed.
 
-A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
-its last byte is sent, which never happens if the client does not read.  So all connections are checked periodically.
+A stalled client does not read its response, or does not send a whole request.  All connections are checked
+periodically, because asyncio keeps even a closed transport until its last byte is sent.
 
 The process's limit on file descriptors decides how many connections may be open.  Some descriptors are reserved for
 journals, uploads and a new engine process.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A connection is closed if no data arrives within this time after a response.
 KEEP_ALIVE_S = 5.0
-# The most connections that asyncio accepts in one iteration of its loop, before any can be closed.
+# The most connections that asyncio accepts in one iteration of its loop.  None of them can be closed in this iteration.
 MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
 LOOP_TURNS_TO_CLOSE = 3
 # The most uploads and downloads at once, and the file descriptors of one upload or download.
 MAX_TRANSFERS = 8
 DESCRIPTORS_PER_TRANSFER = 3
-# File descriptors for journals and their inputs, a new engine process with its socket, and the helper processes.
+# File descriptors for the journals and inputs of batches, a new engine process with its socket, and helper processes.
 SERVER_DESCRIPTORS = 40
 RESERVED_DESCRIPTORS = (
     MAX_ACCEPTS_PER_LOOP_TURN * LOOP_TURNS_TO_CLOSE + MAX_TRANSFERS * DESCRIPTORS_PER_TRANSFER + SERVER_DESCRIPTORS
@@ -44,12 +44,12 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class OpenConnections:
     """The open connections of one server.
 
-    max_open: the most open connections (max_connections), None for no limit.  Above the limit, one of these is closed:
-    the connection that has been idle longest, without a request in progress or pending output; if none is idle, the
-    oldest connection whose client has not sent its whole request or read its whole response; else the new connection.
+    max_open: the most open connections (max_connections), None for no limit.  Above the limit, one is closed.  First
+    choice: the connection that has been idle longest, without a request in progress or unsent output.  Second choice:
+    the oldest connection whose client has not sent its whole request or read its whole response.  Else the new one.
 
-    send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: how long a request's headers
-    may take, from its first byte or the connection's start; None for no limit.  middleware.py limits the body.
+    send_timeout_s: how long a client may leave output unread.  body_timeout_s: the time limit for a request's headers,
+    from the request's first byte or the connection's start.  None for no limit.  middleware.py limits the body's time.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class OpenConnections:
         self.max_open = max_open
         self.send_timeout_s = send_timeout_s
         self.body_timeout_s = body_timeout_s
-        # In the order of the times at which the connections were opened or last became idle.
+        # A dict as an ordered set.  The order: when a connection was opened or last became idle, oldest first.
         self._open: dict[Connection, None] = {}
-        # By connection with pending output: (bytes passed to the system so far, when bytes were last passed).
+        # By connection with unsent output: (bytes that the system has taken so far, when it last took some).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -100,7 +100,7 @@ class OpenConnections:
     def close_stalled(self, now: float, max_stall_s: float | None = None) -> None:
         """Close connections of stalled clients.
 
-        now: the loop's time.  max_stall_s: how long output may stay unread, if shorter than send_timeout_s."""
+        now: the event loop's time.  max_stall_s: a second limit beside send_timeout_s; the shorter limit counts."""
         limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
             if num_unsent := _num_unsent_bytes(connection):
@@ -110,7 +110,7 @@ class OpenConnections:
                 self._abort_if_not_sending(connection, now)
 
     def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
-        # The idle time begins when all output is sent.
+        # The connection's idle time begins only when all output is sent.
         connection.idle_since = now
         num_taken = connection.num_written - num_unsent
         num_taken_before, last_taken_at = self._send_progress.get(connection, (num_taken, now))
@@ -141,7 +141,7 @@ def _num_unsent_bytes(connection: "Connection") -> int:
 def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None:
     scope = {} if connection.exchange is None else connection.exchange.scope
     log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST_ID)))
-    # close() would wait for the client.
+    # transport.close() would wait until all output is sent.
     connection.transport.abort()
 
 

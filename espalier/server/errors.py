@@ -18,7 +18,7 @@ from espalier.server.openai import ChatRequest, CompletionRequest, RefusedField
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
-    # OpenAI's type for the code model_not_found.  Clients check type and code.
+    # OpenAI sends this type with the code model_not_found, and clients check type and code.
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -41,7 +41,8 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: the header retry-after; None for no header.  retry: False tells OpenAI's clients not to retry.
+    param: the name of the body field at fault.  code: OpenAI's error code, such as model_not_found.  retry_after_s: the
+    header retry-after in seconds; None for no header.  retry: False tells OpenAI's clients not to retry.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ def queue_full_error(message: str) -> ApiError:
 
 
 def _shorten_middle(text: str, limit: int) -> str:
-    """Removes the middle of a long message: its start names the problem, and its end tells what to do."""
+    """Removes the middle of a long message.  The start names the problem, and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -99,17 +100,17 @@ class ErrorBody(BaseModel):
 
 
 def bad_request_error(error: EspalierError, field: str | None = None) -> ApiError:
-    """Returns the ApiError of an EspalierError, with status 400.  field: its param if the message names none."""
+    """Returns an ApiError with status 400.  field: the ApiError's param if the error's message names no field."""
     match = LEADING_FIELD_PATTERN.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns the ApiError of a body that pydantic refused, with status 400.  The message reports only one error."""
+    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of the errors."""
     first = errors[0]
     if first["type"] == "missing":
-        # An unknown field comes before a missing field: the client misspelt the name, or meant another endpoint.
+        # Report an unknown field instead: the client probably misspelt the missing name, or meant another endpoint.
         first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_path_in_body(e)) == 1), first)
     error_path = _path_in_body(first)
     if first["type"] == "json_invalid":
@@ -122,7 +123,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     if first["type"] == "extra_forbidden" and len(error_path) == 1:
         name = str(error_path[0])
         return ApiError(400, _unknown_field_message(model, name), param=name)
-    # For a union field, pydantic reports an error for each member.  The deepest error belongs to the member meant.
+    # For a union field, pydantic reports an error for each type of the union.  The client most likely meant the type
+    # whose error is deepest in the body.
     path = _error_location(model, error_path).path
     locations = [(each, _error_location(model, _path_in_body(each))) for each in errors]
     first, location = max(
@@ -144,7 +146,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 
 def _unknown_field_message(model: type[BaseModel], name: str) -> str:
-    """Returns the message for an unknown field.  It names another endpoint that has the field, if any."""
+    """Returns the message for an unknown field.  If another endpoint has the field, the message names this endpoint."""
     if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
@@ -153,10 +155,10 @@ def _unknown_field_message(model: type[BaseModel], name: str) -> str:
 
 
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
-    """Returns the valid field names of the object that has the unknown field at `error_path`."""
+    """Returns the valid field names of the object with an unknown field.  error_path: the path to this field."""
     location = _error_location(model, error_path[:-1])
     models = _models_in_annotation(location.owner_model.model_fields[location.name].annotation)
-    # If the field `type` selects the model, the path has the value of `type` before the unknown field.
+    # If the object's field `type` selects its class, pydantic puts the value of `type` before the unknown name.
     typed = [
         m for m in models if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
     ]
@@ -178,8 +180,8 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
 
 
 class ErrorLocation(NamedTuple):
-    """The place of an error in a body.  owner_model: the innermost model around the error.  name: the field of this
-    model.  path: the names from the body to the error, as the client wrote them."""
+    """The place of an error in a body.  owner_model: the pydantic class of the innermost object around the error.
+    name: the field of this object.  path: the names from the body to the error, as the client wrote them."""
 
     owner_model: type[BaseModel]
     name: str
@@ -203,7 +205,7 @@ def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorL
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:
-    """Returns whether a field is a union, for which pydantic adds the type's name to an error's location."""
+    """Returns whether a field is a union.  For a union, pydantic adds the type's name to the place of an error."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 

@@ -1,8 +1,8 @@
 """Base classes of the pydantic models of request bodies, and the fields for structured outputs.
 
 A field is honoured, accepted without effect (NoEffect), or refused (RefusedField).  Some clients always send all
-fields, so a refused field still accepts values that request nothing, such as null.  The fields for structured outputs,
-OpenAI's, vLLM's and SGLang's, all become one Grammar.
+fields, so a refused field still accepts values that request nothing, such as null.  OpenAI, vLLM and SGLang have
+different fields for structured outputs; a Grammar is made from each.
 """
 
 import json
@@ -22,9 +22,9 @@ CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
 CACHE_FIELDS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING_REASON = "the server chooses the engine"
 
-# Fields of other servers and clients that are accepted without effect, and listed in a response header.  The response
-# must be right without them.  A field that changes tokens, extends the response or separates users (such as vLLM's
-# cache_salt) must be refused by name.
+# Fields of other servers and clients that are accepted without effect.  A response header lists the fields that were
+# sent.  The response must still be right without these fields.  A field that changes tokens, extends the
+# response or separates users (such as vLLM's cache_salt) must be refused by name.
 NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER_REASON,
@@ -65,7 +65,7 @@ class RefusedField:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a field without effect.  neutral: a value that requests nothing, so that it is not reported."""
+    """Marks a field without effect.  neutral: a value that requests nothing, so it is not reported to the client."""
 
     reason: str
     neutral: Any = None
@@ -79,7 +79,7 @@ SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
 def max_entries(max_count: int) -> BeforeValidator:
-    """Returns a pydantic check that refuses an object with too many entries.  pydantic has fail_fast only for lists."""
+    """Returns a pydantic check that refuses an object with too many entries.  FAIL_FAST works only for lists."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > max_count:
@@ -111,7 +111,7 @@ def _refuse_lone_surrogates(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            # The names of a parsed logit_bias are token ids.
+            # The keys of a logit_bias that is already parsed are token ids, not texts.
             if not (isinstance(name, int) or name.isascii()):
                 _refuse_lone_surrogates(name)
             if type(inner) not in SCALAR_TYPES:
@@ -122,7 +122,7 @@ def _refuse_lone_surrogates(value: Any) -> None:
 
 
 class StrictModel(BaseModel):
-    """A model with strict types ("1" is not a number), which refuses unknown fields."""
+    """A pydantic model with strict types ("1" is not a number), which refuses unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -147,7 +147,7 @@ class RequestBody(StrictModel):
         return {name: each for name, each in value.items() if name in known_fields or name == unknown_names[0]}
 
     def fields_without_effect(self) -> list[str]:
-        """Returns the names of the sent fields that have no effect, in the order of the class."""
+        """Returns the names of the sent fields that have no effect, in the order of the class's fields."""
         sent_fields = self.model_fields_set
         return [
             name
@@ -157,7 +157,9 @@ class RequestBody(StrictModel):
 
 
 def nested_fields_without_effect(name: str, bodies: Iterable[RequestBody]) -> list[str]:
-    """Returns the names, once each, of fields without effect in `bodies`, the objects of the field `name`."""
+    """Returns the names of the sent fields without effect in a list of objects, each name once, such as messages.name.
+
+    name: the field of the outer body.  bodies: the objects in this field."""
     return [
         f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
     ]
@@ -165,7 +167,7 @@ def nested_fields_without_effect(name: str, bodies: Iterable[RequestBody]) -> li
 
 @cache
 def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the neutral value of each field without effect."""
+    """Returns NoEffect.neutral of each field without effect, by field name."""
     return {
         name: note.neutral
         for name, info in model.model_fields.items()
@@ -281,12 +283,12 @@ class GrammarFields(StrictModel):
                 yield name, _grammar_of(name, value)
 
 
-# By name of vLLM's field: the kind of Grammar, where the names differ.
+# By name of a vLLM field: Grammar.kind, for fields with another name than the kind.
 VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar that a field requests.  strict is False, because these fields cannot set it."""
+    """Returns the grammar that a field of vLLM or SGLang requests.  strict is False, because no such field sets it."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(
         VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False

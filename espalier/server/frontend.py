@@ -35,11 +35,11 @@ from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
 
 log = logging.getLogger("espalier.server")
-# The limit in characters of a text for /tokenize, and of a prompt that will be truncated, is the larger of
-# MAX_TEXT_CHARS and CHARS_PER_TOKEN * max_context.
+# A text for /tokenize, or a prompt that will be truncated, may have this number of characters, or
+# CHARS_PER_TOKEN * max_context if that is more.
 MAX_TEXT_CHARS = 2**20
 CHARS_PER_TOKEN = 8
-# The limit in token ids for /detokenize is the larger of this number and max_context.
+# A request to /detokenize may have this number of token ids, or max_context if that is more.
 MAX_DETOKENIZED = 2**18
 MAX_CACHED_PARAMS = 256
 
@@ -48,10 +48,10 @@ MAX_CACHED_PARAMS = 256
 class FrontendOptions:
     """Settings of the frontend of a model.
 
-    names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's
-    chat template.  max_queue: how many samples may wait for a slot.  request_timeout_s: the time limit of a request,
-    None for no limit.  strict_fields: refuse fields without effect.  tool_format, reasoning_format: names from
-    espalier/tool_calls/formats, or "auto": found by the chat template.
+    names: the model's names in the API; if empty, the name of its directory.  chat_template: used instead of the
+    tokenizer's chat template.  max_queue: how many samples may wait for a slot.  request_timeout_s: the time limit of a
+    request, None for no limit.  strict_fields: refuse fields without effect.  tool_format, reasoning_format: a format's
+    name in espalier/tool_calls/formats, or "auto" for the format that fits the chat template.
     """
 
     names: tuple[str, ...]
@@ -69,16 +69,16 @@ class FrontendOptions:
         find_formats("", self.tool_format, self.reasoning_format)
 
 
-# The client name of the requests of batches.
+# The client name under which the requests of all batches are counted.
 BATCH_CLIENT = "batches"
-# When the queue is full, 1/SHARE_DIVISOR of max_queue more samples are accepted, from clients with few samples.
+# When the queue is full, max_queue / SHARE_DIVISOR more samples are accepted, but only from clients with few samples.
 SHARE_DIVISOR = 4
-# A key of the state in an ASGI scope.  The key marks a request without a time limit.
+# A request with this key in its ASGI scope's state has no time limit.
 NO_TIMEOUT = "unlimited"
 
 
 class ClientShares:
-    """Counts each client's samples that wait or run, and decides whether a client may submit more samples."""
+    """Counts each client's samples from tokenization to their end, and decides whether a client may submit more."""
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
@@ -87,8 +87,8 @@ class ClientShares:
     def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
 
-        num_held: the samples of all clients that wait or run.  capacity: the limit of num_held for all clients.  Above
-        the capacity, only clients with few samples may submit (SHARE_DIVISOR), and no batch.
+        num_held: the samples of all clients that are being tokenized, wait or run.  capacity: slots plus max_queue.
+        Above the capacity, only clients with at most max_queue / SHARE_DIVISOR samples may submit, and no batch.
         """
         if num_held + num_samples <= capacity:
             return True
@@ -144,7 +144,7 @@ class ModelFrontend:
     """Serves one model in the API server: checks, tokenization, admission and responses.
 
     engines: already started.  metrics: shared by all models of the server; None for a server with one model.  draining:
-    new requests are refused, and requests in progress finish.
+    True while the server shuts down: new requests are refused, and requests in progress finish.
     """
 
     def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
@@ -180,7 +180,9 @@ class ModelFrontend:
             self.template_process = TemplateProcess(hf)
 
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
-        """Returns the token ids of a conversation.  work, size: see TokenizerThreads.run_steps.  Raises ApiError."""
+        """Returns the token ids of a conversation.  Raises ApiError.
+
+        work(InputProcessor, *values): makes the steps of the tokenization.  size: the number of characters."""
         if self.template_process is not None:
             render = self.template_process.render
             return await self.tokenizer_threads.run_steps(work, *values, render=render, size=size, field="messages")
@@ -219,7 +221,7 @@ class ModelFrontend:
                 log.info("the field %s is accepted but has no effect (logged once)", name)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """Returns InputProcessor.resolve(params), from a cache if possible.  Raises EspalierError."""
+        """Returns `params` with all defaults filled in, from a cache if possible.  Raises EspalierError."""
         cached_params, resolved = self._resolved_params.get(id(params), (None, None))
         if resolved is None or cached_params is not params:
             resolved = self.inputs.resolve(params)
@@ -242,9 +244,9 @@ class ModelFrontend:
         params: ResolvedParams,
         make_builder: Callable[[], ResponseBuilder],
     ) -> Response:
-        """Returns the response.  Raises ApiError or ClientDisconnect; for a stream, only before its first event.
+        """Run the prompts and return the response.  A stream is returned when its first event is ready.
 
-        make_builder: makes the builder of the response.  Called when the prompts have been sent to the engine.
+        make_builder: called when the prompts have been sent to the engine.  Raises ApiError or ClientDisconnect.
         """
         loop = asyncio.get_running_loop()
         limit_s = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
@@ -276,7 +278,7 @@ class ModelFrontend:
             self.client_shares.remove_reserved(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
-        """Refuse samples if all slots and the queue are full, or the engine cannot run.  Raises ApiError."""
+        """Refuse samples if slots and queue have no room, the server drains, or no engine runs.  Raises ApiError."""
         if self.draining:
             message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
@@ -315,8 +317,8 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 class MultiModelFrontend:
     """The frontends of several models of one server, with the attributes of a ModelFrontend that endpoints use.
 
-    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the reader checks
-    the largest limits of all models, and the model's frontend checks its own limits later.
+    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So body_reader
+    checks the largest limits of all models, and the frontend of the model checks the model's own limits later.
     """
 
     def __init__(self, frontends: Sequence[ModelFrontend], metrics: Metrics):

@@ -1,6 +1,7 @@
-"""A helper process of the API server, for work that would block the event loop.  The process answers frame by frame.
+"""A helper process of the API server, for work that would block the event loop.  The process answers each frame.
 
-A frame is a length and bytes.  The first frame starts the process.  The process exits when the API server exits.
+A frame is a message: its length, then its bytes.  The first frame starts the process.  The process exits when the API
+server exits.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ class HelperProcessFailed(Exception):
 class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
-    process_name: the process's name in the log.  max_waiting: how many frames may wait.  refusal_reason: the end of the
-    error for more frames, after the number.  program: a module that calls run_helper_loop, and its arguments.
+    process_name: the process's name in the log.  max_waiting: how many frames may wait.  refusal_reason: the text after
+    this number in the error for more frames.  program: a module that calls run_helper_loop, and its arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -42,7 +43,9 @@ class HelperProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def call(self, data: bytes, limit_s: float | None = None) -> bytes:
-        """Send a frame and return the answer.  Raises HelperProcessFailed, or ApiError if too many frames wait."""
+        """Send `data` as a frame and return the answer.  limit_s: the time limit, None for no limit.
+
+        Raises HelperProcessFailed, or ApiError if too many frames wait."""
         if self._num_unanswered > self.max_waiting:
             raise queue_full_error(f"{self.max_waiting} {self.refusal_reason}")
         self._num_unanswered += 1
@@ -53,7 +56,7 @@ class HelperProcess:
             self._num_unanswered -= 1
 
     async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
-        """Like `call`, while the caller holds `_lock`.  Any failure ends the process."""
+        """Send a frame and return the answer.  The caller holds `_lock`.  Any failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()

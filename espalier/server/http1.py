@@ -1,7 +1,7 @@
 """One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
 The head of a request is its first line and its headers.  The head is checked before h11 parses it, because h11 accepts
-more than this server, and is slow for many lines.  `Upgrade` is ignored (RFC 9110, section 7.8).
+more than this server, and is slow for many lines.  The header `Upgrade` is ignored (RFC 9110, section 7.8).
 """
 
 import asyncio
@@ -31,12 +31,13 @@ MALFORMED_HTTP = (
 HEAD_END = b"\r\n\r\n"
 # Matches the beginning of a request, even if only a part of the first line has arrived.
 BEGINNING_PATTERN = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# Matches a line feed without carriage return, or a header line that continues the header before.
+# Matches a line feed without carriage return, or a line that continues the header of the line before.
 BAD_LINE_BREAK_PATTERN = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
-# The limit of a chunk's first line, and of the trailers.  h11 gets chunked bodies in pieces of this size.
+# The limit of a chunk's size line, and of the trailers after the last chunk.  h11 gets chunked bodies in pieces of this
+# size.
 MAX_LINE_BYTES = 4096
-# A body with more chunks must have MIN_CHUNK_BYTES per chunk on average: a chunk costs the event loop 0.01 ms.
+# A body with more chunks must have MIN_CHUNK_BYTES per chunk on average, because a chunk costs the event loop 0.01 ms.
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
 # The most unread bytes of one body.  More bytes wait in the socket until the application reads.
@@ -46,13 +47,13 @@ STATUS_LINES = MappingProxyType(
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  Check FIRST_PROBE_CHECK, counted from 0, sends
-# an interim response as a probe, and after it every CHECKS_PER_PROBE-th check.
+# A connection is half-closed when its client has sent FIN.  It is checked every HALF_CLOSED_CHECK_S seconds.  Check
+# FIRST_PROBE_CHECK, counted from 0, and each CHECKS_PER_PROBE-th check after it send an interim response as a probe.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The name of an ASGI extension: the HttpExchange, with which the application writes events directly.
+# The name of an ASGI extension.  Its value is the HttpExchange, with which the application writes events directly.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
@@ -76,7 +77,7 @@ def head_length(data: bytes) -> int | None:
         raise ApiError(400, "an HTTP/1.1 request has one Host header; send it once")
     codings = [value.strip() for name, _, value in headers if name == b"transfer-encoding"]
     if codings and codings != [b"chunked"]:
-        # RFC 9112, section 6.1.
+        # The last coding must be chunked (RFC 9112, section 6.1).
         joined = b",".join(codings)
         *_, last = names = [name.strip(b" \t") for name in joined.split(b",")]
         if last == b"chunked" and names.count(last) == 1:
@@ -89,9 +90,9 @@ class Connection(asyncio.Protocol):
     """One HTTP/1 connection.  app: the ASGI application.  connections: all open connections of the server.
 
     A client may send FIN after its whole request (half-closed), and still read the response.  FIN alone does not tell
-    whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on to
-    write events, and before the response starts, interim responses as probes.  In three cases FIN counts as a
-    disconnect: inside a request, on HTTP/1.0, which has no interim responses, and if further requests have arrived.
+    whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on
+    writing: interim responses as probes until the response starts, then the response.  In three cases FIN counts as a
+    disconnect: inside a request, on HTTP/1.0 (it has no interim responses), and if further requests have arrived.
     """
 
     transport: asyncio.Transport
@@ -100,7 +101,7 @@ class Connection(asyncio.Protocol):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
-        # The part of the next request's head that has arrived.
+        # The bytes of the next request's head that have arrived so far.
         self.head = b""
         self.h11_connection: h11.Connection | None = None
         # The request in progress, or the last request.
@@ -113,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.is_closing_after_error = False
         # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # For OpenConnections: when the connection became idle, and whether no data arrived since the last response.
+        # OpenConnections reads both: when the connection became idle, and whether no data came since the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -170,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._send_error_and_close(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
     def _pass_to_h11(self, data: bytes) -> None:
-        """Pass data to h11, chunked data in pieces: h11 limits a line's length only while the line is incomplete."""
+        """Pass data to h11.  Chunked data is passed in pieces, because h11 does not limit lines that arrive whole."""
         while True:
             is_chunked = self.h11_connection is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
@@ -229,7 +230,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _reset_for_next_request(self) -> None:
-        """Prepare for the next request, when the last request has been read and answered completely."""
+        """Prepare for the next request.  The last request must have been read and answered completely."""
         assert self.h11_connection is not None
         self.head, self.h11_connection = self.h11_connection.trailing_data[0], None
 
@@ -243,7 +244,7 @@ class Connection(asyncio.Protocol):
         return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
 
     def _disconnect(self) -> None:
-        """Tell the application that the client does not read any more."""
+        """Tell the application that the client has gone."""
         if self.exchange is not None and not self.exchange.is_ended:
             self.exchange.is_disconnected = True
             self.exchange.state_changed.set()
@@ -257,7 +258,7 @@ class Connection(asyncio.Protocol):
     def response_ended(self, exchange: "HttpExchange") -> None:
         self.idle_since, self.got_no_data_since_response = self.loop.time(), True
         self.connections.mark_idle(self)
-        # A client that has sent FIN sends no further request.
+        # The connection closes also after FIN, because the client can send no further request.
         if self.ends_after_response or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
@@ -286,7 +287,8 @@ class Connection(asyncio.Protocol):
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, check_number + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close.  If a response has started, only close: the error would become a part of it."""
+        """Send an error and close.  If a response has started, only close, because the client would read the error as a
+        part of this response."""
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
@@ -297,7 +299,7 @@ class Connection(asyncio.Protocol):
     def _close_after_error(self) -> None:
         """Close for writing, and read for LINGER_S.  Otherwise a TCP reset could destroy the error response."""
         self.is_closing_after_error = True
-        # Nothing may be written after the error.
+        # The application must not write after the error.
         self._disconnect()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
@@ -306,14 +308,14 @@ class Connection(asyncio.Protocol):
 class HttpExchange:
     """One request and its response, with the `receive` and `send` of the ASGI application.
 
-    more_body: a part of the request's body has not arrived.  is_started, is_ended: whether the response has started,
-    and has ended.  keeps_alive: another request may follow on the connection.
+    more_body: whether a part of the request's body is still to come.  is_started, is_ended: whether the response has
+    started or ended.  keeps_alive: whether another request may follow on the connection.
     """
 
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # The two headers may disagree about the body's end, and a proxy may trust the other header.
+            # The two headers may disagree about the body's end, and a proxy may trust another header than h11.
             raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _asgi_scope(request, connection.transport)
@@ -361,7 +363,7 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send a message, as ASGI defines.  First waits until the client has read enough, or has disconnected."""
+        """Send a message, as ASGI defines.  First waits until the client has read enough output, or has gone."""
         await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return
@@ -390,12 +392,12 @@ class HttpExchange:
 
     @property
     def is_client_reading(self) -> bool:
-        """Whether the client reads, so that written data does not pile up."""
+        """Whether the client reads what is written, so that unsent data does not grow."""
         connection = self.connection
         return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write a part of the body.  `send` must send the first part and the last part."""
+        """Write a part of the response's body.  The first and the last part must go through `send` instead."""
         self.connection.write(self._as_chunk(data))
 
     def _as_chunk(self, data: bytes) -> bytes:
@@ -407,7 +409,7 @@ class HttpExchange:
 def _asgi_scope(request: h11.Request, transport: asyncio.Transport) -> Scope:
     target = request.target
     if not target.startswith((b"/", b"*")):
-        # The target of a request for a proxy is a whole URL (RFC 9112, section 3.2.2).
+        # Clients of proxies send a whole URL instead of a path (RFC 9112, section 3.2.2).
         url = urlsplit(target)
         target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
     raw_path, _, query = target.partition(b"?")
@@ -429,7 +431,7 @@ def _asgi_scope(request: h11.Request, transport: asyncio.Transport) -> Scope:
 
 
 def _host_and_port(name: Any) -> tuple[str, int] | None:
-    """Returns (host, port) of a socket's name; None for a Unix socket."""
+    """Returns (host, port) of a socket address; None for a Unix socket."""
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
@@ -438,7 +440,7 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
-    """Returns the bytes of an error response with a new request id.  The request id of the context does not change."""
+    """Returns the bytes of an error response with a new request id.  Also logs the error."""
     context_token = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", peer_address(transport), error.status_code, error.detail)
     response, extra = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]

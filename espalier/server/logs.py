@@ -10,7 +10,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
 # The name of the client whose request is handled: "key N" for the Nth API key if the server has several keys, else the
-# address.  An invalid key names no client: with many keys, a client would get many shares of the queue (ClientShares).
+# address.  An invalid key does not count: a client could send many invalid keys and get many shares of the queue.
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -53,7 +53,7 @@ def set_up_logging(level: str, as_json: bool) -> None:
 
 
 def log_extra(name: str) -> dict[str, str]:
-    """Returns the argument `extra` of a log call about the request `name`, where request_id is not set."""
+    """Returns the argument `extra` of a log call.  name: the id of the request, where no context variable has it."""
     return {"request_id": name}
 
 
@@ -65,7 +65,9 @@ class LogLimiter:
         self._count = 0
 
     def num_to_report(self, now: float) -> int:
-        """Count an event.  Returns 0, or once a minute how many events occurred since the last log line."""
+        """Count an event.  If a log line is due, returns the number of events since the last log line, else 0.
+
+        now: the time in seconds."""
         self._count += 1
         if now < self._next_at:
             return 0

@@ -21,8 +21,8 @@ ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 
 class Metrics:
-    """The metrics of one server.  Each server has its own registry, because one process may have several servers.
-    engines: one Engines object for each model."""
+    """The metrics of one server.  Each server has its own Prometheus registry, because one process may have several
+    servers.  engines: one Engines object for each model."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.started_at = time.time()
@@ -96,7 +96,7 @@ class WeightedHistogram(Collector):
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """Reads the engines' last reports when Prometheus reads /metrics.  A new engine process counts from 0 again."""
+    """Makes metrics from the engines' last reports when /metrics is read.  A new engine process counts from 0 again."""
 
     engines: Sequence[Engines]
 

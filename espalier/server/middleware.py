@@ -26,7 +26,7 @@ CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 STATUS_CLIENT_DISCONNECTED = 499
 # The number of digits of 2**63, the largest content-length.
 MAX_LENGTH_DIGITS = 19
-# A body above its limit (LimitedReceive.max_bytes) is read and dropped, up to this multiple of the limit.
+# A body that is larger than LimitedReceive.max_bytes is still read and dropped, up to this multiple of max_bytes.
 MAX_DROPPED_BODY_MULTIPLE = 4
 # Bodies for this path have their own size limit (max_file_bytes).
 FILES_PATH = "/v1/files"
@@ -38,9 +38,10 @@ PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
 class RequestMiddleware:
     """The ASGI middleware that checks and logs every request.
 
-    on_response_end(path, status): called at the end of each response.  body_timeout_s: limits the time for reading a
-    body; None for no limit.  max_file_bytes: limits an uploaded file; None: a server without files.  additional_keys:
-    keys that are valid beside api_key; with several keys, a client is identified by its key.  num_open: open requests.
+    on_response_end(path, status): called at the end of each response.  body_timeout_s: the time limit for reading a
+    body; None for no limit.  max_file_bytes: the limit for an uploaded file; None for a server without files.
+    additional_keys: further valid keys; with several keys, a client is identified by its key.  num_open: the number of
+    requests in progress.
     """
 
     app: ASGIApp
@@ -67,7 +68,7 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
         if method == "HEAD":
-            # A HEAD request is answered as GET; the HTTP server leaves out the body.
+            # A HEAD request is answered like GET, and http1.py leaves out the body.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
@@ -160,19 +161,21 @@ class LimitedReceive:
             await self._refuse_too_large(number)
 
     async def finish(self) -> None:
-        """Read and drop the rest of the body: a client may read no error before it has sent all.  Raises ApiError."""
+        """Read and drop the rest of the body, because some clients read an error only after that.  Raises ApiError."""
         while not self.is_complete:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Raises ApiError.  A slightly too large body is read before (see `finish`).  length: content-length."""
+        """Raises ApiError.  First reads and drops a slightly too large body, as in `finish`.
+
+        length: the header content-length; 0 if unknown."""
         limit = self.max_bytes
         while not self.is_complete and max(self.num_received, length) <= MAX_DROPPED_BODY_MULTIPLE * limit:
             await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
     async def _next_message(self) -> Message:
-        if self.is_complete:  # the next message is the client's disconnect, at any time
+        if self.is_complete:  # the next message is the client's disconnect, for which there is no time limit
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.middleware.draining else self.deadline
         try:
@@ -190,7 +193,7 @@ class LimitedReceive:
         return message
 
     def _body_too_slow_error(self) -> ApiError:
-        # No further request can be read from this connection, because the rest of the body may still arrive.
+        # The connection must close, because the next request could only be read after the rest of this body.
         headers = {"connection": "close"}
         if self.middleware.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"

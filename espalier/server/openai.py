@@ -40,7 +40,7 @@ TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# JSON keys are strings; those of a body that was made from another body are parsed already.
+# JSON keys are strings.  In a body that was made from another body, the keys are already token ids.
 TokenKey = Annotated[int, BeforeValidator(lambda key: whole_number(key) if isinstance(key, str) else key)]
 LogitBias = Annotated[dict[TokenKey, float], max_entries(MAX_BIASES)]
 
@@ -143,7 +143,7 @@ class Message(RequestBody):
 
 
 def _json_type(annotation: Any) -> Any:
-    """Returns the type of a body's field for the type of a SamplingParams field."""
+    """Returns the type of a body's field.  annotation: the type of the same field in SamplingParams."""
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
@@ -164,9 +164,10 @@ SamplingAndNoEffectFields: Any = create_model("SamplingAndNoEffectFields", __bas
 
 @lru_cache(maxsize=256)
 def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns the same object for equal values: to make and check a new object takes as long as to parse the body.
+    """Returns SamplingParams.  Equal values get the same object, because making and checking a new object takes as long
+    as parsing the body.
 
-    Each field has only one type, so equal values (such as 1 and 1.0) cannot mean different things.
+    Each field has only one type, so values that Python counts as equal (such as 1 and 1.0) are never mixed up.
     """
     return SamplingParams(**dict(values))
 
@@ -233,7 +234,7 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """Returns the body's SamplingParams.  values: further values, of fields with other names in the body."""
+        """Returns the body's SamplingParams.  values: fields of SamplingParams that have other names in the body."""
         param_values = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             param_values["max_tokens"] = self.max_completion_tokens
@@ -249,7 +250,7 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # Without this check, the later check in `resolve` would name max_tokens in its error.
+        # Checked here, because the error of the later check in `resolve` would name max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -367,7 +368,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # Without this check, the later check in `resolve` would name logprobs in its error.
+        # Checked here, because the error of the later check in `resolve` would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:

@@ -1,8 +1,9 @@
 """The messages between API server and engine process, and the interface `Engines` of a model's engines.
 
-A message is a typed struct, encoded with msgpack, in one ZeroMQ frame.  Messages contain ResolvedParams, OutputChunk,
-Usage and SpeculationStats, so no field is declared twice.  Log-probabilities are sent as rows of numbers
-(espalier/logprobs.py).  The API server binds a PAIR socket and starts the engine process, which connects to the socket.
+A message is a typed struct, encoded with msgpack, in one ZeroMQ frame.  Messages contain the engine's own classes
+ResolvedParams, OutputChunk, Usage and SpeculationStats, so their fields are not declared again here.  Log-probabilities
+are sent as rows of numbers (espalier/logprobs.py).  The API server binds a PAIR socket and starts the engine process,
+which connects to the socket.
 
 Two classes implement Engines: client.EngineClient for one engine process, serve_ray/pool.py:EnginePool for replicas.
 """
@@ -42,8 +43,9 @@ class StartEngine(msgspec.Struct, tag=True):
 class SubmittedPrompt(msgspec.Struct):
     """A prompt, of which the engine generates n samples.
 
-    detokenize: the engine process makes the text, to find stop strings.  client: the client's name, for a fair
-    order among clients.  streamed: the client gets a stream.  private: online learning must not keep the text.
+    prompt: token ids.  detokenize: whether the engine process makes the text, to find stop strings.  client: the
+    client's name, for a fair order among clients.  streamed: whether the client gets a stream.  private: whether online
+    learning must not keep the text.
     """
 
     name: str
@@ -56,7 +58,7 @@ class SubmittedPrompt(msgspec.Struct):
     private: bool = False
 
     def for_prompts(self, prompts: Sequence[list[int]], first_number: int) -> "list[SubmittedPrompt]":
-        """Returns a copy for each prompt.  A copy's name ends with the prompt's number, counted from `first`."""
+        """Returns a copy for each prompt.  A copy's name ends with the prompt's number, from `first_number`."""
         names_and_prompts = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first_number))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in names_and_prompts]
 
@@ -68,7 +70,7 @@ class SubmitPrompts(msgspec.Struct, tag=True):
 
 
 class AbortPrompt(msgspec.Struct, tag=True):
-    """Ends all samples of a prompt, by the name of its SubmittedPrompt.  Ignored if the samples have ended."""
+    """Aborts all samples of a prompt, unless they have ended.  name: SubmittedPrompt.name."""
 
     name: str
 
@@ -88,7 +90,8 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class PromptRefused(msgspec.Struct, tag=True):
-    """Reports a prompt, by name, that the engine refused.  error: the reason.  busy: the engine may accept it later."""
+    """Reports a prompt that the engine refused.  name: SubmittedPrompt.name.  error: the reason.  busy: whether the
+    engine may accept the same prompt later."""
 
     name: str
     error: str
@@ -96,7 +99,8 @@ class PromptRefused(msgspec.Struct, tag=True):
 
 
 class OutputPart(msgspec.Struct, array_like=True):
-    """An output chunk of one sample.  usage, speculation: the sample's totals, set only in its last chunk."""
+    """An output chunk of one sample.  name: SubmittedPrompt.name.  usage, speculation: the sample's totals, set only
+    with the last chunk."""
 
     name: str
     output: OutputChunk
@@ -108,10 +112,11 @@ class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
     num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
-    rounds_by_bucket: (padded batch size, whether it has CUDA graphs, number of rounds).  rounds_by_tree: (sizes of a
-    tree, number of rounds).  tree_changes: how often another tree was chosen.  by_source: by source of draft tokens:
-    [tokens verified, acceptances that the scores predict, tokens accepted].  abort_steps: for each abort since the last
-    report: engine steps until its pages were released.  learn_stats: None without online learning.
+    rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size, number of rounds).  rounds_by_tree:
+    (a tree's sizes as text, number of rounds).  tree_changes: how often another tree was chosen.  by_source: for each
+    source of draft tokens, by its name: [tokens verified, accepted tokens that the scores predict, tokens accepted].
+    abort_steps: for each abort since the last report, the engine steps until the prompt's samples ended.  learn_stats:
+    None without online learning.
     """
 
     num_steps: int = 0
@@ -132,15 +137,15 @@ class EngineReport(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The output of one engine step.  A message without parts is a heartbeat.  report: None in most messages of a busy
-    engine, which reports only every worker.REPORT_INTERVAL_S."""
+    """The output of one engine step.  A message without parts is a heartbeat.  report: None in most messages, because a
+    busy engine reports only every worker.REPORT_INTERVAL_S."""
 
     parts: list[OutputPart]
     report: EngineReport | None = None
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: its settings were wrong."""
+    """The last message of an engine process that cannot go on.  refused: True if wrong settings are the reason."""
 
     error: str
     refused: bool
@@ -150,7 +155,7 @@ MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns TokenLogprobs as (of_prompt, row width, bytes).  The API server decodes the rows."""
+    """Returns TokenLogprobs as (of_prompt, row width, bytes of the rows).  The API server decodes the bytes."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -168,7 +173,7 @@ decode_from_engine = msgspec.msgpack.Decoder(MessageFromEngine, dec_hook=_decode
 
 
 class EngineGone(Exception):
-    """No engine can answer: its process has ended or is being started, or the server shuts down."""
+    """No engine can answer: the engine process has ended or is being started, or the server shuts down."""
 
 
 class EngineBusy(EspalierError):
@@ -184,7 +189,7 @@ class EngineStats:
     """The metrics of one engine process, for /metrics.
 
     labels: metric labels that tell this engine from other engines; {} for a single engine.  num_restarts: how many
-    processes were started after the first.  abort_steps: by number of engine steps: how many aborts took this number.
+    processes were started after the first process.  abort_steps: how many aborts took N engine steps, by N.
     """
 
     labels: Mapping[str, str]
@@ -198,8 +203,8 @@ class Engines(Protocol):
     """The engines of one model.
 
     model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
-    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: how many samples all engines
-    can run now.  max_slots: num_slots if all possible engines run.  open_samples: the samples queued or running.
+    unavailable_reason: this reason as a sentence; "" if an engine is ready.  num_slots: how many samples the engines
+    can run at once now.  max_slots: num_slots when the most engines run.  open_samples: how many samples wait or run.
     """
 
     @property
@@ -219,7 +224,7 @@ class Engines(Protocol):
         """Raises EngineGone if the engines cannot run prompts."""
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
-        """Queue prompts.  template: the other fields; its name begins each prompt's name.  Raises EngineGone."""
+        """Queue prompts, each as a copy of `template`, whose name begins the copy's name.  Raises EngineGone."""
 
     async def wait_until_sent(self) -> None:
         """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
@@ -230,18 +235,19 @@ class Engines(Protocol):
     def engine_stats(self) -> list[EngineStats]: ...
 
     async def close(self) -> None:
-        """End all requests with EngineGone, and release the engines."""
+        """Make all requests fail with EngineGone, and release the engines."""
 
 
 class Generation:
     """The output of one HTTP request's prompts.
 
-    num_running: by prompt name, in the order of the prompts: how many samples still run.  Output parts that are not yet
-    read are kept here, so a slow reader does not block other requests.  The caller must always call `close`, which
-    aborts the running samples.
+    num_running: how many samples of each prompt still run, by prompt name, in the order of the prompts.  Output parts
+    that are not yet read are kept here, so a slow reader does not block other requests.  The caller must always call
+    `close`, which aborts the running samples.
 
-    listener: called with new parts while the reader of `iter_parts` waits: to wake the reader costs as much as to send
-    the parts.  It returns whether it took the parts; the reader gets the other parts, and always the last parts.
+    listener: a function that may take new parts while the reader of `iter_parts` waits, because waking the reader costs
+    as much as sending the parts.  It returns whether it took the parts.  The reader gets the parts that the listener
+    did not take, and always the last parts.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
@@ -260,9 +266,10 @@ class Generation:
     async def iter_parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError for a refused prompt.
+        deadline: in seconds of the event loop's clock, None for no limit.  Raises TimeoutError after the deadline,
+        EngineGone, or EspalierError for a refused prompt.
         """
-        # One timer serves all waits: asyncio.timeout_at in each wait would cost more than the rest of the loop.
+        # One timer for all waits, because asyncio.timeout_at in each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False
@@ -291,7 +298,7 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # After an error, parts before this part may be missing, so this part is dropped too.
+            # Earlier parts may be missing because of the error, so this part is dropped too.
             return
         self.unread_outputs.append(part)
         if self.listener is None or self.has_ended:
@@ -314,7 +321,7 @@ class Generation:
             self.has_new_outputs.set()
 
     def fail(self, error: Exception) -> None:
-        """Make the reader raise an error.  The samples still run, and num_running counts them, until `close`."""
+        """Make `iter_parts` raise an error.  Until `close`, the samples still run, and num_running counts them."""
         self.error = error
         self.has_new_outputs.set()
 

@@ -18,7 +18,7 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# Stands for the text in an event from which event_affixes are made.
+# Stands for the text in the event from which Choice.event_affixes is made.
 TEXT_PLACEHOLDER = "\0"
 
 
@@ -28,7 +28,7 @@ def sse_event(chunk: dict[str, Any]) -> bytes:
 
 
 def engine_detokenizes(params: ResolvedParams) -> bool:
-    """Returns whether the engine process makes the text, which it needs to find stop strings."""
+    """Returns whether the engine process makes the text, because it must find stop strings."""
     return bool(params.stop)
 
 
@@ -37,9 +37,10 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  chunks: all so far, if the response is no stream.
-    event_affixes: the bytes before and after the text in an event, if all other fields stay the same.
-    For text_offset: text_length, the characters so far; has_text, whether a token had text; character_decoder.
+    keep_stop: whether the text includes the stop token's text.  chunks: all chunks so far; empty for a stream.
+    event_affixes: the bytes before and after the text in an event with new text only; None before the first such event.
+    text_length, has_text, character_decoder: for the field text_offset of log-probabilities: the characters so far,
+    whether a token had text, and a decoder of the tokens' bytes.
     """
 
     index: int
@@ -57,7 +58,7 @@ class Choice:
 
     @cached_property
     def text_stream(self) -> TextStream | None:
-        """The stream that makes the text.  Created with the first chunk, so that the request starts sooner."""
+        """The stream that makes the text.  Created for the first chunk, so that the request starts sooner."""
         return self.make_text_stream()
 
     def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
@@ -72,7 +73,7 @@ class Choice:
 
     @cached_property
     def output(self) -> OutputChunk:
-        """All `chunks`, joined into one.  Read this attribute only after the last chunk."""
+        """All `chunks`, joined into one chunk.  Read this property only after the last chunk, because it is cached."""
         logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
         entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
         return replace(
@@ -100,7 +101,8 @@ class Choice:
 class ResponseBuilder:
     """Builds the response of one HTTP request.  Each prompt has n choices, in the order of the prompts.
 
-    tokenizer: None if the model has none; all texts are then empty.  echoed_prompts: the prompts' texts, for echo.
+    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, if the
+    response repeats them (the field echo).
     """
 
     response_object = ""
@@ -146,7 +148,7 @@ class ResponseBuilder:
         """Add a part of a prompt's output.  Returns (the sample's choice, the part's chunk with its text)."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
-            # All n samples share the prompt, so the prompt's tokens are counted only from the first sample's usage.
+            # All n samples share the prompt, so its tokens are counted only in the usage of the first sample.
             is_first = part.output.index == 0
             self.usages.append(part.usage if is_first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
@@ -165,11 +167,11 @@ class ResponseBuilder:
         return b"" if chunk is None else sse_event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """Returns the event of a chunk that has only text.  The bytes around the text are made once for each choice."""
+        """Returns the event of a chunk that has only text.  The bytes around the text are made once per choice."""
         if choice.event_affixes is None:
             chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
-            # The client's own values, such as the model's name, come before the text, so the last placeholder is right.
+            # The client's own values, such as the model's name, may have a placeholder too, but come before the text.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
@@ -204,7 +206,7 @@ class ResponseBuilder:
         return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
     def _first_choice_of_same_prompt(self, choice: Choice) -> Choice:
-        """Returns the first choice of the same prompt, which alone has the prompt's log-probabilities."""
+        """Returns the first choice of the same prompt.  Only this choice has the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
@@ -250,7 +252,7 @@ class ResponseBuilder:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.reports_usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
-        # Only the last usage has cached tokens and speculation.
+        # The usage in a chunk has no cached tokens and no speculation.  Only the usage at the end has them.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**chunk, "usage": usage}
@@ -291,7 +293,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the echoed prompt has log-probabilities.  A stream sends the prompt's text together with them."""
+        """Whether the echoed prompt has log-probabilities.  If so, a stream sends the prompt's text with them."""
         return bool(self.body.echoes_logprobs)
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -339,7 +341,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns log-probabilities by token text.  A text that a likelier token has too is replaced by token_id:ID."""
+        """Returns log-probabilities by token text.  If a likelier token has the same text, the key is token_id:ID."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
@@ -347,9 +349,9 @@ class CompletionResponseBuilder(ResponseBuilder):
         return by_text
 
     def _advance_text_offset(self, choice: Choice, token: int) -> int:
-        """Returns the token's offset in the text, in characters, and adds its length to choice.text_length.
+        """Returns the token's offset in the text, in characters.  Adds the token's length to choice.text_length.
 
-        A token that continues an incomplete character has the offset of that character.
+        A token that continues an incomplete character has the offset of this character.
         """
         offset, skip = choice.text_length, self.params.skip_special_tokens
         if self.tokenizer is None:
@@ -358,7 +360,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         if part.is_text or not skip:
             length = len(choice.character_decoder.decode(part.bytes))
             if not choice.has_text:
-                # Some tokenizers strip the leading space of a text that begins with the output.
+                # Some tokenizers strip the space before the first token of a text, so decode the token in its context.
                 prior_tokens = () if self.echoes_logprobs else choice.prompt
                 token_stream = self.tokenizer.text_stream(prior_tokens, skip_special_tokens=skip)
                 token_stream.push_token(token)

@@ -35,12 +35,12 @@ INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoni
 CHAT_ONLY_PARAMS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _RESPONSES_PARAMS = {name: each for name, each in SAMPLING_FIELDS.items() if name not in CHAT_ONLY_PARAMS}
 _ResponsesParams: Any = create_model("ResponsesSampling", __base__=RequestBody, **_RESPONSES_PARAMS, **NO_EFFECT_FIELDS)
-# Fields with the same name and meaning in a chat completion.
+# Fields with the same name and meaning at /v1/chat/completions.
 SHARED_FIELDS = (
     *(*_RESPONSES_PARAMS, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
 )
-# By field of a chat completion: its other name at this endpoint.
+# For a field of /v1/chat/completions: the name of the same field at /v1/responses.
 RESPONSES_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -51,7 +51,7 @@ RESPONSES_FIELD_NAMES: Mapping[str, str] = {
 
 @contextmanager
 def renaming_error_fields() -> Iterator[None]:
-    """In an ApiError that leaves the block, replaces a chat completion's field name by this endpoint's name."""
+    """In an ApiError that leaves the block, replaces the field name of chat completions by this endpoint's."""
     try:
         yield
     except ApiError as error:
@@ -120,7 +120,7 @@ class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
-        if self.store is False:  # fields_without_effect of this body reports store=true
+        if self.store is False:  # store=true has no effect, and fields_without_effect reports it
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
@@ -139,7 +139,7 @@ class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
 
 
 class _ChatOfResponse(ChatRequest):
-    """A chat completion whose late errors name this endpoint's field."""
+    """A chat request made from a ResponsesRequest.  Its errors name the fields of /v1/responses."""
 
     @property
     def grammar_field(self) -> str | None:
@@ -148,7 +148,7 @@ class _ChatOfResponse(ChatRequest):
 
 
 def _chat_tool(location: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool in the form of chat completions, which have a tool's fields inside `function`."""
+    """Returns a tool in the form of chat completions: with its fields inside an object `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{location}.type={shown(tool.get('type'))} is not supported; use 'function'")
     return {"type": "function", "function": _drop_type(tool)}
@@ -158,21 +158,21 @@ def _drop_type(value: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "type"}
 
 
-# By item type: (required fields, optional fields).
+# For each type of input item: (required fields, optional fields).
 ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("id", "status", "phase")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Fields of an item or a content part without effect.  phase: whether a message was commentary or the final answer.
+# Fields of an input item or its content parts that have no effect.  phase tells commentary from the final answer.
 NO_EFFECT_ITEM_FIELDS = (*CACHE_FIELDS, "phase")
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _no_effect_names(response_input: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the fields without effect in items or their content parts."""
+    """Returns the names of the sent fields of NO_EFFECT_ITEM_FIELDS, in items or their content parts."""
     items = [] if isinstance(response_input, str) else response_input
     parts = [part for item in items for part in _text_parts_of(item)]
     return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
@@ -184,7 +184,7 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the input as chat messages.  An answer's items become one message if possible.  Raises EspalierError."""
+    """Returns the input as chat messages.  Items of an answer become one message if possible.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(response_input, str):
         return [*messages, {"role": "user", "content": response_input}]
@@ -213,7 +213,7 @@ def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
         raise EspalierError(f"{location}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
-        # OpenAI's client sends items of earlier answers with all fields, most of them null.
+        # Null is allowed in any field, because OpenAI's client sends earlier answers with all fields, many null.
         if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_FIELDS):
             raise unknown_name_error(location, name, (*needed, *optional))
     for name in needed:
@@ -227,10 +227,10 @@ def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an assistant's item to the last message.  Items in an order that a message cannot have get a new message."""
+    """Add an assistant's item to the last message.  If a message cannot have this order of items, begin a new one."""
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     has_content = answer is not None and (answer["content"] is not None or "tool_calls" in answer)
-    # A message has one reasoning item, then one content, then calls.
+    # The order inside a message: at most one reasoning item, then at most one content, then tool calls.
     is_late = has_content or (kind == "reasoning" and answer is not None and "reasoning_content" in answer)
     if answer is None or (kind in ("message", "reasoning") and is_late):
         messages.append(answer := {"role": "assistant", "content": None})
@@ -245,7 +245,8 @@ def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, ite
 
 
 def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether an item is a cut-off call whose text the next item repeats.  location: the next item's place."""
+    """Returns whether an item is a cut-off call whose text the next item repeats.  location: the next item's name in
+    errors, such as input[3].  next_items: the next item, or empty."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in next_items if each.get("role") == "assistant")
@@ -253,7 +254,7 @@ def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Seq
 
 
 def _joined_text(location: str, content: Any) -> str:
-    """Returns an item's content as one text: text parts are joined.  Raises EspalierError."""
+    """Returns an item's content as one text: a text, or its joined text parts.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,8 +1,8 @@
 """Routes requests to endpoints by path and method, and serves descriptions of the endpoints.
 
 /openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
-fields.  Both pages fetch nothing, so they work offline.  They need no API key, because a browser cannot send a key.  If
-the server has a key, the pages name no model.
+fields.  Both pages load nothing else, so they work offline.  They need no API key, because a browser cannot send a key.
+If the server has a key, the pages name no model.
 """
 
 import json
@@ -30,7 +30,7 @@ Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# By path of OpenAI that is not served: the reason, for the error message.
+# For paths of OpenAI's API that are not served: the reason, for the error message.  A key matches as a prefix.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
@@ -54,7 +54,7 @@ REFUSED_PATHS = {
 OBJECT_SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": True}
 JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT_SCHEMA}}
 TEMPLATE_FOLDER = "server/html"
-# With these headers, the browser fetches nothing for a page.
+# With these headers, the browser loads no other file for a page.
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 EXAMPLE_MAX_TOKENS = 64
@@ -65,9 +65,9 @@ PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 class Endpoint:
     """An HTTP endpoint: one method of one path.
 
-    handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's class.
-    For /openapi.json: summary: one line; "" leaves the endpoint out.  errors: the error statuses.  responses: by status
-    of success: the content types and their schemas.
+    handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's pydantic
+    class, None for no body.  The other fields are for /openapi.json.  summary: one line; an endpoint with "" is left
+    out.  errors: the possible error statuses.  responses: {status: {content type: {"schema": JSON schema}}} of success.
     """
 
     method: str
@@ -80,7 +80,7 @@ class Endpoint:
 
 
 def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the application that calls the endpoints.  It raises ApiErrors; the middleware answers them."""
+    """Returns the ASGI application that calls the endpoints.  Errors leave it as ApiErrors for the middleware."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -88,7 +88,7 @@ def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
     async def raise_not_served(scope: Scope, receive: Receive, send: Send) -> None:
         raise path_not_served_error(scope["path"], by_path)
 
-    # No redirects for a trailing slash, because their URL would be wrong behind a proxy.
+    # A path with a trailing slash is not redirected, because the URL of the redirect would be wrong behind a proxy.
     routes = [Route(path, PathEndpoints(frontends, path, by_method)) for path, by_method in by_path.items()]
     return Router(routes, redirect_slashes=False, default=raise_not_served)
 
@@ -105,7 +105,7 @@ class PathEndpoints:
         """Call the endpoint of the request's method.  Raises ApiError."""
         endpoint = self.by_method.get(scope["method"])
         if endpoint is None:
-            # The middleware serves HEAD as GET.
+            # A path that has GET also has HEAD, because the middleware turns HEAD into GET.
             allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
             message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
             raise ApiError(405, message, headers={"allow": allowed})
@@ -122,7 +122,7 @@ class PathEndpoints:
 
 
 def path_not_served_error(path: str, served: Collection[str]) -> ApiError:
-    """Returns the error for a path that is not served.  served: the served paths."""
+    """Returns the error for a path that is not served, with advice.  served: the served paths."""
     if (without_slash := path.rstrip("/")) != path and without_slash in served:
         return ApiError(404, f"{path} is not served; use {without_slash}, without the slash at the end")
     refused_paths = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
@@ -183,7 +183,7 @@ def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_ke
     async def get_start(http: Request) -> Response:
         names = () if needs_key else frontends.names
         models = [(name, frontends.frontend_for(name).inputs.model_info.max_context) for name in names]
-        # The address by which the browser reached this server, quoted, because users copy it into a shell.
+        # The address at which the browser reached this server.  It is quoted, because users copy it into a shell.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         examples = list(example_requests(frontends, needs_key))
         return render_page(
@@ -232,9 +232,9 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 
 
 def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[str, str]]:
-    """Yields (path, further arguments of curl).  The key is read from the shell's variable ESPALIER_API_KEY."""
+    """Yields example requests as (path, further arguments of curl).  The key is in the shell's ESPALIER_API_KEY."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
-    if needs_key:  # a generation request names its model, and this page must not
+    if needs_key:  # an example of a generation would name the model, which needs the key
         return
     frontend = frontends.frontend_for(frontends.names[0])
     path, fields = "/v1/completions", dict[str, Any](prompt="Hello")
@@ -268,7 +268,7 @@ def schemas_of(openapi_json: dict[str, Any]) -> dict[str, list[FieldRow]]:
 
 
 def _type_text(schema: dict[str, Any]) -> str:
-    """Returns a short text with the type that a JSON schema accepts."""
+    """Returns the type that a JSON schema accepts, as a short text for the page /docs."""
     if ref := schema.get("$ref"):
         return _short_schema_name(ref.rpartition("/")[2])
     if options := schema.get("anyOf") or schema.get("oneOf"):
@@ -281,5 +281,5 @@ def _type_text(schema: dict[str, Any]) -> str:
 
 
 def _short_schema_name(schema: str) -> str:
-    """Returns a schema's name without the module, which pydantic adds if two schemas have equal names."""
+    """Returns a schema's name, such as "responses: StreamOptions" if pydantic has added the module's path to it."""
     return ": ".join(schema.split("__")[-2:])

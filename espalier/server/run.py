@@ -41,11 +41,11 @@ from espalier.tokenizer_files import tokenizer_class
 log = logging.getLogger("espalier.server")
 # The time limit for sending pending output to clients at shutdown.
 CLOSE_TIMEOUT_S = 5
-# A client that reads nothing for this time is disconnected: at shutdown, and while draining.
+# Clients that read nothing for this time are disconnected: at the end of the server, and while the server drains.
 MAX_STALL_AT_CLOSE_S = 1.0
 MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
-# True: the template process starts with the server, not with the first chat request.
+# If True, the template process starts with the server instead of with the first chat request.
 PRESTARTS_TEMPLATE_PROCESS = True
 # The most bytes that the system buffers for a slow client.
 MAX_UNSENT_BYTES = 65536
@@ -81,7 +81,8 @@ class ServeOptions:
 def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by option name; None for an option that was not given.  name_in_errors: the option's name in errors.
+    options: values by option name; None for an option that was not given.  name_in_errors: turns an option's name into
+    the name for error messages.
     """
     for name, least in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
@@ -96,7 +97,7 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 @dataclass(eq=False)
 class HttpServer:
-    """Accepts connections until `should_exit` is set.  The module's docstring describes the shutdown."""
+    """Accepts connections until `should_exit` is set at the end of a shutdown (see the module's docstring)."""
 
     app: ASGIApp
     frontend: ModelFrontend
@@ -116,7 +117,7 @@ class HttpServer:
                 self.batches.stop()
         if was_draining or aborts_requests:
             self.should_exit.set()
-            # The attribute keeps the task alive; the event loop alone would not.
+            # The task is kept in an attribute, because the event loop holds only a weak reference to it.
             self.shutdown_task = self.loop.create_task(self.frontend.engines.close())
             return
         log.info("draining: %d requests are in progress", self.middleware.num_open)
@@ -140,7 +141,7 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts `backlog` connections in a loop iteration.  More connections wait in the listener.
+        # asyncio accepts `backlog` connections in one iteration of the event loop.  Others wait in the kernel.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
@@ -195,7 +196,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         loop.remove_signal_handler(signal.SIGTERM)
         frontend.render_in_helper_process()
         if PRESTARTS_TEMPLATE_PROCESS and frontend.template_process is not None:
-            # Started early, because its imports take a second or two.
+            # The process is started early, because its imports take a second or two.
             await frontend.template_process.helper.start()
         batches = None if store is None else BatchRunner(store, _batch_concurrency(frontend))
         app, middleware = make_app(frontend, options.api, batches)
@@ -210,7 +211,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(middleware, options.api.api_key)
-        # A later server may bind the port while connections of this server still use it.
+        # With this option, a later server may bind the port while old connections of this server still use the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
@@ -230,7 +231,7 @@ async def in_process_app(
     frontend_options: FrontendOptions,
     api_options: ApiOptions,
 ) -> AsyncIterator[tuple[ModelFrontend, ASGIApp]]:
-    """Yields (the model's frontend, the ASGI application), for requests from this process without sockets.
+    """Yields (the model's frontend, the ASGI application), for requests of this process, without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
@@ -257,9 +258,9 @@ async def _shut_down_without_engine(client: EngineClient, server: HttpServer) ->
 
 
 def _batch_concurrency(frontend: ModelFrontend) -> int:
-    """Returns how many requests of a batch run at once: 3/4 of the slots, but at most half of slots and queue together.
+    """Returns how many requests of a batch run at once: 3/4 of the slots, but at most (slots + max_queue) / 2.
 
-    A batch must not fill all slots, because other requests would wait until a running request ends.
+    A batch must not fill all slots, because other requests would wait until a request of the batch ends.
     """
     slots = frontend.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + frontend.options.max_queue) // 2))
@@ -268,7 +269,7 @@ def _batch_concurrency(frontend: ModelFrontend) -> int:
 def _import_tokenizer(model: str | None) -> None:
     """Import the module that will load the tokenizer.
 
-    model: the user's name of the model, None for a model without a tokenizer.  Imports AutoTokenizer if in doubt.
+    model: the directory or id that the user gave, or None.  Imports AutoTokenizer if the tokenizer's class is unknown.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
@@ -276,8 +277,8 @@ def _import_tokenizer(model: str | None) -> None:
 
 def bind_listener(host: str, port: int) -> socket.socket:
     """Returns a bound socket.  Call this before the model is loaded, so that a used port is refused at once."""
-    # The first try is without SO_REUSEADDR, with which two servers that load could bind the same port.  The second try
-    # has this option, because old connections keep the port of an ended server for a minute.
+    # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  The first try is without it.
+    # The second try has this option, because old connections keep the port of an ended server for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse_address=False)
     try:
@@ -289,11 +290,11 @@ def bind_listener(host: str, port: int) -> socket.socket:
 def _bind(host: str, port: int, reuse_address: bool) -> socket.socket:
     """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # IPPROTO_TCP is given, because asyncio sets TCP_NODELAY only on sockets that name it.  Without TCP_NODELAY, an
-    # event waits up to 40 ms for the acknowledgement of the event before.
+    # asyncio sets TCP_NODELAY only on sockets made with IPPROTO_TCP.  Without TCP_NODELAY, an event waits up to 40 ms
+    # for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
-    # Connections inherit this option: the system buffers little, so bytes that it takes are soon read by the client.
+    # With this option, which connections inherit, the system buffers little.  So the server notices slow clients soon.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

@@ -21,7 +21,7 @@ from espalier.server.helper_process import HelperProcess, HelperProcessFailed, r
 
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 2**30
-# The wall-time limit of one rendering, for work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
+# The wall-time limit of one rendering.  It ends work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
 
@@ -35,7 +35,7 @@ class TemplateProcess:
         self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.template_process")
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError if many wait."""
+        """Returns the text.  Raises EspalierError if the template fails or reaches a limit; ApiError if many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self.helper.call(data, MAX_WALL_S))
@@ -47,7 +47,7 @@ class TemplateProcess:
 
 
 class CpuTimeExceeded(BaseException):
-    """The CPU time limit was reached.  Not an Exception, so that no `except Exception` in libraries catches it."""
+    """The CPU time limit was reached.  A BaseException, so that no `except Exception` in libraries catches it."""
 
 
 class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
@@ -87,7 +87,7 @@ def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
 
 
 class TemplateWorker:
-    """Answers frames in the helper process.  Keeps the compiled template until a frame has another template."""
+    """Renders templates in the helper process.  Keeps a compiled template until a frame has another template."""
 
     def __init__(self) -> None:
         self._source: Any = None

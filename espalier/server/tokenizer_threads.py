@@ -1,4 +1,4 @@
-"""Tokenizes prompts in two threads: one for short prompts, so that they never wait for a long prompt.
+"""Tokenizes prompts in two threads: one for short and one for long prompts, so short prompts never wait for long ones.
 
 Each thread has its own tokenizer.  In encode_batch, the tokenizers library releases the GIL, so the event loop goes on.
 """
@@ -15,7 +15,7 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
-# The most characters or tokens of work for the short-text thread: a few milliseconds.
+# Work with more characters or tokens goes to the long-text thread.  This size takes a few milliseconds.
 MAX_SHORT_SIZE = 16384
 MAX_WAITING_PROMPTS = 32
 # Work of at most this size runs on the event loop, because a switch to a thread and back takes longer.
@@ -24,7 +24,7 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their awaiter has gone."""
+    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -41,21 +41,23 @@ class TokenizerThread:
 
 
 class TokenizerThreads:
-    """Runs tokenization in the thread for short texts or for long texts.  inputs: for short texts; a copy for long."""
+    """Runs tokenization in the thread for short texts or for long texts.
+
+    inputs: used by the thread for short texts.  The other thread uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short_text_thread = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
         self._long_text_thread = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """Run work(InputProcessor, *values) in one of the threads.
+        """Run work(InputProcessor, *values) in one of the threads, or on the event loop if it is very short.
 
         size: the number of characters or tokens.  field: the body's field, for error messages.  Raises ApiError if
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
             if size <= MAX_INLINE_SIZE and not self._short_text_thread.num_unfinished_calls:
-                # The thread has no work, so its tokenizer is free.
+                # The thread has no work, so the event loop may use the thread's tokenizer.
                 return work(self._short_text_thread.inputs, *values)
             if size <= MAX_SHORT_SIZE:
                 return await self._short_text_thread.run(work, *values)
@@ -73,9 +75,9 @@ class TokenizerThreads:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Returns the token ids of the RenderLoop work(InputProcessor, *values), run in a thread except for `render`.
+        """Returns the token ids that the generator work(InputProcessor, *values) makes (see chat.RenderLoop).
 
-        size, field, errors: see `run`.
+        The generator runs as in `run`; `render` makes each text that it asks for.  size, field, errors: as in `run`.
         """
         steps: RenderLoop | None = None
 

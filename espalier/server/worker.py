@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 START_TIMEOUT_MS = 60_000
 API_SERVER_CHECK_MS = 500
-# Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
+# Seconds between two reports of a busy engine.  A report in each step would double the cost of sending output.
 REPORT_INTERVAL_S = 0.1
 # The longest wait for a message while a grammar is being compiled.
 GRAMMAR_CHECK_MS = 5
@@ -49,8 +49,8 @@ EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    num_unfinished: requests that still run.  private: online learning must not keep the text.  abort_step: num_steps
-    when an abort arrived, None without an abort.
+    requests: one for each sample.  num_unfinished: how many of them still run.  private: whether online learning must
+    not keep the text.  abort_step: the engine's step number when an abort arrived, None without an abort.
     """
 
     requests: list[Request]
@@ -63,7 +63,7 @@ class EngineWorker:
     """Runs the engine for an API server.
 
     socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process
-    id; `run` returns when this process has ended.  learner: attached to the engine; None without online learning.
+    id; `run` returns when the API server has ended.  learner: attached to the engine; None without online learning.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EngineWorker:
         self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Run until Shutdown.  If the engine raises an error, send the chunks made so far, and raise it again."""
+        """Run until Shutdown.  If the engine raises an error, send the chunks made so far, and re-raise the error."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.swap_between_steps(self.llm.engine)
@@ -99,7 +99,7 @@ class EngineWorker:
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all received messages.  If no request runs, first wait for a message.  Returns False at Shutdown."""
+        """Handle all received messages.  If no request runs, first wait for one.  Returns whether to go on running."""
         wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
@@ -142,7 +142,7 @@ class EngineWorker:
             for request in requests:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # A refusal does not depend on the sample, so no sample of this prompt was added.
+            # All samples of a prompt are refused or none, so no sample of this prompt runs.
             self.socket.send(protocol.encode(PromptRefused(submitted.name, str(error))))
             return
         self.running_prompts[submitted.name] = RunningPrompt(requests, len(requests), submitted.private)
@@ -209,7 +209,7 @@ class EngineWorker:
 
 
 def unpack_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of LLM for the plain values of StartEngine.settings."""
+    """Returns the keyword arguments of LLM.  settings: the same arguments as plain values (StartEngine.settings)."""
     speculation = settings.get("speculation")
     return {**settings, "speculation": SpeculationConfig(**speculation)} if isinstance(speculation, dict) else settings
 
@@ -220,7 +220,7 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
     """Load the model and attach a learner.  Raises EspalierError; for a wrong folder, before weights are loaded."""
-    # The trainer's modules take seconds to import.
+    # Imported here, because the trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
@@ -228,7 +228,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
-    # The learner uses the engine's thread, so the stack closes the learner before the engine.
+    # The learner must be closed before the engine, because it uses the engine's thread.  `close` may be called twice.
     stack.callback(learner.close)
     learner.attach(llm)
     return llm, learner
@@ -238,13 +238,13 @@ ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
-    """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason of a failure.
+    """Connect to the API server, load the model and serve.  Returns the exit code.  A failure is sent as EngineFailed.
 
     api_server_pid: the API server's process, which may end before it sends StartEngine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # Unread output has no limit, because a slow API server must not block the engine.  At exit, it is sent for 1 s.
+        # A slow API server must not block the engine, so unread output has no limit.  At exit, zmq sends it for 1 s.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -269,7 +269,7 @@ def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> i
 
 
 def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> StartEngine | None:
-    """Returns the API server's first message.  Returns None if the API server has ended, is silent for
+    """Returns the API server's first message.  Returns None if the API server has ended, sends nothing for
     START_TIMEOUT_MS, or sends another message than StartEngine."""
     for _ in range(START_TIMEOUT_MS // API_SERVER_CHECK_MS):
         if socket.poll(API_SERVER_CHECK_MS):
@@ -281,7 +281,7 @@ def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> StartEngine | Non
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket that a killed API server left, and its folder if the folder is then empty."""
+    """Remove the socket file that a killed API server left, and the file's folder if the folder is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -289,7 +289,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
-    """During the block, which may load a model for minutes, ends this process soon after the API server has ended."""
+    """During the block, ends this process soon after the API server has ended.  The block may load for minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -314,7 +314,7 @@ def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: Mo
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # From now on, the API server drains at SIGTERM.
+        # At SIGTERM, the API server drains from now on, so this process must go on.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.model_info, llm.config.as_dict())))

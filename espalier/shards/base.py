@@ -49,7 +49,7 @@ class RankPart:
         return RankPart(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
 
 
-# A number of rows or columns: a RankPart, or with a single rank the number itself.
+# A number of rows or columns of a weight: the rank's part of it, or the number itself if every rank loads all of them.
 SizeOrPart = int | RankPart
 
 
@@ -98,13 +98,13 @@ class Collectives(Protocol):
 
 
 class IndivisibleError(EspalierError):
-    """The number of ranks does not divide a size.  declared_weights.py adds the possible numbers of ranks."""
+    """The number of ranks does not divide a size.  models/declared_weights.py adds to the text which numbers do."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's part of a model that `count` ranks divide.  rank: the rank's number, from 0.  collectives: None for
-    one rank, and before the ranks are joined.
+    """One rank's part of a model.  rank: the rank's number, from 0.  count: the number of ranks that divide the model.
+    collectives: joins the tensors of the ranks; None for a single rank, and before the ranks are joined.
 
     All ranks have equal parts.  If `count` does not divide a size, the model is refused before its weights are read
     (models/declared_weights.py).
@@ -115,7 +115,7 @@ class Shards:
     collectives: Collectives | None = None
 
     def part(self, size: int, size_name: str) -> RankPart:
-        """Returns the rank's part of `size` entries.  size_name: `size` in words.  Raises IndivisibleError."""
+        """Returns the rank's part of `size` entries.  size_name: what `size` is, for the text of IndivisibleError."""
         if size % self.count:
             raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
         part_size = size // self.count

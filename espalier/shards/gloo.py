@@ -13,7 +13,7 @@ from torch.distributed import FileStore, ProcessGroupGloo
 
 from espalier.shards.base import Collectives
 
-# The longest time for ranks to join, after all ranks have started.
+# The longest time that a rank waits for the other ranks to join.
 CONNECT_TIMEOUT = timedelta(seconds=60)
 # The longest time of one operation.  engine/ranks.py watches the ranks, and ends a waiting operation much earlier.
 OPERATION_TIMEOUT = timedelta(days=1)
@@ -26,7 +26,7 @@ class GlooCollectives(Collectives):
         gloo: Any = ProcessGroupGloo  # its type stub lacks most attributes
         options = gloo._Options()
         options._timeout = CONNECT_TIMEOUT
-        # Only the loopback interface is used, with a free port.  The file tells the port to the other ranks.
+        # Only the loopback interface is used, with a free port.  The other ranks read the port from the file.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         store = FileStore(str(file), num_ranks)
         self.num_ranks = num_ranks

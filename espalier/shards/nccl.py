@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from espalier.shards.base import Collectives
 from espalier.shards.gloo import CONNECT_TIMEOUT, OPERATION_TIMEOUT
 
-# PyTorch's threads that watch NCCL would end the process on an error.  Here engine/ranks.py watches the ranks.
+# PyTorch's threads that watch NCCL would end the process on an error.  They are off, because engine/ranks.py watches.
 NCCL_ENVIRONMENT = MappingProxyType(
     {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

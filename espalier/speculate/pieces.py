@@ -29,7 +29,7 @@ class LastTokens(NamedTuple):
 
     row: [P], the index of a piece's last token among the piece's rows.  slots: [B], the requests' slots.
     piece: [B], the index of each request's last piece; None if each request has one piece.  For a request without
-    tokens, it may be the index of any piece."""
+    tokens, this may be the index of any piece."""
 
     row: Tensor
     piece: Tensor | None
@@ -55,8 +55,8 @@ class PieceRows:
 
     @classmethod
     def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
-        """Makes the rows of a pass.  slots: the batch; length: [B], tokens that each request enters; width: rows of a
-        piece; pieces: None if each request has one piece."""
+        """Makes the rows of a pass.  slots: the batch; length: [B], the number of each request's tokens in this pass;
+        width: rows of a piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
         piece_slots = gather_slots(slots.table, slots.index[pieces.request_row])

@@ -1,8 +1,9 @@
 """One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
-A round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of its own.
-Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
-one launch to the next.  `prefill` does the same work for a chain of known tokens instead of a tree.
+On a GPU, a round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of
+its own.  Eager launches and captures run the same code.  Captured shapes are static, and only the slot table, the pages
+and the recurrent states keep data from one launch to the next.
+`prefill` does the same work for a chain of known tokens instead of a tree.
 """
 
 from dataclasses import dataclass, replace
@@ -34,10 +35,11 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: the rows that the target's layers keep.  shares_noise: whether the draft scores children with the noise
-    that the target samples with, so that more sampled tokens are accepted; False only for measurements.
-    trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
-    shapes differ from round to round, which a CUDA graph does not allow."""
+    cache: the KV cache and recurrent states of the target's layers.
+    shares_noise: whether the draft scores tokens with the random noise that the target samples with, so that more
+    sampled tokens are accepted; False only for measurements.
+    trims_trees: whether the nodes at the end that no tree of the batch uses are left out of the verify pass.  If so,
+    the host waits for the trees, and shapes differ from round to round, which a CUDA graph does not allow."""
 
     layout: RoundLayout
     table: SlotTable
@@ -63,8 +65,8 @@ class ModelRunner:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The forms of prefill passes that can be CUDA graphs.
 
-        If layers keep recurrent states, full passes are captured too.  Such layers have many kernels, so a host would
-        launch a full pass more slowly than a GPU runs it."""
+        If layers keep recurrent states, passes of about chunk_size rows are captured too.  Such layers have many
+        kernels, so a host would launch the kernels of a pass more slowly than a GPU runs them."""
         if not (self.cache.backend.captures_prefill and self.drafter.captures_prefill):
             return ()
         full = () if self.cache.states is None else self.layout.captured_full_passes
@@ -81,7 +83,7 @@ class ModelRunner:
     def prepare(self, lengths: CommittedLengths) -> None:
         """Prepares the attention backends of target and draft.  Called on the host before each launch.
 
-        lengths: the number of the target's committed rows.
+        lengths: for each request, how many of the target's rows are committed.
         """
         self.cache.backend.prepare(lengths)
         self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
@@ -106,7 +108,7 @@ class ModelRunner:
     def sampler(
         self, slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, width: int
     ) -> Sampler:
-        """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]."""
+        """Returns the sampler for the tokens at `width` positions from `first_position` [B] on."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
         return make_sampler(
             slots, sampling_features, first_position, width, self.target.config.vocab_size, dtype, self.shares_noise
@@ -117,12 +119,13 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
-    path: the emitted tokens; logits: [B, R, V]; num_logprobs: [B], as in BatchState.
+    path: the accepted nodes and the emitted tokens; logits: [B, R, V], of R rows of each request; num_logprobs: [B], as
+    in BatchState.
     logit_rows: [B, W], the index in [0, R) of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_text_paths: [B, P · (1 + S)], the paths that the device found in the request's own text; candidates: [B, D], the
-    nodes before requests shared rows (SlotTable).  Both are None unless the engine calibrates scores."""
+    own_text_paths: [B, P · (1 + S)], the paths that the device found in the request's own text; candidates: [B, D], all
+    nodes, even those that got no shared row (SlotTable).  Both are None unless scores are calibrated."""
 
     path: AcceptedPath
     logits: Tensor
@@ -138,8 +141,8 @@ class RoundOutput:
 class RoundStage:
     """The data that all stages of a round have.
 
-    runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
-    snapshots: the snapshots of recurrent states that `commit` takes."""
+    runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the slot-table
+    rows of the batch; snapshots: the copies of recurrent states that `commit` makes."""
 
     runner: ModelRunner
     slots: BatchState
@@ -165,8 +168,8 @@ class ProposedRound(RoundStage):
 class VerifiedRound:
     """The state after the verify stage.
 
-    target_output: the target's output; logits: [B, D, V], at every node; None if all these logits take too much memory
-    (`sample_nodes`)."""
+    target_output: the target's output; logits: [B, D, V], at every node; None if these would take too much memory, in
+    which case `sample_nodes` computes them slice by slice."""
 
     proposed: ProposedRound
     target_output: ModelOutput
@@ -183,7 +186,7 @@ def decode_round(
     """Runs a whole round.
 
     slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
-    request, the snapshot of its state that the commit takes.
+    request, the copy of its recurrent state that `commit` makes.
     """
     return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 
@@ -195,7 +198,7 @@ def begin(
     appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
-    """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
+    """Runs the first stage: computes the draft's first logits for each request.  Arguments: see `decode_round`."""
     runner = runner.for_batch(slot_ids.shape[0])
     drafter = runner.drafter
     slots = gather_slots(runner.table, slot_ids, appended_pages)
@@ -213,24 +216,24 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
-        # A node that cannot be accepted takes no row from another request.
+        # Nodes that are too deep to be accepted are dropped first, so that they take no row from another request.
         tree = tree.limit_depth(begun.slots.max_accept_depth)
         tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_nodes_to_run(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
-            # The drafter still makes trees of the original size.
+            # Only the later stages use the smaller trees.  The drafter keeps the original layout.
             layout = runner.layout.with_tree(replace(runner.layout.tree, num_draft_tokens=nodes))
             runner, tree = replace(runner, layout=layout), tree.first_nodes(nodes)
     return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 
 def verify(proposed: ProposedRound) -> VerifiedRound:
-    """Runs the third stage: runs the target over all nodes in one pass.  The nodes' K/V go to staging."""
+    """Runs the third stage: runs the target over all nodes in one pass.  The nodes' K/V go to the staging buffers."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
-    # A void node has token -1.  The model reads the embedding of its request's root instead.
+    # A void node has token -1.  For such a node, the model reads the embedding of the request's root.
     tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
@@ -252,7 +255,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
-    """Runs the last stage: sample, accept, commit, extend.
+    """Runs the last stage: samples the target's tokens, accepts a path, commits it, and runs the draft over its tokens.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
     (sampling/mask.py).  None allows all tokens.
@@ -303,9 +306,10 @@ def prefill(
     mask: Tensor | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
-    """Enters `length` [B] known tokens of each slot of `slot_ids` [B], from the root on, in pieces of `width` rows.
+    """Runs target and draft over the next `length` [B] known tokens of each slot in `slot_ids` [B].
 
-    If a request's known tokens end in this pass, its next token is sampled and emitted.
+    The tokens are divided into pieces of `width` rows, and the first token is the slot's root.  If a request's known
+    tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for that token.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`."""
     slots = gather_slots(runner.table, slot_ids)
@@ -366,8 +370,8 @@ def compute_prompt_logprobs(
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
-    """Returns how many nodes of each tree must run.  Void nodes, and nodes too deep to be accepted, need not run if
-    they stand at the end of all trees."""
+    """Returns how many nodes of each tree the verify pass must run.  Void nodes, and nodes too deep to be accepted, are
+    left out if they stand at the end of all trees."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
     is_offered[0] = True
     return 1 + int(is_offered.nonzero()[-1])
@@ -387,11 +391,11 @@ def commit(
     count_tokens: bool,
     snapshots: SnapshotTargets | None = None,
 ) -> None:
-    """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
-    1.
+    """Appends the path's tokens to the slots, and copies the K/V of the path's nodes from staging to the pages, at
+    positions prefix_len .. prefix_len + length - 1.
 
-    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken as
-    `snapshots` says.
+    The last token of the path becomes the root of the next tree.  Recurrent states are advanced over the path, and
+    copied as `snapshots` says.  count_tokens: whether the slots count the tokens, for penalties.
     """
     nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
@@ -409,7 +413,7 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
 def path_features(drafter: Drafter, out: ModelOutput, path: AcceptedPath) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
-    Only the features of the path's nodes are concatenated."""
+    The inputs of several layers are concatenated only for the path's nodes, not for the whole tree."""
     if drafter.spec.target_output is None:
         return None
     return gather_rows(path.rows, *(out.captured_inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -109,17 +109,18 @@ class Sampler(ABC):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
-        """Writes the best children of each row of a block draft with edges to `out`, [B, R, K] each.
+        """Writes the best children of each row to `out`, [B, R, K] each.  Returns the rows of the next depth.
 
-        depth: from 0 on; the children have position `first_position` + depth.  Returns the rows of the next depth."""
+        edges: the logits of a block draft, which depend on the drafted tokens before.  depth: from 0 on; the children
+        have position `first_position` + depth."""
 
 
 @dataclass(frozen=True)
 class TorchSampler(Sampler):
     """The sampler in plain torch.
 
-    vocab_size: size of the target's vocabulary.  params: the parameters of each request; noise: [B, width, V], for
-    positions first_position .. first_position + width - 1.  Both are None if no request of the batch needs them."""
+    vocab_size: size of the target's vocabulary.  params: the parameters of each request; noise: [B, width, V], Gumbel
+    noise for positions first_position .. first_position + width - 1.  Both are None if no request needs them."""
 
     vocab_size: int
     params: SlotSamplingParams | None
@@ -152,8 +153,8 @@ class TorchSampler(Sampler):
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  The returned ids are None if a column's index is its
-        target id, as always with sampling parameters."""
+        mask: [B, Q, words], the target ids that may be drafted.  The returned ids are None if the columns are the
+        target ids in order, which is so whenever a request has sampling parameters."""
         d2t, logits = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
             allowed = unpack_mask(mask, self.vocab_size)
@@ -238,8 +239,7 @@ def make_sampler(
     dtype: torch.dtype,
     shares_noise: bool = True,
 ) -> Sampler:
-    """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]; dtype: dtype of the
-    noise."""
+    """Returns the sampler for the tokens at `width` positions from `first_position` [B] on.  dtype: of the noise."""
     if first_position.is_cuda:
         return make_kernel_sampler(slots, sampling_features, first_position, shares_noise)
     if not sampling_features.any:

@@ -2,8 +2,8 @@
 
 Beams, candidates and nodes have three different indices.  A beam is a draft row at some depth.  A candidate is a scored
 child in the pool.  A node is a member of the tree.  Node 0 is the root, and a parent comes before its children.  If
-there are fewer candidates than nodes, the rest are void nodes: token -1, no ancestor of any node, never matched, never
-committed.
+there are fewer candidates than nodes, the rest are void nodes.  A void node has token -1, is an ancestor of no other
+node, and is never accepted.
 """
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["VOID", "CandidatePool", "RootTrees", "Tree", "ordered_topk"]
 class RootTrees:
     """Makes the trees of plain decoding, which have only the root.  All fields but the tokens are made once.
 
-    scores: [max_batch, 1], the path scores of roots: log 1.
+    scores: [max_batch, 1], the path scores of roots: 0, which is log 1.
     """
 
     def __init__(self, max_batch: int, device: torch.device) -> None:

@@ -158,7 +158,7 @@ def make_engine(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_ba
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
-    """Returns the object that chooses trees while the engine runs; None if there is only one tree."""
+    """Returns the object that chooses trees while the engine runs; None if the tree of each batch size is fixed."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
@@ -166,7 +166,7 @@ def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
 
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
     """Returns the sources of draft tokens that run on the host, in order of preference.
-    names: the names of all sources.  searches_text: whether the source `text` also runs on the host."""
+    names: the names of all sources.  searches_text: whether the host, not the device, runs the source `text`."""
     sources: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     sources += [OwnTextSource()] if "text" in names and searches_text else []
     return [*sources, IndexSource(index_bytes)] if "index" in names else sources
@@ -193,7 +193,7 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # The draft has no rows 0 .. num_recomputed_tokens-1.
+    # Module k of a draft has no rows below k.  With several modules, the host does not know their exact lengths.
     exact = exact_lengths and layout.num_recomputed_tokens <= 1
     draft_backend = grouped_backend(
         config.draft_attention, *setting, draft_layers, layout.num_recomputed_tokens > 0, exact

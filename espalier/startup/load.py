@@ -1,6 +1,7 @@
 """Creates an engine from a configuration: finds files, resolves each "auto", loads models and builds the engine.
 
-On a CPU, it logs a warning for quantised weights, which take more time, and for 16-bit weights, which take more memory.
+On a CPU, a warning is logged for quantised weights, which take more time, and for 16-bit weights, which take more
+memory.
 """
 
 import logging
@@ -58,7 +59,8 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: the draft's spec."""
+    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: what the drafter declares
+    (DraftSpec), also for a drafter without a model."""
 
     target_path: Path
     target: ModelConfig
@@ -109,10 +111,10 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolves each "auto" of `config` for this machine and these model files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
-    of_draft = draft_shards(checkpoint.draft, shards)
+    draft_part = draft_shards(checkpoint.draft, shards)
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
-        require_shards(checkpoint.draft.layer, of_draft.count)
+        require_shards(checkpoint.draft.layer, draft_part.count)
     info = StartupInfo(
         # On a CPU, all ranks share the memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
@@ -121,7 +123,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         max_position=checkpoint.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(checkpoint.target), shards),
-            *specs_of_rank(checkpoint.spec.layer_specs, of_draft),
+            *specs_of_rank(checkpoint.spec.layer_specs, draft_part),
         ),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
@@ -129,7 +131,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         threads=cpu_thread_info(),
         pass_weights=pass_weights(
             checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
-        ).of_rank(shards.count, of_draft.count),
+        ).of_rank(shards.count, draft_part.count),
         model_impl="native" if checkpoint.target.probe_result is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_unresolved(config.kv_dtype) else None,
     )
@@ -224,9 +226,9 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
 
 
 def count_weights(checkpoint: Checkpoint, num_ranks: int = 1) -> WeightSize:
-    """Returns the size of the weights on each rank: a part of the target (with the whole embedding if there is a
-    draft), and the draft or a part of it."""
-    # If the draft consists of MTP layers in the target's directory, these are counted with the target.
+    """Returns the size of the weights on each rank: a part of the target, with the whole embedding if there is a draft,
+    and the whole draft or a part of the draft (draft_shards)."""
+    # MTP layers in the target's own directory are counted with the target.
     has_own_draft = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if has_own_draft else unread_prefixes(checkpoint.target)
     target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)

@@ -25,7 +25,8 @@ def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: to
 
 
 def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
-    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host searches texts."""
+    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host, not the device,
+    searches the requests' own texts."""
     num_text_paths = TEXT_PATHS * ("text" in sources)
     num_sent_paths = SENT_PATHS * ("prediction" in sources or "index" in sources) + num_text_paths * searches_on_host
     return {"text_paths": num_text_paths * (not searches_on_host), "sent_paths": num_sent_paths}

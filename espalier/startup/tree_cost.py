@@ -28,12 +28,13 @@ from espalier.models.declared_weights import num_dense_values, num_expert_values
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
 
-# Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes count.
+# Smaller trees that are compared with the configured tree.  For a block draft, only their numbers of nodes are used.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
 # Four numbers, fitted to 25 rounds of an 8B model on an H100 (docs/log.md): the fixed seconds of a layer and of a pass,
-# the share of the bandwidth at which the cache is read, and how well reading and multiplying overlap.  OVERLAP is the
-# exponent of a power mean of both times: with 1 they would add up, with infinity the longer would hide the shorter.
-LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.25
+# the share of the bandwidth at which the cache is read, and OVERLAP_EXPONENT, which says how well reading and
+# multiplying overlap: the exponent of a power mean of both times.  With exponent 1 the times would add up; with
+# infinity the longer time would hide the shorter.
+LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP_EXPONENT = 1.3e-5, 1e-4, 0.8, 2.25
 # A tree replaces the tree of smaller batches if it is predicted to be at least this many times as fast.
 MIN_SPEEDUP = 1.03
 # The assumed number of committed tokens of a request.  A round reads their K/V once.
@@ -56,6 +57,7 @@ class PassWeights:
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers; 0 without experts.  num_layers: layers of the target.  kv_values: values of a token in the target's cache.
     state_bytes: bytes of a request's recurrent states, which a round reads twice and writes once.
+    top_k: the experts that a row uses, of num_experts.
     draft: weights that a draft pass reads.  num_draft_layers: the layers of that pass.
     block_rows: rows of the only pass of a block draft; 0 for other drafts, which run a pass for each level.
     extends: whether a draft runs its layers over decided tokens.  value_bytes: the mean number of bytes of a weight."""
@@ -97,7 +99,7 @@ class PassWeights:
     def _seconds(self, num_read: float, num_products: float, num_layers: int, chip: ChipFigures) -> float:
         """Seconds of a pass.  num_read: weights to read; num_products: products of a weight and a value of a row."""
         reading, multiplying = self.value_bytes * num_read / chip.bandwidth, 2 * num_products / chip.peak_flops
-        overlapped = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
+        overlapped = (reading**OVERLAP_EXPONENT + multiplying**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
         return overlapped + num_layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
@@ -150,8 +152,8 @@ def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeight
 def _draft_weights(draft: DraftConfig) -> int:
     """Weights that a draft pass reads.
 
-    In a draft that proposes one level a pass, attention reads embedding and hidden state side by side, so it has about
-    twice the weights of a target layer's attention."""
+    In a draft that proposes one level a pass, attention reads embedding and hidden state side by side, so this
+    attention has about twice the weights of a target layer's attention."""
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layer_specs), 1) if spec.block_rows else (1, 2)
     of_layer = inputs * num_mixer_values(layer) + 3 * layer.hidden_size * layer.intermediate_size
@@ -201,13 +203,14 @@ def _buckets(max_batch: int) -> Sequence[int]:
 
 # Bytes of a copy that is too large for the L2 cache, and the side of a square product that fills a chip.
 COPIED_BYTES, PRODUCT_SIZE = 2**27, 4096
-# The work runs for WARM_UP_S before it is timed REPEATS times: an idle GPU raises its clock in some ms.
+# The work runs for at least WARM_UP_S, because an idle GPU raises its clock in some ms.  Only the last REPEATS runs
+# count.
 WARM_UP_S, REPEATS = 0.05, 16
 
 
 @cache
 def measure_chip(device: torch.device) -> ChipFigures:
-    """Measure the bandwidth of a copy (bytes read plus bytes written) and the rate of a product in bfloat16."""
+    """Measures the bandwidth of a copy (bytes read plus bytes written) and the rate of a product in bfloat16."""
     with torch.cuda.device(device):
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16, device=device)

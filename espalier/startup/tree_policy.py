@@ -32,10 +32,10 @@ SHARED_ROWS = 4
 MAX_LOOKUP_STEPS = 12
 # How good an unknown draft may be: possible rates at which the first child at depth 1 is accepted.
 POSSIBLE_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# The prediction for a single tree may be too low by this factor.
+# The predicted speed of a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
-# The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more until, at every assumed rate, the best
-# kept tree is at least MIN_SET_RATE times as fast as the best of all trees.
+# The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more until, at each of POSSIBLE_RATES, the
+# best kept tree is at least MIN_SET_RATE times as fast as the best of all trees.
 MIN_TREES, MIN_SET_RATE = 3, 0.97
 
 ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -82,7 +82,8 @@ def tree_sets(
 
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Returns plain decoding and the smallest sufficient subset of trees, in order of predicted speed."""
+    """Returns plain decoding and the smallest set of trees that is good enough (MIN_TREES, MIN_SET_RATE), in order of
+    predicted speed."""
     all_trees = (*trees, PLAIN_TREE)
     measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES))
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
@@ -102,8 +103,8 @@ def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, accept
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, ASSUMED_CONTEXT) for tree in trees}
 
 
-# The maximum number of rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows
-# of llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
+# The maximum number of rows of a verify pass with default trees.  Staging buffers and logits grow with the rows.  For
+# 4096 rows of llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
 MAX_VERIFY_ROWS = 4096
 EXAMPLE_TABLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
@@ -116,7 +117,7 @@ def choose_trees(
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
-    is_set: whether the user set a size of the configured tree.
+    is_set: whether the user set a field of the configured tree, such as steps.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):

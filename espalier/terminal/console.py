@@ -150,8 +150,8 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Shows `title` on stderr while the block runs, if stderr is a terminal.  It is not animated, because the block may
-    show a progress bar in its place.  It is cut to one line, because only one line can be removed."""
+    """Shows `title` on stderr while the block runs, if stderr is a terminal.  The text is not animated, because the
+    block may show a progress bar in its place.  It is cut to one line, because only one line can be removed."""
     console = stderr()
     if not console.is_terminal:
         yield

@@ -15,7 +15,7 @@ from espalier.errors import NUMBER_PARSERS, EspalierError, whole_number, without
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
-# An environment variable in place of --api-key, whose value all users of the machine see in the list of processes.
+# An environment variable in place of --api-key, because all users of the machine see flags in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 PLAIN_FLAG = "--no-speculation"
 
@@ -46,7 +46,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key.  several: whether the flag may be repeated (api_keys, api_key)."""
+    """Add the flag --api-key.  several: whether it may be repeated; then read it by api_keys, else by api_key."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
@@ -61,8 +61,8 @@ def api_keys(args: Namespace) -> tuple[str, ...]:
 def api_key(args: Namespace) -> str | None:
     """Returns the key of the flag or of the environment; None without a key.
 
-    Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
-    Also for a key that no HTTP header can have, such as a key that ends with the line end of its file.
+    Raises EspalierError for an empty flag, because `--api-key "$KEY"` with KEY unset must not start a server without a
+    key.  Raises it also for a key that no HTTP header can have, such as a key with the line end of a file.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -109,7 +109,7 @@ def given_flags(args: Namespace) -> list[str]:
 def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
-    A command has such flags of its own, or those of EngineConfig.  With --url, returns {}: the server has the model.
+    A command has such flags of its own, or those of EngineConfig.  Returns {} with --url, as a server has the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -187,7 +187,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  The class's name is in it: two classes may have fields of equal names."""
+    """Returns argparse's `dest` of a flag.  The class is in it, because two classes may have fields of equal names."""
     return f"{config.__name__}.{name}"
 
 
@@ -198,7 +198,7 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
     help_text = help_text or field.metadata["help"]
     options: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
-        # The help text is for an API field too, which has the values true and false.  A switch has two names instead.
+        # The help text also describes an API field, with the values true and false.  The switch has two names instead.
         help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
         options["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
         group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **options)

@@ -1,1 +1,1 @@
-"""Parses tool calls and reasoning, and adapts a request's prompt, parameters and output to its tools."""
+"""Parses tool calls and reasoning, and adapts a request's prompt, parameters and output to the request's tools."""

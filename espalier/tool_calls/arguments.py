@@ -1,4 +1,4 @@
-"""Parses a call's arguments: a JSON object, or values as text between tags, whose types the tool's schema tells."""
+"""Parses a tool call's arguments: a JSON object, or text between tags, for which the tool's schema tells the types."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# Some models write Python's constants.  By Python's constant: JSON's constant.
+# Some models write Python's constants instead of JSON's.  By Python's constant: JSON's constant.
 JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
@@ -21,14 +21,16 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-# Schema keywords that may fit a text only without the white space around it.
+# JSON schema keywords.  With these, a text may fit the schema only after the white space around it is removed.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_SCHEMA_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
 def property_schemas(schema: Schema, name: str) -> list[Schema]:
-    """Returns the schemas of a property, of which a value must fit one.  {} fits all.  $ref and anyOf are resolved."""
+    """Returns the alternative schemas of a property: a value must fit at least one.  The schema {} fits every value.
+
+    $ref, anyOf and oneOf are resolved."""
     properties = schema.get("properties")
     return _resolved_schemas(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
@@ -70,7 +72,7 @@ def _limiting_keywords(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
-    """Returns the text, without the white space around it if the text may fit the schemas only so."""
+    """Returns the text.  If the white space around it may break a limit of the schemas, the space is removed."""
     limits = _limiting_keywords(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
     fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
@@ -85,7 +87,7 @@ class XmlArguments:
     num_values: int = 0
 
     def read_value(self, reader: TextReader, name: str, end_marker: str, strip_chars: str = "") -> Steps[None]:
-        """Read a value up to `end_marker`, and write it.  A string is written while it arrives.  Raises BrokenCall.
+        """Read a value up to `end_marker`, and write its JSON.  A string is written as it arrives.  Raises BrokenCall.
 
         strip_chars: text that is removed once from each end of the value, because it belongs to the tags.
         """
@@ -130,7 +132,8 @@ class XmlArguments:
 
 
 def _json_value(name: str, text: str, types: set[str]) -> str:
-    """Returns the JSON text of a value.  Raises BrokenCall for a type that the schema does not allow."""
+    """Returns the JSON text of an argument's value.  text: the value as the model wrote it.  types: the JSON types that
+    the schema allows; empty for all types.  Raises BrokenCall for another type."""
     json_text = JSON_OF_PYTHON_CONSTANT.get(text.strip(), text.strip())
     try:
         value = decode_json(json_text)
@@ -155,8 +158,8 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
-    """Read a call that is a JSON object with a name and arguments.  Other keys are skipped.  Arguments are written
-    while they arrive.  Raises BrokenCall."""
+    """Read a call that is a JSON object with a name and arguments.  Other keys are skipped.  Arguments are passed on to
+    `call` while they arrive.  Raises BrokenCall."""
     yield from reader.expect("{")
     yield from reader.read_space()
     if (yield from reader.read_literal("}")):
@@ -201,7 +204,7 @@ def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> S
 
 
 def call_ends_here(reader: TextReader, *end_markers: str) -> Steps[bool]:
-    """Returns whether the call ends here, at a marker or the output's end.  Raises BrokenCall at a cut-off."""
+    """Returns whether the call ends here, at a marker or the output's end.  Raises BrokenCall for a cut-off output."""
     if (yield from reader.peek()):
         return (yield from reader.peek_literal(*end_markers)) is not None
     if reader.is_cut:

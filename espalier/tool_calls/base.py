@@ -1,5 +1,5 @@
-"""What the parsers of tool calls and reasoning share: deltas, the classes of formats, and the parser of reasoning
-between two markers."""
+"""What the parsers of tool calls and reasoning share: the pieces of a message (deltas), the classes of formats, and the
+parser of reasoning between two markers."""
 
 import secrets
 import string
@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, decode_json
 
-# The kind of a delta tells what its text is.  content: a piece of the answer.  reasoning: a piece of the reasoning.
-# call: the name of a new call.  arguments: a piece of the call's arguments.  called: the call has ended; no text.
-# broken: why the call cannot be parsed; the whole text of the call follows as content.
+# The kind of a delta tells what the delta's text is.  content: a piece of the answer.  reasoning: a piece of the
+# reasoning.  call: the name of a new tool call.  arguments: a piece of this call's arguments.  called: no text; the
+# call has ended.  broken: why the call cannot be parsed; the call's whole text follows as content.
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a streamed message.  index: the number of the call, from 0; -1 outside calls, and for a broken call
-    without a delta of its name.  id: the id of a new call."""
+    """A piece of a streamed message.  index: the number of the tool call, from 0; -1 outside calls, and for a call that
+    broke before its name was known.  id: the id of a new call."""
 
     kind: DeltaKind
     text: str = ""
@@ -38,8 +38,8 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.  schemas: by callable tool: the JSON schema of its parameters.
-    in_reasoning, may_reason: see OutputParser."""
+    """Collects the deltas that a parser makes.  schemas: by name of a callable tool: the JSON schema of its parameters.
+    in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still come."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     make_call_id: Callable[[], str]
@@ -62,7 +62,9 @@ class DeltaWriter:
         self.add_delta("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after `deltas`, of the prompt's text that begins the answer.  Only an open call's are kept."""
+        """Continue after the prompt's text that begins the answer.  deltas: made from this text.
+
+        The prompt is no output, so only the deltas of a call that has not ended are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -74,7 +76,7 @@ class DeltaWriter:
 
 
 class CallWriter:
-    """Writes the deltas of one tool call.  Arguments that come before the name are held back until the name."""
+    """Writes the deltas of one tool call.  Arguments that come before the name are kept until the name comes."""
 
     def __init__(self, writer: DeltaWriter):
         self.writer = writer
@@ -109,7 +111,7 @@ class CallWriter:
         return bool(self._argument_parts)
 
     def end_call(self) -> None:
-        """Write the call's end.  Raises BrokenCall if the name is missing, or the arguments are no JSON object."""
+        """End the call.  Raises BrokenCall if the name is missing, or the arguments are no JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._argument_parts:
@@ -144,7 +146,7 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of a call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
+    """The syntax of a tool call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
 
     separator: the text between two calls.  calls_begin, calls_end: the texts before the first and after the last call.
     arguments_style: how arguments are written, as a `style` of a JSON schema in xgrammar."""
@@ -163,9 +165,9 @@ class ToolFormat:
     """The format in which a family of models writes tool calls.
 
     template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
-    parser's text must contain.  parse: parses an answer after its reasoning.  call_ends_output: the output ends after
-    a call.  make_call_id: returns the id of a new call.  arguments_as_text: the chat template takes the arguments of
-    earlier calls as text, not as an object."""
+    parser needs, so they must be in the output's text.  parse: parses an answer after its reasoning.  call_ends_output:
+    whether the output ends after a call.  make_call_id: returns the id of a new call.  arguments_as_text: whether the
+    chat template takes the arguments of earlier calls as JSON text instead of objects."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -182,9 +184,10 @@ class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
     template_signs, special_tokens: as in ToolFormat.  begin_marker, end_marker: the texts around the reasoning.
-    answer_marker: the text before an answer without call.  template_switches: variables of chat templates; if the
-    template reads one, the model may reason even if the prompt does not begin the reasoning.  includes_calls: the tool
-    format of this name also parses the reasoning.  message_marker: then the text that begins a message of the model."""
+    answer_marker: the text before an answer without tool calls.  template_switches: chat template variables that switch
+    reasoning on or off; if the template reads one, the model may reason although the prompt does not begin reasoning.
+    includes_calls: whether the tool format with the same name parses the reasoning too.  message_marker: the text that
+    begins a message of the model, if includes_calls."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -201,8 +204,8 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.  Newlines before and after a marker are dropped with it, and so is a
-    begin_marker inside reasoning, or an end_marker outside reasoning."""
+    """Read all reasoning that comes next.  Markers, and the newlines before and after them, are dropped, also a
+    begin_marker inside reasoning and an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker
@@ -215,7 +218,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
 
 
 def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and a reasoning marker, and return the marker.  For other text, read nothing and return None."""
+    """Read white space and a reasoning marker.  Returns the marker.  If none comes, reads nothing, returns None."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

@@ -10,7 +10,7 @@ from espalier.errors import EspalierError, shown, unknown_name_error
 
 FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOLS = 1024
-# The most characters of one tool's parameters schema as JSON.
+# The most characters of the schema of one tool's parameters, as JSON.
 MAX_SCHEMA_CHARS = 64 * 1024
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 TOOL_CHOICES = ("auto", "none", "required")
@@ -22,7 +22,7 @@ class RequestTools:
     """The checked tools and tool_choice of a request.
 
     definitions: the client's tools.  choice: "auto", "none", "required", or the name of the tool that must be called.
-    is_named: `choice` is a name.  parallel: whether one answer may have several calls.
+    is_named: whether `choice` is a name.  parallel: whether one answer may have several calls.
     """
 
     definitions: tuple[Mapping[str, Any], ...] = ()
@@ -50,7 +50,7 @@ class RequestTools:
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> RequestTools:
     """Check a request's fields tools, tool_choice and parallel_tool_calls in OpenAI's form.  Raises EspalierError,
-    whose message begins with the field's name."""
+    whose message begins with the name of the wrong field."""
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
     definitions = _checked_definitions(tools)
@@ -71,7 +71,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
 
 
 def _named_tool(choice: Any) -> str | None:
-    """Returns the name of the tool in a tool_choice; None without a name.  Raises EspalierError."""
+    """Returns the name of the tool in a tool_choice; None if tool_choice is no object.  Raises EspalierError."""
     if not isinstance(choice, Mapping):
         return None
     if choice.get("type") != "function":
@@ -130,7 +130,7 @@ def _checked_tool_name(location: str, tool: Any) -> str:
 
 
 def _check_parameters(location: str, parameters: Any) -> None:
-    """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
+    """Refuse a tool's parameters unless they are a JSON schema of an object.  Raises EspalierError."""
     _require_type(location, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return

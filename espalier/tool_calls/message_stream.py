@@ -16,9 +16,10 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """Makes deltas from tokens.  Implements request.IncrementalDetokenizer, and finds stop strings only in the content.
+    """Makes pieces of a message (deltas) from tokens.  Implements request.IncrementalDetokenizer.  Finds stop strings
+    only in the content.
 
-    text_stream: makes text from tokens.  num_reasoning_tokens: how many tokens of reasoning so far."""
+    text_stream: makes text from tokens.  num_reasoning_tokens: the number of reasoning tokens so far."""
 
     def __init__(self, text_stream: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text_stream = text_stream
@@ -45,7 +46,7 @@ class MessageStream:
         return text
 
     def read_deltas(self, output: OutputChunk | Output) -> list[Delta]:
-        """Returns an output's deltas, up to a stop string in the content.  A stop token has text only if keep_stop."""
+        """Returns an output's deltas, up to a stop string in the content.  A stop token's text counts if keep_stop."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
@@ -65,7 +66,8 @@ class MessageStream:
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
-        The text of a broken call becomes content.  If it has a stop string, the reasons may differ from `output`'s.
+        The text of a broken call becomes content.  If this text has a stop string, the reasons may differ from the
+        reasons in `output`.
         """
         if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
             return "stop", self.stop_string_finder.found_stop
@@ -106,8 +108,8 @@ def parser_for_form(form: OutputForm) -> OutputParser:
 class ChatOutput(Output):
     """The answer to a conversation.
 
-    text: the model's whole text, also the special tokens of calls and reasoning, and the stop string that ended the
-    content.  message: the parsed answer.  finish_reason: "tool_calls" instead of "stop" for an answer with calls.
+    text: the model's whole text, with the special tokens of calls and reasoning, and with the stop string that ended
+    the content.  message: the parsed answer.  finish_reason: "tool_calls" instead of "stop" for an answer with calls.
     """
 
     message: Message = field(default_factory=Message)
@@ -116,7 +118,7 @@ class ChatOutput(Output):
 def chat_output(
     plan: ChatPlan, prompt: Sequence[int], output: Output, new_stream: Callable[[], MessageStream] | None = None
 ) -> ChatOutput:
-    """Returns the output with its parsed message.  Each of the output's choices gets its message too.
+    """Returns the output with its parsed message.  Each of the output's choices gets its own message too.
 
     new_stream: returns a stream that parses the output's tokens, up to a stop string; None to parse the output's text.
     """

@@ -10,16 +10,17 @@ from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output, which arrives in pieces.  The joined deltas do not depend on the pieces.
+    """Parses the text of one output into deltas.  The text arrives in pieces, which do not change the joined deltas.
 
-    schemas: by callable tool: its parameters' JSON schema.  answer_start: the end of a prompt that begins the answer.
+    schemas: by name of a callable tool: the JSON schema of its parameters.  answer_start: the text at the prompt's end
+    with which the answer begins.
     """
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
         self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else new_call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
-        # The end of answer_start, which was held back because it may begin a marker.  It is no output.
+        # The end of answer_start, held back because it may begin a marker.  This text must not be in the deltas.
         self._held_prompt_text = ""
         self._parse_new_text()
         if answer_start:
@@ -44,7 +45,7 @@ class OutputParser:
         return self._parse_new_text()
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
-        """Returns the deltas of the held-back text.  is_cut: the output did not end with a stop token."""
+        """Returns the deltas of the held-back text.  is_cut: whether the output ended without a stop token."""
         self._reader.has_ended, self._reader.is_cut = True, is_cut
         return self._parse_new_text()
 
@@ -94,7 +95,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A parsed assistant message.  errors: why calls could not be parsed; the content has their text."""
+    """A parsed assistant message.  errors: why tool calls could not be parsed; the text of these calls is content."""
 
     content: str = ""
     reasoning: str = ""

@@ -30,8 +30,9 @@ def output_grammar(
 ) -> Grammar | None:
     """Returns the grammar of an output that may or must have tool calls; None for an unrestricted output.
 
-    format: how the model writes calls.  answer: the grammar of an answer without calls.  reasoning: the format of
-    reasoning that may come before the answer; None for no reasoning.  after: see Grammar.  Raises EspalierError.
+    format: how the model writes calls.  answer: the grammar of an answer without calls, None for free text.  reasoning:
+    the format of reasoning that may come before the answer; None for no reasoning.  after: the text after which the
+    grammar begins to apply; None for the output's start.  Raises EspalierError.
     """
     node = None if answer is None else _answer_node(answer, reasoning)
     if format is not None and tools.callable_functions:
@@ -84,12 +85,12 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
-    # Without this limit, xgrammar allows any white space between tags, which a model might write without end.
+    # Without this limit, xgrammar allows any white space between tags, and a model might write it without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
 def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a call's arguments.  If calls are optional, only strict tools' schemas are enforced."""
+    """Returns the schema for a call's arguments.  If calls are optional, only strict tools must obey their schema."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
@@ -126,7 +127,7 @@ def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bo
 
 
 def _grammar_node(grammar: Grammar) -> GrammarNode:
-    """Checks a grammar and returns it as a node of a structural tag."""
+    """Returns a request's grammar as a node of a structural tag (xgrammar's JSON form of a grammar)."""
     spec = grammar.spec
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": spec}
@@ -140,10 +141,10 @@ def _grammar_node(grammar: Grammar) -> GrammarNode:
 
 
 def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
-    """Returns a message whose calls have arguments as objects, or as JSON text if arguments_as_text.
+    """Returns the message with its calls' arguments as objects, or as JSON text if arguments_as_text.
 
-    A call whose arguments are no JSON object was cut off.  Its text becomes content, as in the answer.  Raises
-    EspalierError for an entry of tool_calls that is no call.
+    A call whose arguments are no JSON object was cut off.  The call's text becomes content, as in the answer that had
+    this call.  Raises EspalierError for an entry of tool_calls that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -175,7 +176,7 @@ def _called_function(call: Any) -> Mapping[str, Any]:
 
 
 def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
-    """Returns a call's arguments as an object; None if they are no object.  arguments: an object or JSON text."""
+    """Returns a call's arguments as an object; None if they are something else.  arguments: an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments) if arguments.strip() else None
@@ -186,12 +187,12 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# Without a turn token, a reasoning marker is searched in this number of tokens at the prompt's end.
+# In a prompt without a turn token (_last_turn_text), a reasoning marker is searched in this number of last tokens.
 MAX_SEARCHED_TOKENS = 16
 
 
 class ChatPlan:
-    """The plan of one chat request.  Raises EspalierError if the model cannot call tools."""
+    """The plan of one chat request.  Raises EspalierError if the request has tools and the model cannot call them."""
 
     def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer
@@ -234,7 +235,7 @@ class ChatPlan:
         return message
 
     def params_with_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the output's grammar, and what the parser needs.  Raises EspalierError."""
+        """Returns the parameters with the output's grammar and the fields for the parser.  Raises EspalierError."""
         if not self.has_parser or self.tokenizer is None:
             return params
         formats = self.formats.tools, self.formats.reasoning
@@ -251,18 +252,18 @@ class ChatPlan:
 
     def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
-        # The user's own choice of `after` comes first.
+        # If the user's grammar sets `after`, the user's value is kept.
         after = None if answer is None else answer.after
         may_reason = reasoning is not None and after is None and self._will_reason(prompt)
         if reasoning is not None and may_reason and self._is_in_reasoning(prompt):
-            # If includes_calls, more messages of reasoning may come before the answer.
+            # In a format with includes_calls, more messages of reasoning may come before the answer.
             after, may_reason = reasoning.end_marker, reasoning.includes_calls
         if tools is None and not may_reason:
             return None if answer is None else replace(answer, after=after)
         return output_grammar(self.tools, tools, answer, reasoning if may_reason else None, after)
 
     def _will_reason(self, prompt: Sequence[int]) -> bool:
-        """Returns whether the model may begin, or go on with, reasoning before its answer."""
+        """Returns whether the model may begin or continue reasoning before its answer."""
         reasoning = self.formats.reasoning
         if reasoning is None or self.tokenizer is None:
             return False
@@ -279,7 +280,9 @@ class ChatPlan:
         return parser is not None and parser.in_reasoning
 
     def answer_start(self, prompt: Sequence[int]) -> str:
-        """Returns the end of the prompt that begins the answer: open reasoning, or a message if includes_calls."""
+        """Returns the text at the prompt's end with which the answer begins, such as "<think>"; "" if there is none.
+
+        It is reasoning that has not ended, or with includes_calls the beginning of a message."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin_marker or self.tokenizer is None:
             return ""
@@ -290,9 +293,10 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end_marker in turn[start:] else turn[start:]
 
     def _last_turn_text(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text from its last turn token on: the last special token that is no format's marker.
+        """Returns the prompt's text from its last turn token on: the last special token, not counting the markers of
+        calls and reasoning.  The token that begins message_marker counts.
 
-        Without a turn token, only a reasoning marker at the prompt's end is returned: earlier ones may be the user's.
+        Without a turn token, returns the reasoning marker at the prompt's end, or "": earlier ones may be the user's.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)

@@ -1,4 +1,4 @@
-"""Reads the text of an output for parsers.  The text arrives in pieces, on which a parser's results do not depend.
+"""Reads the text of an output for parsers.  The text arrives in pieces.  How it is divided does not change the result.
 
 A parser is a generator (Steps).  It reads the text from start to end, and yields when it needs more text.
 """
@@ -28,8 +28,8 @@ CUT_OFF_REASON = "the output ends inside the tool call"
 
 
 class Markers:
-    """Texts at which reading stops.  No marker may be a part of another.  strip_before: characters directly before a
-    marker that are dropped with the marker."""
+    """Texts at which reading stops.  No marker may be a part of another marker.  strip_before: characters that are
+    dropped if they come directly before a marker."""
 
     def __init__(self, *texts: str, strip_before: str = ""):
         self.texts = texts
@@ -38,7 +38,9 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held_back(self, text: str) -> int:
-        """Returns how many characters at the end of `text`, which has no whole marker, may begin a marker."""
+        """Returns how many characters at the end of `text` may begin a marker, with strip_before characters before it.
+
+        text: has no whole marker."""
         num_held = 0
         for marker in self.texts:
             for size in range(min(len(marker) - 1, len(text)), num_held, -1):
@@ -53,7 +55,7 @@ class Markers:
 @dataclass
 class TextReader:
     """The text of an output, with methods to read it.  buffer: text that has arrived and is not yet read.  has_ended:
-    no more text will arrive.  is_cut: the output did not end with a stop token."""
+    whether all text has arrived.  is_cut: whether the output ended without a stop token."""
 
     buffer: str = ""
     has_ended: bool = False
@@ -61,7 +63,7 @@ class TextReader:
     _recorded_texts: list[str] | None = None
 
     def start_recording(self, text: str) -> None:
-        """Record the text that is read from now on.  text: the beginning of the record, already read."""
+        """Record the text that is read from now on.  text: the beginning of the record, which was read before."""
         self._recorded_texts = [text]
 
     def stop_recording(self) -> str:
@@ -77,7 +79,7 @@ class TextReader:
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take_characters`.  Not allowed while recording."""
+        """Put text that was just read back into the buffer.  Not allowed while recording."""
         self.buffer = text + self.buffer
 
     def wait_for_text(self) -> Steps[bool]:
@@ -90,7 +92,7 @@ class TextReader:
     def read_until(self, markers: Markers, on_text: TextCallback) -> Steps[str | None]:
         """Read the text up to and including the first marker.  Returns the marker; None at the end of the output.
 
-        on_text: called with the pieces of text before the marker, as soon as they cannot be part of a marker.
+        on_text: called with each piece of text before the marker, when the piece cannot be part of a marker.
         """
         start = 0
         while True:
@@ -103,7 +105,7 @@ class TextReader:
             held = markers.num_held_back(self.buffer)
             if text := self.take_characters(len(self.buffer) - held):
                 on_text(text)
-            # A model may write strip_before characters without end.  All are held back, but not searched again.
+            # A model may write many strip_before characters.  All are held back, but not searched again.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.wait_for_text()):
                 if rest := self.take_characters(len(self.buffer)):
@@ -156,7 +158,7 @@ class TextReader:
                 return None
 
     def read_literal(self, *texts: str) -> Steps[str | None]:
-        """Read and return one of `texts` if it comes next, else return None.  No text may begin with another text."""
+        """Read and return one of `texts` if it comes next, else return None.  No text may begin with another one."""
         literal = yield from self.peek_literal(*texts)
         return None if literal is None else self.take_characters(len(literal))
 
@@ -167,7 +169,7 @@ class TextReader:
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
     def read_json_value(self, on_text: TextCallback) -> Steps[None]:
-        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall at a cut-off.
+        """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall for a cut-off value.
 
         Only brackets and quotes are interpreted, so the value may be invalid JSON.
         """
@@ -196,7 +198,7 @@ def decode_json(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether UTF-8 can encode the text.  It cannot encode a lone surrogate."""
+    """Returns whether UTF-8 can encode the text.  UTF-8 cannot encode a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """Ancestor bits: which staged rows of a pass a query sees.
 
-Bit i % 64 of int64 word i // 64 is set if node i is an ancestor of the node, or the node itself.  64 nodes take 8
-bytes, and the number of nodes is not limited.  Verification and the kernels use this form.
+Each query has W int64 words.  Bit i % 64 of word i // 64 is set if the query sees row i.  In a tree, node i is then an
+ancestor of the query's node, or the node itself.  64 nodes take 8 bytes, and the number of nodes is not limited.
 """
 
 import torch
@@ -63,10 +63,9 @@ def causal_ancestor_bits(row: Tensor, num_rows: int) -> Tensor:
 
 
 def require_ancestor_bits(name: str, ancestor_bits: Tensor, num_rows: int, q: Tensor) -> None:
-    """Check the ancestor bits of queries q [B, Q, ...] over staged rows.
+    """Check the shape of the ancestor bits of queries q [B, Q, ...] over staged rows.  Raises EspalierError.
 
-    The bits may have more words than num_rows rows need, because a tree that still grows has its final number of words.
-    Raises EspalierError.
+    The bits may have more words than num_rows rows need, because a tree has its final number of words while it grows.
     """
     num_words = max(-(-num_rows // ANCESTOR_BITS), ancestor_bits.shape[-1])
     require(name, ancestor_bits, (*q.shape[:2], num_words), torch.int64, q)
@@ -75,7 +74,8 @@ def require_ancestor_bits(name: str, ancestor_bits: Tensor, num_rows: int, q: Te
 def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
     """Returns [B, Q, R] bool: the staged rows that each query sees, inside the window.
 
-    A query of a tree sees the rows of its ancestor bits.  A query of a chain (None) sees all rows up to its own.
+    A query of a tree sees the rows of its ancestor bits.  Without ancestor bits (a chain), a query sees all rows up to
+    its own.
     """
     num_rows = row_positions.shape[1]
     if ancestor_bits is None:

@@ -70,10 +70,10 @@ def _attend_block(
 ):  # fmt: skip
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
-    q_rope: the queries' part for the second tile of latent rows; None for K and V.
+    q_rope: the part of the queries that is multiplied with the second tile of latent rows; None for K and V heads.
     FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  If the compiler
-    chose the fusions, a change of another loop could change the bits.
+    Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for bit.  If
+    the compiler chose where to fuse, a change of another loop could change the bits.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -131,7 +131,7 @@ def shift_exponent(exponent, dtype: tl.constexpr):
 
 @kernel
 def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
-    """Returns the log-sum-exp in base 2.  sum_weights: of weights in `dtype`, scaled by shift_exponent."""
+    """Returns the log-sum-exp in base 2.  sum_weights: the sum of weights in `dtype`, which shift_exponent scaled."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     lse = tl.fma(max_score, scale, shift_exponent(tl.log2(divisor), dtype))
     return tl.where(sum_weights == 0.0, float("-inf"), lse)
@@ -139,7 +139,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if they share a page."""
+    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if all are on one page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -153,7 +153,7 @@ def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.
 
 @kernel
 def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] int64: the pool rows of positions begin to begin + BLOCK_N - 1."""
+    """Returns [BLOCK_N] int64: the page rows of positions begin to begin + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
     # because Triton 3.6 pipelines only loops whose carried values are plain loads.
@@ -199,7 +199,7 @@ def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.cons
 
 @kernel
 def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
-    """Attend to positions begin .. end, in whole blocks of BLOCK_N, without a mask: every query sees all these rows."""
+    """Attend to positions begin .. end in whole blocks of BLOCK_N, without a mask, as every query sees these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = load_pages_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
@@ -220,7 +220,8 @@ def attend_blocks(
 ):
     """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
-    MASKED: some rows are at or after `end`, or before `first_position`.  They may be NaN, so they are not read.
+    MASKED: whether some rows are at or after `end`, or before `first_position`, or outside a window.  Rows that do not
+    exist may be NaN, so they are not read.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
@@ -280,7 +281,7 @@ def attend_staged(
 def attend_committed(
     q, position, table, tiles, begin, end, first_position, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
+    """Attend to positions begin .. end of K and V, first to the unmasked blocks.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
@@ -305,9 +306,9 @@ def times_scale(values, scale_ptr, head):
 
 @kernel
 def sink_share(lse, sink_ptr, head):
-    """Returns the rows' share of a softmax that includes the sink of their head, see ops/attention.py:apply_sink.
+    """Returns the sum of all rows' weights, in a softmax that includes the head's sink (ops/attention.py:apply_sink).
 
-    lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
+    lse: the log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """
     finite_lse = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)

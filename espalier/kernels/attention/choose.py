@@ -41,7 +41,7 @@ def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperCon
         if config is not None:
             return config
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
-    # The bucket of the batch is used, so that a padded graph and an eager launch get the same blocks and bits.
+    # The batch is rounded up to its bucket, so that a padded CUDA graph and an eager launch give the same bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= TARGET_PROGRAMS
     return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
@@ -49,7 +49,7 @@ def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperCon
 def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides.
 
-    The kernel has no soft-cap.  With FP8 rows the queries must fit in registers, where they become float16.
+    The kernel has no soft-cap.  With FP8 rows the queries must fit in registers, in which they become float16.
     """
     if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
@@ -98,5 +98,5 @@ def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
 
 
 def latent_tile_widths(size: int, v_size: int) -> tuple[int, int]:
-    """(width of the latent's tile, width of the RoPE part's tile), powers of two."""
+    """Returns (width of the latent's tile, width of the RoPE part's tile), which are powers of two."""
     return max(16, next_power_of_2(v_size)), max(16, next_power_of_2(size - v_size))

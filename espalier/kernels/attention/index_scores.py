@@ -1,13 +1,13 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
-keys with all of them.  A request's programs take its blocks in turn, so a captured launch does no work for rows
-that do not exist.  The last blocks hold the staged rows; a query sees its ancestors among them.
+keys with all these heads.  The programs of a request take its blocks in turn, so a captured launch does no work for
+rows that do not exist.  The last blocks hold the staged rows, of which a query sees those in its ancestor bits.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
 take longer than reading the keys.
 
-Tolerance: products and sums are in float32, over values of the dtype, in another order than the reference's.
+Tolerance: products and sums are in float32, in another order than the reference's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Keys of a block, and the most blocks of keys in flight.
+# Keys of a block, and the most blocks of keys that are loaded at the same time.
 BLOCK_N, STAGES = 64, 3
 # Programs per multiprocessor: one adds up products while another multiplies.
 PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
-# The most columns of a program's product.  A column is a head of a query.  In float32 there are no tensor cores.
+# The most columns of a program's product; in float32 fewer, without tensor cores.  A column is a head of a query.
 MAX_PRODUCT_COLUMNS, MAX_FLOAT32_PRODUCT_COLUMNS = 256, 64
 
 
@@ -43,7 +43,7 @@ SCORE_EXCHANGE_BYTES = 4096
 class SharedMemoryPlan(NamedTuple):
     """The numbers of queries, heads and key blocks that one program keeps in shared memory.
 
-    num_queries: a power of two.  block_heads: heads of a query, padded.  num_stages: blocks of keys.
+    num_queries: a power of two.  block_heads: heads of a query, padded to a power of two.  num_stages: blocks of keys.
     """
 
     num_queries: int
@@ -58,7 +58,7 @@ def _score_block(
     """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
     BLOCK_HEADS].
 
-    A score of a pair (key, query) that is not `is_visible` is -inf.
+    The score is -inf where is_visible is false.
     """
     products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
     score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_HEADS]), 2)
@@ -72,7 +72,7 @@ def _store_scores(
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest score of each group of rows.
 
-    column: the column of out_ptr for row 0.  group: the column of group_max_ptr for the group of row 0.
+    column: the column of out_ptr for row 0 of all blocks.  group: the column of group_max_ptr for the group of row 0.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
@@ -131,7 +131,7 @@ def _index_scores_kernel(
         _store_scores(
             score, out, top, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
         )
-    # The last program takes the first staged block, because the last program may have one committed block less.
+    # The last program takes the first staged block, because it may have one committed block less than other programs.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
@@ -153,7 +153,8 @@ def _index_scores_kernel(
 
 
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
-    """Returns a program's shared memory plan.  No plan changes the bits: each query's heads are added up separately."""
+    """Returns a program's shared memory plan.  The plan does not change the bits, because a score is a sum over the
+    heads of one query."""
     block_heads, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
     max_columns = MAX_PRODUCT_COLUMNS if itemsize == 2 else MAX_FLOAT32_PRODUCT_COLUMNS
     free_rows = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
@@ -165,7 +166,7 @@ def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize
 
 
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
-    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, other dtypes, and wide keys."""
+    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, other dtypes, and too wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size
@@ -189,7 +190,7 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
     blocks = -(-num_queries // plan.num_queries)
     max_programs = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
     programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), max_programs)
-    # With fusion, the compiler could round the queries of a program differently.
+    # With fused multiply-adds, the compiler could round the scores of a program's queries differently.
     _index_scores_kernel[(blocks, programs, batch)](
         *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, *scores),
         *(num_queries, rows, capacity, keys.first_position),

@@ -2,12 +2,12 @@
 
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
-batch bucket of the pass.  In the table the requests with the longest splits come first.  Programs take splits in turn,
-so each program gets about the same amount of work (work_items.py:work_item_of_program).
+batch bucket of the pass (the batch, rounded up).  In the table the requests with the longest splits come first.
+Programs take splits in turn, so each gets about the same amount of work (work_items.py:work_item_of_program).
 
-TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of the
-rows per block, every block is contiguous, and nothing is counted.
+TMA copies a block of committed rows with one instruction if the block is contiguous in the pages.  Contiguous blocks
+are counted once per Prefix, for all layers with the same splits and rows per block.  If the page size is a multiple of
+the rows per block, every block is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Queries, or other requests, that a step of _kv_splits_kernel reads for all requests at once.
+# The number of queries, or of other requests, that one step of _kv_splits_kernel reads for each request.
 COMPARED_PER_STEP = 16
 
 
@@ -67,7 +67,7 @@ def _kv_splits_kernel(
         length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
     )
     if WINDOW > 0:
-        # Windows make the splits of all requests about equally long.
+        # With a window, all splits are about equally long, so they are not sorted by length.
         start = tl.cumsum(count, 0) - count
     else:
         start = tl.zeros([BLOCK_B], tl.int32)

@@ -4,7 +4,7 @@ K is the whole row and V is its first part.  A block of rows is loaded once and 
 of powers of two, so the block is two tiles: the latent, which is V, and the RoPE part.  All heads share one row, so
 there is one KV head.  Work items, splits, partial results, their merge and the reference are shared with
 tree_attention.py.  On Hopper, rows of 512 + 64 values in two-byte dtypes have other kernels: hopper/latent.py, and
-hopper/latent_few.py for one node of up to 16 heads.
+hopper/latent_few.py for one query per request with up to 16 heads.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _latent_attention_kernel(
                 num_staged = tl.where(is_last_split, rows, 0)
                 low, high = visible_staged_range(tile, num_staged, STAGED_KIND, 0, HEADS, BLOCK_M, BLOCK_R)
                 staged = staged_ptr + request * staged_stride_b
-                # No window: positions are not needed.
+                # `query` is a placeholder for positions, which are not read without a window.
                 max_score, sum_weights, out = attend_staged(
                     q, q_rope, query, query_exists, query,
                     RowTiles(staged, staged_stride_r, staged + V_SIZE, staged_stride_r), 0, 0,
@@ -121,7 +121,6 @@ def _latent_attention_kernel(
                     out, CONSTANTS,
                 )
             trigger_merge(base, num_work_items, USE_PDL)
-            # There are no sinks.
             write_work_item_result(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
                 query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out,
@@ -140,7 +139,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partial_results is None:
-        # Without splits no buffer is needed; a buffer would take 256 KB per query with 128 heads.
+        # Without splits no buffer is needed.  With 128 heads, a buffer would take 256 KB per query.
         partial_results = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)

@@ -51,7 +51,7 @@ def _merge_two_results_kernel(
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if sizes do not agree."""
+    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if shapes do not agree."""
     shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", second_result[0], shape, None, first_result[0])
@@ -74,17 +74,17 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 VALUES_PER_LOAD = 4096
-# A request with few splits is merged in a small block, where several pairs may fit.  The small block holds the policy's
-# num_splits, rounded up to a power of two, and at least MIN_SMALL_BLOCK_SPLITS.  If that is above
-# MAX_SMALL_BLOCK_SPLITS, there is no small block.
+# A request with few splits is merged in a small block, where several pairs may fit.  The small block has room for
+# KVSplitPolicy.num_splits splits, rounded up to a power of two, and at least for MIN_SMALL_BLOCK_SPLITS.  If this
+# number is above MAX_SMALL_BLOCK_SPLITS, there is no small block.
 MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
-# Splits that are merged at once, over all pairs of a program.
+# The number of splits that a program merges at once, over all its pairs.
 SPLITS_PER_PROGRAM = 16
 # The fewest and the most output columns of a (query, head) pair that a program merges.  Several programs share a pair
 # with more columns or splits: latent attention has up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
-# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program takes time
-# even if it has no work (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program takes time,
+# even if the program has no work (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -191,7 +191,8 @@ def merge_splits(
     pairs = min(max(SPLITS_PER_PROGRAM // small, 1), heads & -heads) if queries > 1 else 1
     max_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_column_blocks
     num_programs = min(batch * pairs_per_request // pairs, max_programs)
-    # With fused multiply-adds the compiler could round pairs differently, so a query's bits would depend on its row.
+    # With fused multiply-adds the compiler could round pairs differently, so the bits of a query would depend on its
+    # place in the batch.
     _merge_splits_kernel[(num_programs, num_column_blocks)](
         *(partial_results.out, partial_results.lse, splits.starts, out if sink is None else sink),
         *(out, lse, batch, pairs_per_request),

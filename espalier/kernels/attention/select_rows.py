@@ -1,8 +1,9 @@
 """Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
 
-One program selects the rows of one query.  First it lists the topk groups with the highest scores, or a few more.  All
-chosen rows are in these groups: a row of another group scores below the best row of each listed group.  Then the
-program selects among the rows of the listed groups.  Rows below the lowest score of the listed groups are skipped.
+One program selects the rows of one query.  The score of a group of adjacent rows is the score of its best row.  First
+the program lists the topk groups with the highest scores, or a few more.  All chosen rows are in these groups, because
+a row of another group ranks after the best row of each listed group.  Then the program selects among the rows of the
+listed groups.  It skips rows that score below the lowest score of a listed group.
 
 Both steps search for a threshold.  Scores are mapped to integers (keys) in the same order.  Each iteration divides
 the range of keys that contains the threshold into 32 bins, and counts the scores per bin.
@@ -21,15 +22,15 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-# Scores that a program holds at once.
+# The number of scores that a program holds at once.
 SCORES_PER_CHUNK = 4096
 # The time of tl.histogram grows with the number of bins.  A histogram needs a bin for each thread of a warp.
 NUM_BINS = 32
 NUM_WARPS = 16
 # topk / EXTRA_GROUPS_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
 EXTRA_GROUPS_DIVISOR = 4
-# The first histogram of _find_threshold has bins of up to 2^22 keys (_score_key), half of those between two powers of
-# two.  The last bin holds all lower scores, because the threshold is seldom far below the highest score.
+# In the first iteration of _find_threshold, a bin has at most 2^22 keys (_score_key), half of the 2^23 float32 numbers
+# between two powers of two.  The last bin holds all lower scores, as the threshold is seldom far below the best score.
 FIRST_BIN_BITS = tl.constexpr(22)
 # The lowest key of a visible row; other rows have -inf.
 LOWEST_VISIBLE_KEY = tl.constexpr(0x00800000)
@@ -47,7 +48,7 @@ def _score_key(score):
 def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
     """Returns (columns, whether their rows are visible, keys of their scores) of one chunk of `count` values.
 
-    columns: a list of columns.  None: columns 0 to gap_begin - 1, then the columns from gap_begin + gap_size on.
+    columns: the list of columns to load.  None: columns 0 .. gap_begin-1, then the columns from gap_begin+gap_size on.
     """
     i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
     exists = i < count
@@ -61,7 +62,7 @@ def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_C
 
 @kernel
 def _num_bits(x):
-    """Returns the number of bits of a uint32, without leading zeros."""
+    """Returns the number of bits of a uint32 without its leading zeros."""
     bits = tl.zeros([], tl.uint32)
     for i in tl.static_range(5):
         has_more = x >> (16 >> i) > 0
@@ -87,10 +88,11 @@ def _find_threshold(
 ):  # fmt: skip
     """Search for the threshold of the topk highest of `count` values (see _load_chunk).
 
-    All keys are from min_key to max_key.  max_first_bin_bits: a bin of the first iteration holds at most 2^this keys.
-    Returns (max_key, span, num_skipped_ties).  Values above the new max_key are selected.  Values with keys from
-    max_key - span to max_key are ties at the threshold: all but the first num_skipped_ties of them are selected.  So
-    topk values are selected, or all if there are fewer, or up to `num_extra` more.
+    All keys are from min_key to max_key.  max_first_bin_bits: a bin of the first iteration, except the last bin, holds
+    at most 2^max_first_bin_bits keys.
+    Returns (max_key, span, num_skipped_ties).  Values with keys above the returned max_key are selected.  Values with
+    keys from max_key - span to max_key are ties at the threshold, of which the first num_skipped_ties are not selected.
+    So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk.
     """
     span, num_in_bin, num_wanted = max_key - min_key, count, tl.minimum(topk, count)
     max_bin_bits = tl.full([], max_first_bin_bits, tl.uint32)
@@ -119,9 +121,9 @@ def _find_threshold(
 
 @kernel
 def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
-    """Returns, for a chunk: (is each score selected, its output index, number of scores above the threshold, ties).
+    """Returns, for a chunk: (whether each score is selected, its output index, number above the threshold, of ties).
 
-    num_earlier_above, num_earlier_equal: the last two numbers, for all earlier chunks.  See _find_threshold.
+    num_earlier_above, num_earlier_equal: the numbers of scores above the threshold and of ties in earlier chunks.
     """
     is_above = is_visible & (key > max_key)
     is_tie = is_visible & (key <= max_key) & (max_key - key <= key_span)
@@ -163,7 +165,7 @@ def _list_candidate_groups(
         num_above += above
         num_ties += ties
     num_listed = num_above + num_ties - skipped_ties
-    # If fewer than topk groups are listed, no visible row is too low.
+    # If fewer than topk groups are listed, no visible row may be left out.
     return num_listed, tl.where(num_listed >= topk, high - span, LOWEST_VISIBLE_KEY).to(tl.uint32), max_key
 
 
@@ -197,7 +199,7 @@ def _write_selected_rows(
     scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the selected committed rows.  Returns (their number, number of all selected rows at the threshold)."""
+    """Write the selected committed rows.  Returns (their number, the number of selected ties, staged rows included)."""
     num_above, num_ties, num_written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
         column, seen, key = _load_chunk(scores, row_list, chunk, count, 0, 0, SCORES_PER_CHUNK)
@@ -217,8 +219,8 @@ def _write_selected_rows(
 def _write_selected_bits(
     scores, words, rows, max_key, key_span, num_selected_ties, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the selected staged rows.  Staged rows have the last positions, so of the rows at the threshold
-    the last `num_selected_ties` are selected."""
+    """Write the bits of the selected staged rows.  The last num_selected_ties of all ties are selected.  Staged rows
+    have the last positions, so the count starts at the last staged row."""
     row = tl.arange(0, WORDS * WORD_BITS)
     exists = row < rows
     key = _score_key(tl.load(scores + row, mask=exists, other=float("-inf")))
@@ -257,7 +259,7 @@ def _select_rows_kernel(
             groups, group_list, gap_begin + (rows + GROUP_SIZE - 1) // GROUP_SIZE, gap_begin, gap_size, topk, num_extra,
             SCORES_PER_CHUNK, NUM_BINS,
         )  # fmt: skip
-        # A thread reads entries of the list that other threads wrote.
+        # The barrier is needed because a thread reads entries of the list that other threads wrote.
         tl.debug_barrier()
         count = _list_candidate_rows(
             scores, group_list, row_list, num_listed, min_key, length, capacity, rows, GROUP_SIZE, SCORES_PER_CHUNK
@@ -278,7 +280,7 @@ def _select_rows_kernel(
 
 
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
+    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, and for a topk over MAX_TOPK."""
     (row_scores, group_scores), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = row_scores.shape, row_scores.device
     rows, groups = columns - capacity, -(-capacity // SCORE_GROUP_SIZE) + -(-(columns - capacity) // SCORE_GROUP_SIZE)

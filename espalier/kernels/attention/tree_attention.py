@@ -1,6 +1,6 @@
 """Attention of a pass over committed rows in pages and over its staged rows, in one kernel.
 
-A program of the persistent grid processes work items (split of a request's committed rows, KV head, query tile); see
+Each program of the persistent grid processes work items (split of a request's committed rows, KV head, query tile); see
 work_items.py.  The last split of a request also covers its staged rows.  A request with one split writes its result
 directly.  Requests with several splits write partial results, which merge.py merges.
 """
@@ -56,8 +56,9 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
-    One instruction converts two FP8 values to float16; bfloat16 takes four instructions (docs/design.md).  Queries too
-    large for float16 become NaN, so that the request fails.  As infinities they could give scores of masked rows, -inf.
+    Converting two FP8 values takes one instruction to float16, and four to bfloat16 (docs/design.md).  Queries that are
+    too large for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, which
+    would count as masked rows.
     """
     q = load_rows(q_ptr, offsets, query_exists, True, HEAD_SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
@@ -236,6 +237,6 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     assert inputs.staged is not None
     k, v = inputs.staged
-    # The pages are not read.  A staged row is their placeholder, so that all page sizes share one compiled kernel.
+    # The pages are not read.  One staged row takes their place, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
     return (latent_attention.triton if is_too_wide_latent(k, v) else tree_attention)(inputs)

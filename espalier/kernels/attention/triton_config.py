@@ -15,10 +15,11 @@ COMPILER_SCRATCH_BYTES = 8 * 1024
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Launch configuration of an attention kernel.
+    """Launch configuration of a Triton attention kernel.
 
-    block_m: packed queries of a tile.  block_n: committed rows per step.  block_r: staged rows per step.  num_stages:
-    pipeline stages.  programs_per_processor: programs of the persistent grid per multiprocessor.
+    block_m: packed queries of a tile (queries times the heads of one KV head).  block_n: committed rows per step.
+    block_r: staged rows per step.  num_stages: pipeline stages.  programs_per_processor: programs of the persistent
+    grid per multiprocessor.
     """
 
     block_m: int
@@ -40,10 +41,10 @@ class TritonConfig:
         }
 
     def shared_bytes(self, gpu: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
-        """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
+        """Estimates a program's shared memory in bytes: queries, the rows of all stages, and weights.
 
-        k_bytes, v_bytes: bytes of one row of K and of V; a latent row is loaded as K, and V takes nothing.  q_bytes:
-        bytes of one query; None: k_bytes.
+        k_bytes, v_bytes: bytes of one row of K and of V.  A latent row counts as K, with v_bytes 0.  q_bytes: bytes of
+        one query; None: k_bytes.
         From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
@@ -65,7 +66,7 @@ def choose_triton_config(
     """Returns the configuration that was fastest on an H200 (docs/log.md).
 
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
-    measured; their tile has so few queries that few registers spill.
+    measured.  For such heads, a tile has so few queries that few registers spill.
     packed_queries: queries times heads of one KV head.  rows: staged rows.  fp8: whether the rows of K and V are FP8.
     one_wave: whether all splits run at the same time, as in a small batch.  Then each split should end soon.
     """
@@ -86,7 +87,7 @@ def choose_triton_config(
         fits_64_queries = packed_queries > 32 and gpu.capability[0] == 9 and not fp8
         config = TritonConfig(16 if packed_queries <= 16 else 64 if fits_64_queries else 32, 32, 64, 8, 3, 1)
     elif packed_queries <= 64 or is_large:
-        # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
+        # From Hopper on, a product with 64 queries needs no exchange between warps, so it is faster than with 32.
         block_m = 64 if gpu.capability >= (9, 0) else min(64, max(16, next_power_of_2(packed_queries)))
         config = TritonConfig(block_m, 32 if is_large else 64, 64, 8 if is_large else 4, 3, 2)
     else:

@@ -1,8 +1,8 @@
 """Work items of the attention kernels.  A work item is (split, KV head, query tile).
 
-A split is a run of one request's committed rows (kv_splits.py).  A query tile holds BLOCK_M packed queries: query after
-query, and for each query the GROUP_SIZE heads that share the KV head.  The functions here are scalar code that the
-Triton and the Gluon kernels share.  The programs of a persistent grid take work items in turn.
+A split is a part of one request's committed rows (kv_splits.py).  A query tile holds BLOCK_M packed queries: query
+after query, and for each query the GROUP_SIZE heads that share the KV head.  The Triton and the Gluon kernels share the
+functions here, which compute scalars.  The programs of a persistent grid take work items in turn.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 # Values of a kernel's STAGED_KIND: no staged rows; rows of a chain; rows of a tree, with ancestor bits.
 STAGED_NONE, STAGED_CHAIN, STAGED_TREE = 0, 1, 2
-# Values of a kernel's TMA_BLOCKS: which blocks of a split TMA copies.  None; all unmasked blocks, if all are contiguous
-# in the pool; or only the contiguous blocks at the split's beginning, which kv_splits.py counts.
+# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: no blocks; all blocks without a mask, if every
+# block is contiguous in the pages; only the contiguous blocks at the split's beginning, which kv_splits.py counts.
 TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 
 
 class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
-    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts.  num_splits: splits of the batch.
-    num_tiles, queries, num_staged_rows: query tiles, queries and staged rows per request.  first_position: see Prefix.
+    splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts.  num_splits: the splits of the whole batch.
+    num_tiles, queries, num_staged_rows: the numbers of query tiles, queries and staged rows of each request.
+    first_position: see Prefix.
     """
 
     splits_ptr: Any
@@ -38,7 +39,8 @@ class WorkPlan(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """One work item.  request_splits: number of splits of the request; is_last_split: whether `split` is the last."""
+    """One work item.  begin, end: the positions of the split's rows.  request_splits: how many splits the request has.
+    is_last_split: whether `split` is the last of these."""
 
     split: Any
     request: Any
@@ -54,12 +56,13 @@ class WorkItem(NamedTuple):
 def wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
-    The merge may read the splits before its wait (merge.py), because this kernel triggers only after its wait.  A large
-    merge starts at `trigger_merge`.  If it started here, its programs would take multiprocessors from attention.
+    With PDL (runtime/pdl.py), a kernel triggers the start of the next kernel.  This kernel triggers the merge after its
+    own wait, so the merge may read the splits before it waits (merge.py).  A large merge is triggered later, in
+    `trigger_merge`.  If a large merge started here, its programs would take multiprocessors from attention.
     """
     pdl_wait(USE_PDL)
     num_splits = tl.load(split_starts_ptr + batch)
-    # If no request has several splits, there is nothing to merge.  docs/log.md has the measured limit of 16 queries.
+    # If no request has several splits, there is nothing to merge.  The limit of 16 queries was measured (docs/log.md).
     if (num_splits <= batch) | (batch * queries <= 16):
         pdl_trigger(USE_PDL)
     return num_splits
@@ -84,7 +87,7 @@ def work_item_of_program(first_work_item, is_reversed):
 
 @kernel
 def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """Returns a work item's split.  Order of work items: split, head, tile; LONGEST_FIRST: tile, split, head."""
+    """Returns a work item's split.  Order of work items: by split, head, tile; LONGEST_FIRST: by tile, split, head."""
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -96,8 +99,8 @@ def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr,
 def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
     """Returns the query tile and the KV head of a work item.
 
-    LONGEST_FIRST: the last tile comes first, because it sees the most rows of a causal chunk.  If false, tiles that
-    read the same keys are neighbours.
+    LONGEST_FIRST: whether the last tile comes first, because the queries of the last tile see the most rows of a chain.
+    If false, tiles that read the same keys are neighbours.
     """
     tile = num_tiles - 1 - work_item // (num_splits * KV_HEADS) if LONGEST_FIRST else work_item % num_tiles
     head = work_item % KV_HEADS if LONGEST_FIRST else work_item // num_tiles % KV_HEADS
@@ -153,7 +156,8 @@ def visible_staged_range(
     STAGED_KIND: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Returns (low, high): the staged rows that a query tile may see.  In a chain they end at the tile's last query."""
+    """Returns (low, high): a query tile sees no staged rows outside low .. high-1.  In a chain, it sees no rows after
+    its last query."""
     low = 0
     high = rows
     if STAGED_KIND == 1:

@@ -1,8 +1,8 @@
-"""The attending warps of the Hopper kernel.  Each warpgroup takes 64 packed queries and one block of rows at a time.
+"""The attending warps of Hopper's attention kernels.  A warpgroup takes 64 packed queries, and one block at a time.
 
 While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
 (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each
-other, so the exponentials of one can overlap with the products of another.
+other, so one warpgroup can compute exponentials during the products of another.
 """
 
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ class Queries(NamedTuple):
     """The data from which the masks of 64 packed queries of a work item are computed.
 
     query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows.
-    row_position_stride_r: its stride per row.  bits: pointer to the ancestor bits of the request's queries.
-    bits_stride_q: its stride per query.  prefix_begin: the first position that exists.  first_masked_staged: the first
-    block with staged rows that needs a mask.
+    row_position_stride_r: the stride between these positions.  bits: pointer to the ancestor bits of the request's
+    queries.  bits_stride_q: the stride between the bits of two queries.  prefix_begin: the first position that exists.
+    first_masked_staged: the first block with staged rows that needs a mask.
     """
 
     query: Any
@@ -177,7 +177,7 @@ def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
 
 @gluon_kernel
 def _send_weights(exchange, blocks_sent, weights, decay):
-    """Send the weights of a block, and the factor for earlier results (decay), to another warpgroup."""
+    """Send the weights of a block, and the factor for earlier results (decay), to the second warpgroup."""
     weight_slots, decay_slots = exchange.tiles
     slot = stage_of(exchange, blocks_sent)
     wait_until_empty(exchange, blocks_sent)
@@ -196,7 +196,8 @@ def _attend_blocks(
 ):
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
-    blocks_done: blocks that the program has finished; num_blocks: of this work item; NEEDS_FENCE: see `_start_scores`.
+    blocks_done: blocks that the program has finished.  num_blocks: the blocks of this work item.
+    NEEDS_FENCE: see `_start_scores`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORE_LAYOUT)
@@ -236,8 +237,8 @@ def attend_work_item(
 ):
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
-    The num_unmasked blocks come first.  values: the tile of the stages whose rows are summed.  exchange: the slots
-    that send each block's weights to another warpgroup, or None.  blocks_done, blocks_sent: of earlier work items.
+    Blocks without a mask come first.  values: the tile of the stages that holds V.  exchange: the slots that send each
+    block's weights to another warpgroup, or None.  blocks_done, blocks_sent: the counts before this work item.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
@@ -257,7 +258,7 @@ def attend_work_item(
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT)
     wait_until_full(stages, blocks_done + 1, blocks.num_blocks > 1)
     masked = gl.maximum(blocks.num_unmasked, 1)
-    # If TMA_BLOCKS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
+    # Whether unmasked blocks need a fence: not if TMA copies them, nor if converting warps (FP8) have made the fence.
     BY_THREADS: gl.constexpr = CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop that does not test for masks is 2% faster.
@@ -363,7 +364,7 @@ def attend_work_items(
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     k_scale_ptr, v_scale_ptr = scales
     q_tile = q_shared.index(WARPGROUP)
-    # Whether the next work item's queries are copied early.  With FP8 rows, no registers are left for their addresses.
+    # Whether the next work item's queries are copied early.  With FP8 rows, no registers are left for the addresses.
     COPIES_EARLY: gl.constexpr = CONSTANTS.RAW_STAGES == 0
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0

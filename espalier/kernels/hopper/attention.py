@@ -1,8 +1,8 @@
-"""Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
+"""Warp-specialized tree attention for Hopper: some warps load rows, and the other warps attend.
 
-The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, and gives the
-same bits.  It takes two-byte types and head sizes 64, 128 and 256, if the packed queries of a KV head fill more than a
-fourth of a tensor core tile, which has 64 rows.
+The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, so it gives the
+same bits.  It takes queries of two-byte types and head sizes 64, 128 and 256.  It is used only if a KV head has
+more than 16 packed queries, because fewer would waste most of a tensor core tile of 64 rows.
 """
 
 from typing import Any

@@ -16,7 +16,8 @@ HEAD_SIZES = (64, 128, 256)
 MAX_REGISTER_HEAD_SIZE = 128
 # Packed queries of one attending warpgroup (four warps).
 WARPGROUP_QUERIES = 64
-# An attending warpgroup holds one stage and waits for two more.
+# The limits of the stages, which are blocks of rows in shared memory.  An attending warpgroup waits for a third block
+# while it holds two.
 MIN_STAGES = 3
 MAX_STAGES = 6
 # Stages of converted rows, which hide the conversion time, and of FP8 rows, which hide the memory latency.
@@ -27,19 +28,20 @@ RESERVED_SHARED_MEMORY = 1024
 REGISTERS, MAX_REGISTERS = 2**16, 240
 # Registers per thread at launch that ptxas needs for a product with 256 columns.
 WIDE_PRODUCT_REGISTERS = 160
+# The sizes of the two parts of a latent row: the latent, which is also V, and the RoPE part.
 V_SIZE, ROPE_SIZE = 512, 64
-# Packed queries per tile.
+# Packed queries per tile of hopper/latent.py.
 BLOCK_M = 64
-# Rows per block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
+# Latent rows per block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
 LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
 # Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
 WEIGHT_SLOTS = 2
 # Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of FP8 rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
-# The most packed queries of hopper/latent_few.py: the columns of its product.
+# The most packed queries per request in hopper/latent_few.py.  They are the columns of the kernel's products.
 LATENT_FEW_MAX_QUERIES = 16
-# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory.
+# Rows per block in hopper/latent_few.py.  They are the rows of the product.  Two blocks fill shared memory.
 LATENT_FEW_BLOCK_N = 64
 LATENT_FEW_STAGES = 2
 
@@ -51,10 +53,11 @@ def kv_block_rows(head_size: int) -> int:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Launch configuration.
+    """Launch configuration of the kernel for K and V heads.
 
     warpgroups: attending warpgroups, each with 64 packed queries.  num_stages: blocks of K and V in shared memory.
-    raw_stages: number of blocks of FP8 rows.  programs_per_processor: of the persistent grid, per multiprocessor.
+    raw_stages: blocks of FP8 rows in shared memory; 0 for two-byte rows.  programs_per_processor: programs of the
+    persistent grid per multiprocessor.
     """
 
     warpgroups: int
@@ -73,7 +76,7 @@ class HopperConfig:
         return self.warpgroups * WARPGROUP_QUERIES
 
     def load_warps(self, head_size: int) -> tuple[int, int]:
-        """(number of loading warps, registers per thread in these warps), for heads of `head_size`."""
+        """Returns (number of loading warps, registers per thread in these warps), for heads of `head_size`."""
         if self.raw_stages:
             return 4, 56
         return (8, 40) if self.programs_per_processor == 1 and head_size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
@@ -86,7 +89,7 @@ class HopperConfig:
         return (8, 64) if self.warpgroups == 1 else (4, 80)
 
     def registers(self, head_size: int) -> tuple[int, int]:
-        """Registers per thread: (at launch, in attending warps after the other warps have released registers).
+        """Returns registers per thread: (at launch, in attending warps after the other warps have released registers).
 
         At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
@@ -107,8 +110,8 @@ def choose_hopper_config(
 
     packed_queries: queries times heads of one KV head.  num_work_items: number of work items if a tile has 128 packed
     queries.  is_fp8: whether rows are FP8.
-    Usually the two warpgroups of a program share the loaded blocks.  If then multiprocessors would be idle, a program
-    has one warpgroup.  With enough such programs, a multiprocessor runs two: one works while the other ends.
+    Usually a program has two warpgroups, which share the loaded blocks.  If this would leave multiprocessors idle, a
+    program has one warpgroup.  With enough such programs, a multiprocessor runs two: one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
     if gpu.capability != HOPPER or head_size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
@@ -149,7 +152,8 @@ def uses_tma(config: HopperConfig) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  num_stages: blocks of rows in shared memory.  raw_stages: number of blocks of FP8 rows."""
+    """Launch configuration of hopper/latent.py.  num_stages: blocks of two-byte rows in shared memory.
+    raw_stages: blocks of FP8 rows in shared memory; 0 if the pages have two-byte rows."""
 
     num_stages: int
     raw_stages: int = 0
@@ -173,7 +177,7 @@ def choose_hopper_latent_config(gpu: Chip, is_fp8: bool = False) -> HopperLatent
 
 
 def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Returns whether the kernels take the dtypes, sizes, addresses and strides of queries q and rows [.., size]."""
+    """Returns whether the kernels for latent rows take these dtypes, sizes and layouts.  rows: tensors [.., size]."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES
@@ -185,7 +189,7 @@ def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentFewQueriesConfig:
-    """Launch configuration.  num_stages: blocks of rows in shared memory."""
+    """Launch configuration of hopper/latent_few.py.  num_stages: blocks of rows in shared memory."""
 
     num_stages: int
 

@@ -1,11 +1,13 @@
 """The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-With the library, gate and up would be written, and read by another launch: 4% of the time of a prompt's products.
+With the library, gate and up would be written to memory, and another launch would read them.  This would take 4% of the
+time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
-tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  The kernel adds the
-columns of each result in the same order for any number of rows, so its bits never change.  Tolerance: see linear.py.
+tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  For any number of
+rows, the kernel adds the products of a result in the same order, so a row's bits do not depend on other rows.
+Tolerance: see linear.py.
 """
 
 from typing import Any, NamedTuple
@@ -22,12 +24,12 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest share of busy multiprocessors.  Below these numbers, the library is faster.
+# The fewest rows, and the smallest share of busy multiprocessors, for which the kernel is faster than the library.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
-# Pipeline stages.  With the results of a tile they fill the shared memory.
+# Pipeline stages.  The stages and the results of a tile fill the shared memory.
 STAGES = 4
-# Blocks of rows that are multiplied with the same weights while the weights are in the L2.  More rows would not fit.
+# Blocks of rows of x that are multiplied with the same weights, while these are in the L2.  More blocks would not fit.
 GROUP_ROW_BLOCKS = 8
 # Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
@@ -60,7 +62,7 @@ class ProductSizes(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """Constexpr arguments: the sizes of a block, and how many blocks of rows share weights (GROUP_ROW_BLOCKS)."""
+    """Constexpr arguments: the sizes of a block, and how many blocks of rows share weights in the L2 (ROW_BLOCKS)."""
 
     ROWS: Any
     OUT: Any
@@ -99,7 +101,7 @@ def _tile_origin(tile_index, product_sizes, BLOCKS: gl.constexpr):
 
 @gluon_kernel
 def _round_to_bfloat16(values):
-    """Round float32 values to bfloat16, in pairs: one value at a time runs at an eighth of the rate."""
+    """Round float32 values to bfloat16 in pairs, which is eight times as fast as one value at a time."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
         "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2,
@@ -128,7 +130,7 @@ def _load_tiles(stages, x_descriptor, weight_descriptor, product_sizes, BLOCKS: 
 
 @gluon_kernel
 def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, product_sizes, BLOCKS: gl.constexpr):
-    """Compute half of the rows of all tiles of a program."""
+    """Compute the results of a program's tiles, for the half of the rows that belongs to WARPGROUP."""
     STAGES: gl.constexpr = stages.full.shape[0]
     ROWS: gl.constexpr = BLOCKS.ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
@@ -142,7 +144,7 @@ def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, pr
             hopper.mbarrier.wait(stages.full.index(stage), blocks_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
             pending = hopper.warpgroup_mma(x, weights.permute((1, 0)), sums, is_async=True)
-            # The previous product has ended, so its stage is free.
+            # The product of the previous block has ended, so the stage of this block is free.
             sums = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
             hopper.mbarrier.arrive(stages.empty.index((blocks_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
             blocks_done += 1

@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
 Work items, splits and masks are the same as in kernels/attention/latent_attention.py.  The loading warps copy each
-block of rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
+block of rows into shared memory once, for K and V.  Two warpgroups attend, and each sums one half of the columns of V.
 """
 
 from typing import Any
@@ -41,8 +41,8 @@ LOAD_WARPS = 4
 # Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
 # warpgroup gets the remaining registers: 232 per thread.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
-# are no more warps than with two-byte rows.
+# Loading warps and converting warps with FP8 rows.  The products of a warpgroup need 158 registers at launch, so a
+# program cannot have more warps than with two-byte rows.
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
@@ -88,9 +88,9 @@ def _write_half(results, plan, work_item, out, factor, first_column, CONSTANTS: 
 def score_and_sum_left_half(
     q_shared, stages, exchange, plan, q_rows, unused_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
-    """Run the first warpgroup, which computes the weights of all work items and sums the left half of the values.
+    """In the first warpgroup, compute the weights of all work items, and sum the left half of the columns of V.
 
-    unused_positions: a placeholder for positions, which only windows need.
+    unused_positions: a placeholder for positions, which only layers with a window need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
@@ -123,7 +123,7 @@ def score_and_sum_left_half(
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             # One division per query is faster than one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
-            # After the last block, the second warpgroup gets the factor through the slot of a decay.
+            # After the last block, the second warpgroup gets the factor in the place of a decay.
             slot = stage_of(exchange, blocks_sent)
             wait_until_empty(exchange, blocks_sent)
             exchange.tiles[1].index(slot).store(factor)
@@ -141,7 +141,7 @@ def score_and_sum_left_half(
 
 @gluon_kernel
 def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS: gl.constexpr):
-    """Run the second warpgroup, which sums the right half of the values with the first warpgroup's weights."""
+    """In the second warpgroup, sum the right half of the columns of V, with the first warpgroup's weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles
@@ -251,7 +251,7 @@ def hopper_latent_kernel(
 
 def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
     """Returns the constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
-    TMA copies the blocks if each page holds whole blocks."""
+    TMA copies the blocks only if a page holds a whole number of blocks."""
     pages_hold_blocks = page_size % block_n == 0
     return {
         "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if pages_hold_blocks else None,

@@ -1,8 +1,8 @@
-"""Attention over latent rows of 512 + 64 values for requests of one node with at most 16 heads, for Hopper.
+"""Attention over latent rows of 512 + 64 values, for one query per request with at most 16 heads, on Hopper.
 
 hopper/latent.py pads 16 packed queries to the 64 rows of a tensor core tile, so it wastes three fourths of its work.
-This kernel swaps the operands: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup
-is as fast as memory.  Work items, splits, loading warps and stages are the same as in hopper/latent.py.
+This kernel swaps the operands: a tile has 64 rows of the cache, and the queries are the 16 columns.  So one warpgroup
+computes as fast as memory delivers rows.  Work items, splits, loading warps and stages are as in hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -43,7 +43,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 # fmt: off
 @gluon_kernel
 def _visible_rows(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Returns [BLOCK_N] bool: the rows of a block that the request's only node sees.  bits_ptr: its ancestor bits."""
+    """Returns [BLOCK_N] bool: the rows of a block that the request's only query sees.  bits_ptr: its ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:

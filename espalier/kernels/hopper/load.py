@@ -4,9 +4,9 @@ Loading warps copy the blocks of each work item, up to STAGES blocks ahead of th
 (kernels/hopper/attend.py), across work items.  A stage's `empty` barrier tells the loading warps that the stage is
 free.  Its `full` barrier tells the attending warps that the rows are there.
 
-TMA copies a block with one instruction if the block is contiguous in the pool.  All blocks are contiguous if a page
-holds whole blocks, and most blocks if free pages were in order.  cp.async gathers the other blocks from pages of any
-size, 16 bytes per thread; its copies delay the attending warps.
+TMA copies a block with one instruction if the block is contiguous in the pages.  All blocks are contiguous if a page
+holds a whole number of blocks.  Otherwise most blocks are contiguous if the request got consecutive pages.  cp.async
+copies the other blocks, 16 bytes per thread, from pages of any size; its copies delay the attending warps.
 
 Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries only with two-byte rows, which they
 read from shared memory.  So the loading warps copy FP8 rows to separate stages (raw_stages).  The converting warps
@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if they share a page."""
+    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if it is one page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
@@ -42,13 +42,13 @@ def _load_page_ids(
             page = gl.load(page_table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=exists, other=0)
         else:
             page = gl.load(page_table + (first_position + offset) // PAGE_SIZE, mask=exists, other=0)
-    # The launcher checks that the pool has fewer than 2^31 rows.
+    # The launcher checks that the pages have fewer than 2^31 rows.
     return page.to(gl.int32)
 
 
 @gluon_kernel
 def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr):
-    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
+    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in page rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -76,7 +76,8 @@ def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """Returns row_offset times the stride of a row.
 
-    FITS_32_BITS: whether the product fits in 32 bits.  If not, 32-bit factors take one instruction, 64-bit ones three.
+    FITS_32_BITS: whether the product fits in 32 bits.  If not, the factors are extended from 32 bits, because such a
+    product takes one instruction, and a product of 64-bit factors takes three.
     """
     if FITS_32_BITS:
         product = row_offset * stride
@@ -149,9 +150,9 @@ def _load_contiguous(
         wait_until_empty(stages, blocks_done)
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
-        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: one
-        # with the expected bytes, the others by count.  So all warps must be in the same iteration.  A barrier that
-        # the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
+        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: the
+        # first with the expected bytes, the others by count.  So all warps must be in the same iteration.  A barrier
+        # that the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):

@@ -1,9 +1,9 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
 The results equal those of nibble_dot (quantised_nibbles.py) to the bit, but the instructions differ.  In nibble_dot the
-four warps of a warpgroup multiply together.  A program decodes a step, then multiplies, then waits for the product.
-Here each warp multiplies alone, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
-compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
+four warps of a warpgroup multiply together.  A program decodes the weights of a step, then multiplies, then waits for
+the product.  Here each warp multiplies alone, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait
+for a product, so it decodes the next weights meanwhile.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from espalier.kernels.runtime.pdl import pdl_wait
 
 
 class NibblePointers(NamedTuple):
-    """Pointers to a matrix, see weight_pointers.  A word holds 8 nibbles, or 4 scales of E2M1."""
+    """Pointers to a matrix (quantised_products.py:weight_pointers).  words: each has 8 nibbles (4-bit codes).
+    scales: for E2M1, words of 4 scales.  zeros: zero points of int4, or row factors of NVFP4."""
 
     words: Any
     scales: Any
@@ -25,7 +26,7 @@ class NibblePointers(NamedTuple):
 
 
 class SharedBuffers(NamedTuple):
-    """A program's shared memory, a buffer [STAGES, ...] each.  words: of nibbles.  scales: words of 4.  x: inputs."""
+    """A program's buffers in shared memory, [STAGES, ...] each, for the words and scales of weights and for x."""
 
     words: Any
     scales: Any
@@ -41,7 +42,7 @@ def _num_scale_words(code: str) -> int:
 # fmt: off
 @gluon_kernel
 def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns [64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
+    """Returns [64]: the rows of the weight with which a program multiplies, as linear.py:weight_rows does."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if IS_GATED:
         w_rows = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
@@ -53,7 +54,7 @@ def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: g
 
 @gluon_kernel
 def num_row_scales(num_in, CODE: gl.constexpr):
-    """Returns the number of scales per weight row: words for E2M1, else groups."""
+    """Returns the number of scales of a weight row: one for each int4 group, or words of 4 scales for E2M1."""
     return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _num_scale_words(CODE)
 
 
@@ -73,7 +74,8 @@ def _low_halves(words):
 def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR_HALF: "both": a number is multiplied by the same half of `factor`; "low", "high": both numbers by that half.
+    FACTOR_HALF: "both": each number is multiplied by the half of `factor` in the same place.  "low", "high": both
+    numbers are multiplied by this half.
     """
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
@@ -127,10 +129,11 @@ def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
 
 @gluon_kernel
 def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
-    """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
+    """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns (quantised_nibbles.py).
 
-    MXFP4: the 4 exponents belong to two pieces of 64 columns.  The low halves of the factors belong to the first piece,
-    the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is for 16 columns.
+    MXFP4: the 4 scales are exponents, which belong to two pieces of 64 columns.  The low halves of the factors belong
+    to the first piece, the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is
+    for 16 columns.
     """
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -155,9 +158,9 @@ def _block_offsets(block_index, num_out, row_size, COLUMNS: gl.constexpr, IS_GAT
 
 @gluon_kernel
 def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words, and of E2M1's scales, of columns first_column .. first_column + 255.
+    """Start to copy the words of columns first_column .. first_column + 255, and for E2M1 their scales.
 
-    offsets: (offsets of words, offsets of scales) for columns 0 .. 255.
+    offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255.
     """
     words, scales = offsets
     if EVEN_IN:
@@ -185,7 +188,9 @@ def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_i
 
 @gluon_kernel
 def _load_two_groups(pointers, first_column, num_groups):
-    """Load the values of the two int4 groups from first_column on.  A group past the end gets the last value."""
+    """Load the values (scales or zero points) of the two int4 groups from first_column on.
+
+    A group past the end gets the last group's value."""
     first = gl.load(pointers + gl.minimum(first_column // 128, num_groups - 1))
     return first, gl.load(pointers + gl.minimum(first_column // 128 + 1, num_groups - 1))
 
@@ -199,7 +204,7 @@ def _zero_point_offset(zeros):
 
 @gluon_kernel
 def _load_word_pieces(buffers, stage):
-    """Load a step's words as 4 pieces [64, 8].  A thread gets the words of the columns that it multiplies."""
+    """Load the words of a step (256 columns) as 4 pieces [64, 8].  A thread gets the words that it multiplies."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
@@ -249,7 +254,8 @@ def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
 
 @gluon_kernel
 def _multiply_int4_step(acc, buffers, stage, scales, zeros, first_column, num_groups):
-    """Add the products of one step to acc.  scales: those of the step's two groups.  zeros: pointers, or None."""
+    """Add the products of one step to acc.  scales: the scales of the step's two groups.  zeros: pointers to each row's
+    zero points, or None."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     pieces = _load_word_pieces(buffers, stage)
@@ -265,7 +271,7 @@ def _multiply_int4_step(acc, buffers, stage, scales, zeros, first_column, num_gr
         group_sum = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
         for p in gl.static_range(2 * group, 2 * group + 2):
             group_sum = _multiply_piece(_decode_int4(pieces[p], offset, A_LAYOUT), x, p, group_sum)
-        # The decoded numbers are 2^-6 times the true ones.
+        # The decoded numbers are 2^-6 times the true numbers.
         acc += group_sum * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
     return acc
 
@@ -279,13 +285,14 @@ def nibble_product(
     """Returns [64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see
     quantised_nibbles.py:nibble_dot.
 
-    block_index, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], the offsets of the first columns in x.
-    row_exists: [ROWS, 1].  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block_index, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], the offsets of columns 0 .. 255 in x.
+    row_exists: [ROWS, 1] bool.  k_begin, k_end: the first column, a multiple of 256, and the end.  int4 has groups of
+    128 columns.
 
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
-    # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
+    # A thread copies 16 bytes of codes at a time, and 4 or 8 bytes of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SCALE_WORDS: gl.constexpr = _num_scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -10,15 +10,16 @@ from espalier.kernels.runtime.launch import HOPPER, Chip
 BLOCK_OUT, BLOCK_IN, WARPS, INT4_GROUP_SIZE = 64, 256, 4, 128
 # Rows of inputs of the small and of the large tile.
 FEW_ROWS, MAX_ROWS = 8, 16
-# (block_out, block_in, warps) of the plans that the kernels take.
+# (block_out, block_in, warps): the only tile of a plan that the kernels take.
 TILE_SHAPE = (BLOCK_OUT, BLOCK_IN, WARPS)
+# The most pipeline stages, the most splits of split-K, and the fewest steps (blocks of BLOCK_IN columns) of a split.
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
 # The most programs that share a multiprocessor.
 MAX_PROGRAMS_PER_PROCESSOR = 4
 
 
 def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, num_rows: int, gpu: Chip) -> bool:
-    """Returns whether the kernels multiply the weight with `num_rows` rows, or tiles of as many rows."""
+    """Returns whether the kernels multiply the weight with `num_rows` rows of inputs, or with tiles of so many rows."""
     is_int4 = weight.code == "int4" and weight.group_size == INT4_GROUP_SIZE < weight.shape[-1]
     is_few = gpu.capability == HOPPER and num_rows <= MAX_ROWS
     return is_few and dtype == torch.bfloat16 and (weight.code in E2M1_CODES or is_int4)
@@ -37,7 +38,8 @@ def supports_hopper_product(
 
 
 def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
-    """Returns the splits of a layer with split-K: all programs run at once, with at least MIN_STEPS steps each."""
+    """Returns the number of splits for split-K: all programs run at once, with at least MIN_STEPS steps each.  A layer
+    with too many outputs or too few inputs for this gets one split."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(MAX_PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 

@@ -1,4 +1,4 @@
-"""Hopper's kernels for quantised products: linear layers, and the two products with experts."""
+"""Hopper's kernels for products with 4-bit weights: linear layers, and the two products of MoE layers."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (words of codes, scales, zero points or None).  E2M1's scales are words of four scales.
-    NVFP4 has the rows' factors in the place of zero points."""
+    """Returns (words of codes, scales, zero points or None).  For E2M1, a word of scales holds four scales.  For NVFP4,
+    the factors of the rows stand in the place of zero points."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
 def nibble_launch_options(weight: QuantisedMatrix, tile_rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """Returns the constexpr arguments and launch options.  tile_rows: rows of inputs per tile."""
+    """Returns the constexpr arguments and launch options of the kernels here.  tile_rows: rows of inputs per tile."""
     tile = FEW_ROWS if tile_rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
@@ -86,7 +86,7 @@ def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile_index, expert,
     IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """Returns the pairs of a tile, see experts_tiles.py:pairs_of_tile."""
+    """Returns a tile's pairs (token, expert), see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if IS_SORTED:
         place += gl.load(begins_ptr + tile_index)
@@ -108,7 +108,7 @@ def hopper_gate_up_kernel(
     LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """Computes the activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
+    """Computes the activations of all pairs (token, expert), see experts.py:_gated_kernel.  No shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     # The trigger comes after the routing is complete, because hopper_down_kernel reads the experts before it waits.
@@ -156,13 +156,13 @@ def hopper_down_kernel(
     CODE: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """Computes the weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
+    """Computes the weighted results of all pairs (token, expert), see experts.py:_down_kernel.  No shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, IS_SORTED, HAS_LIVE)
     if expert < 0:
-        # The kernel after this one relies on every kernel's wait.
+        # Every program must wait, so that the next kernel may rely on all earlier kernels (runtime/pdl.py).
         pdl_wait(USE_PDL)
         return
     block = gl.program_id(0)
@@ -174,7 +174,7 @@ def hopper_down_kernel(
     if bias_ptr is not None:
         bias_rows = weight_rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC_LAYOUT))
         bias = gl.load(bias_ptr + weight_expert * num_out + bias_rows)
-    # Rows without an expert take no steps, because hopper_gate_up_kernel writes nothing to their x.
+    # Rows without an expert take no steps, because hopper_gate_up_kernel writes no inputs for these rows.
     first, row_words, row_scales = weight_expert * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
@@ -190,7 +190,7 @@ def hopper_down_kernel(
         order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, ACC_LAYOUT),
     )
     weight = gl.load(weights_ptr + pair, mask=inside, other=1.0)
-    # gl.where instead of a product with 0: the weight of a row without an expert may be NaN.
+    # gl.where instead of a product with 0, because the weight of a row without an expert may be NaN.
     acc = gl.where(expert == num_experts, 0.0, acc * gl.expand_dims(weight, 0))
     column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT)), 1)
     places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column

@@ -5,7 +5,8 @@ number, which determines the block's stage and the phase of the stage's barriers
 
 No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
 complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two, it first releases a block.
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, the group releases
+one of these blocks before it waits.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from espalier.kernels.runtime.jit import gluon_kernel
 class HopperConstexprs(NamedTuple):
     """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
-    The rows of a block are divided among tiles.  WIDTHS: for each tile, how many values of a row it holds.
-    COLUMNS: for each tile, the first of these values.  ROW_SIZE: the sum.  OUT_SIZE: outputs of an attending warpgroup.
+    Each row of a block is divided among tiles.  WIDTHS: for each tile, how many values of a row it holds.  COLUMNS: for
+    each tile, the first of these values.  ROW_SIZE: the sum of WIDTHS.  OUT_SIZE: how many output values per query an
+    attending warpgroup computes.
     SAME_STRIDES: whether committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
@@ -48,7 +50,7 @@ class HopperConstexprs(NamedTuple):
 
 
 class RowPtrs(NamedTuple):
-    """The rows of each request and head in global memory.  For committed rows the stride per request is 0."""
+    """A pointer to rows in global memory, and their strides.  For committed rows the stride per request is 0."""
 
     pointer: Any
     request_stride: Any
@@ -59,8 +61,8 @@ class RowPtrs(NamedTuple):
 class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
-    tiles: for each tile of a block, a buffer with all stages.  full: for each stage, a barrier that completes when the
-    stage may be read.  empty: for each stage, the barrier that completes when the stage may be written.
+    tiles: for each tile of a block, a buffer with all stages.  full: for each stage, the barrier that completes when
+    the stage may be read.  empty: for each stage, the barrier that completes when the stage may be written.
     """
 
     tiles: Any

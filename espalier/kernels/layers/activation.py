@@ -1,6 +1,7 @@
 """The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
 
-Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  Computed in float32 or float64.
+Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  Kernels compute in float32
+(float64 for float64).
 """
 
 import torch
@@ -23,7 +24,7 @@ VALUES_PER_WARP, MAX_WARPS = 128, 16
 
 @kernel
 def silu_and_multiply(gate, up):
-    """Returns silu(gate) · up, in the dtype of the arguments.  kernels/layers/linear.py uses it as epilogue."""
+    """Returns silu(gate) · up, in the dtype of the arguments.  linear.py also calls it, at the end of a product."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 

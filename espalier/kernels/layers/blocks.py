@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# Decoded blocks: (integers [blocks, groups, group values], scales [blocks, groups, 1], minima, same shape, or None).
+# Decoded blocks: (integers [blocks, groups, group values], scales [blocks, groups, 1], minima like scales or None).
 DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
 # Bytes of the scales in a block of Q4_K or Q5_K.  The scales begin after two float16 numbers.
 K_QUANT_SCALE_BYTES = 12
@@ -86,12 +86,15 @@ def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
 
 def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum (if any), fifth bits (if any), lower four bits."""
-    at = 4 if has_minimum else 2
+    offset = 4 if has_minimum else 2
     zero_point = 16 if has_fifth_bit else 8
     if has_fifth_bit:
-        bits = block_bytes[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=block_bytes.device) & 1
-        at += 4
-    integers = _unpack_integers(block_bytes[:, at:], 4, 16)
+        bits = (
+            block_bytes[:, offset : offset + 4, None] >> torch.arange(8, dtype=torch.uint8, device=block_bytes.device)
+            & 1
+        )
+        offset += 4
+    integers = _unpack_integers(block_bytes[:, offset:], 4, 16)
     if has_fifth_bit:
         integers = integers | bits.flatten(1) << 4
     scale = _read_float16(block_bytes, 0)[:, None]
@@ -108,7 +111,8 @@ def _unpack_k_scales(block_bytes: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
     The first four scales are the lower 6 bits of bytes 0 to 3, the first four minima the lower 6 bits of bytes 4 to 7.
-    The others have their lower four bits in bytes 8 to 11, and their upper two bits as the upper two of bytes 0 to 7.
+    The last four of both have their lower four bits in bytes 8 to 11 (scales in the lower half of a byte), and their
+    upper two bits in the upper two bits of bytes 0 to 3 (scales) and 4 to 7 (minima).
     """
     low, high, last_bytes = block_bytes.split(4, 1)
     scales = torch.cat([low & 63, last_bytes & 15 | low >> 2 & 48], 1)

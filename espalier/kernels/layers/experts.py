@@ -1,18 +1,19 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
-The product has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts each
-expert's pairs into tiles.  If there are many pairs, a launch before it counts them.  `_gated_kernel` computes the
-activation of each tile, and `_down_kernel` the weighted results.  Both kernels have one program for each tile and block
-of outputs, and read only experts that have rows.  Grids depend only on N, K and the number of experts, so the launches
-can be captured; programs without a tile return at once.  The experts of one row differ, so for a single row each pair
-is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
+The product usually has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts
+each expert's pairs into tiles.  If there are many pairs, a launch before it counts the pairs of each expert.
+`_gated_kernel` computes the activation of each tile, and `_down_kernel` the weighted results.  Both kernels have one
+program for each tile and block of outputs, and read only experts that have rows.  Grids depend only on N, K and the
+number of experts, so CUDA graphs can capture the launches.  Programs without a tile return at once.  The experts of one
+row differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
+while `_gated_kernel` runs.
 
 For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs with
 4-bit experts run in the kernels of hopper/quantised_products.py, with the same bits.
 
-This file does not sum the K results of a row.  The next norm adds them in float32: first by choice, then the pieces of
-the shared experts in order.  The order is the same in every batch.  Below, a pair's place is the pair's index in the
-sorted order; without a sort, place and pair are the same.
+This file does not sum the K results of a row.  The next norm adds them in float32: first the results of choices 0 to
+K - 1, then those of the shared experts' pieces.  The order is the same in every batch.  Below, a pair's place is the
+pair's index in the sorted order; without a sort, place and pair are the same.
 """
 
 from typing import Any
@@ -66,8 +67,8 @@ def dense_gate_and_up(
 ):  # fmt: skip
     """Returns (gate, up), [BLOCK_OUT, ROWS] each: the products with rows of x [ROWS, num_in].
 
-    x_ptrs [BLOCK_IN, ROWS] and gate_ptrs [BLOCK_OUT, BLOCK_IN] point to the first BLOCK_IN columns.  up_offset: from a
-    gate pointer to its up pointer.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
+    x_ptrs [BLOCK_IN, ROWS] and gate_ptrs [BLOCK_OUT, BLOCK_IN] point to the first BLOCK_IN columns.  up_offset: the
+    distance from a gate pointer to its up pointer.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
     """
     if NUM_MATRICES == 1:
         up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
@@ -99,7 +100,7 @@ def dense_product(
     x_ptrs, w_ptrs, row_exists, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns one product [BLOCK_OUT, ROWS], see dense_gate_and_up.  k_end: num_in, or 0 for a product of zeros."""
+    """Returns one product [BLOCK_OUT, ROWS], see dense_gate_and_up.  k_end: num_in, or 0 to return zeros."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
@@ -130,16 +131,17 @@ def _gated_kernel(
     HAS_LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
     ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the activations of all pairs and pieces, in order of place, to out [(K + NUM_PIECES) · N, num_out].
+    """Write activations to out [(K + NUM_PIECES) · N, num_out]: of sorted pairs, then of the shared experts' pieces.
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
-    shared: [2 · NUM_PIECES · num_out, num_in]; its tiles prefetch PREFETCHED_COLUMNS columns.  None if NUM_PIECES is 0.
-    CODE: None for dense experts.  Else CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
+    shared: the shared experts' weight [2 · NUM_PIECES · num_out, num_in]; None if NUM_PIECES is 0.  A program of a
+    piece prefetches PREFETCHED_COLUMNS columns of it.
+    CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
         prefetch_shared_piece(shared_ptr, column, num_out, num_in, NUM_PIECES, BLOCK_OUT, PREFETCHED_COLUMNS)
-    # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
+    # The trigger comes after the wait, because _down_kernel reads the tiles' expert ids before its own wait.
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
@@ -201,11 +203,11 @@ def _down_kernel(
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without experts.
 
     x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
-    PREFETCHED_LINES: as in _linear_quantised_kernel.
+    PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two.
     """
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
@@ -229,7 +231,7 @@ def _down_kernel(
     )
     if expert < 0:
         return
-    # Rows without an expert skip the product, because _gated_kernel has not written their x.
+    # Rows without experts skip the product, because _gated_kernel has not written their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
         w_ptrs = w_ptr + w_row[:, None] * w_stride + ks[None, :]
@@ -247,7 +249,7 @@ def _down_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(ACC_DTYPE)[:, None]
     weight = tl.load(weights_ptr + row * top_k + out_part, mask=inside & (out_part < top_k), other=1.0)
-    # tl.where instead of a product with 0: the weight of a row without an expert may be NaN.
+    # tl.where instead of a product with 0: the weight of a row without experts may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
     out_row = out_part.to(tl.int64) * num_rows + row
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
@@ -269,7 +271,7 @@ def grouped_experts(
 ) -> Tensor:
     """See ops/experts.py.  x is bfloat16, float16, float32 (IEEE products) or float64; weights and biases contiguous.
 
-    With one plan, the bits of a row depend neither on the other rows nor on their number.
+    If the plan is the same, the bits of a row do not depend on the other rows.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = input_values(x).shape
@@ -300,7 +302,7 @@ def launch_gate_and_up(
     activation: Activation = SILU,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Returns the activations of all pairs and shared pieces, in order of place: [N·(K + S), I]."""
+    """Returns the activations [N · (K + S), inner size]: of the sorted pairs, then of the shared experts' S pieces."""
     num_rows, (num_experts, num_w_rows, hidden), num_matrices = len(x), gate_up.shape, activation.num_matrices
     inner = num_w_rows // num_matrices
     operands, constants = _product_operands(x, gate_up)
@@ -339,7 +341,8 @@ def launch_down(
     num_extra_parts: int = 0,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Returns parts [K + S + num_extra_parts, N, H].  The caller writes the last num_extra_parts parts."""
+    """Returns the weighted results [K + S + num_extra_parts, N, H]: of a row's K choices and the shared experts' S
+    pieces.  The caller writes the last num_extra_parts."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = routing_weights.shape
     pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)

@@ -3,8 +3,8 @@
 A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
 enough programs must run to keep the memory busy.  With many pairs, tensor cores are the limit.
 
-Quantised experts share the inner loop of quantised linear layers.  Without measurements, they also take the plans
-of these layers, with at least one tile for each expert that has rows.
+Quantised experts share the inner loop of quantised linear layers.  No plans are measured for them, so they take plans
+by the rule of these layers, with at least one tile for each expert that has rows.
 """
 
 import logging
@@ -50,7 +50,7 @@ TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
 )
 # The upper bounds of TILE_ROWS_BY_PAIRS.  A table has one plan for each bucket.
 PAIRS_BUCKETS = tuple(bound for bound, _ in TILE_ROWS_BY_PAIRS)
-# (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
+# (most rows of a tile, the tiles (block_out, block_in, warps) and the numbers of stages that are worth measuring).
 CANDIDATE_TILES = (
     (
         16,
@@ -72,7 +72,7 @@ CANDIDATE_TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  The rule takes smaller tiles until there are so many programs.
+# Programs per multiprocessor that keep the memory busy.  The rule takes smaller tiles until the grid has this many.
 MIN_PROGRAMS_PER_PROCESSOR = 2
 # The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
 # expert's last tile is empty (docs/log.md).
@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 
 def expected_active_experts(num_experts: int, top_k: int, num_rows: int) -> float:
-    """Returns the expected number of experts with rows, if routing is uniform and rows are independent."""
+    """Returns the expected number of experts that get rows, for uniform routing and independent rows."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** num_rows))
 
 
@@ -92,8 +92,9 @@ def expected_active_experts(num_experts: int, top_k: int, num_rows: int) -> floa
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    num_matrices: see Activation.  The matrices are gate_up [num_experts, num_matrices · inner_size, hidden_size] and
-    down [num_experts, hidden_size, inner_size].
+    num_matrices: 2 for gate and up, 1 without a gate.
+    The matrices are gate_up [num_experts, num_matrices · inner_size, hidden_size] and down [num_experts, hidden_size,
+    inner_size].
     """
 
     num_experts: int
@@ -131,7 +132,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """Launch parameters of one of the two products, gate and up or down.
+    """Launch parameters of one of an expert's two products: with gate and up, or with down.
 
     block_out × block_in: a program's tile of gate, up or down.  stages: the most pipeline stages.  A stage holds one
     tile of each matrix and one of x.
@@ -150,14 +151,15 @@ class ProductPlan:
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
-        """Returns the number of stages that fit the chip.  The number of stages changes no result."""
+        """Returns how many of the stages fit in shared memory.  The number of stages changes no result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
     def one_wave_stages(
         self, gpu: Chip, max_stages: int, num_matrices: int, tile_rows: int, itemsize: int, num_programs: int
     ) -> int:
-        """Returns the most stages with which all programs run at once; `max_stages` if that is less than MIN_STAGES."""
+        """Returns the most stages, up to `max_stages`, with which all programs run at once.
+        If fewer than MIN_STAGES fit, returns `max_stages`."""
         shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
         fitting = shared_memory // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
@@ -213,10 +215,10 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
 # Registers per multiprocessor, and the most and the fewest per thread.  With fewer than MIN_REGISTERS, values would
 # spill to memory.  A thread's registers are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
-# Registers of a thread for everything but the sums of an FP8 tile.
+# Registers that a thread needs besides those for the sums of an FP8 tile.
 NON_SUM_REGISTERS = 96
 WARP_THREADS = 32
-# Steps of a loop that are not yet in the pipeline at the start.
+# The rule gives a loop at most (number of its steps - this number) pipeline stages, but at least MIN_STAGES.
 STEPS_OUTSIDE_PIPELINE = 2
 
 
@@ -228,9 +230,9 @@ def quantised_plan_by_rule(
     down: Tensor | QuantisedMatrix,
     gpu: Chip,
 ) -> ExpertsPlan:
-    """Returns the plan of quantised experts where nothing is measured.
+    """Returns the plan of quantised experts.
 
-    plan: the plan of dense experts.  Dense matrices keep this plan.  4 bits: at most MAX_NIBBLE_TILE_ROWS rows.
+    plan: the plan of dense experts, which dense matrices keep.  4-bit tiles get at most MAX_NIBBLE_TILE_ROWS rows.
     """
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, tile_rows=min(plan.tile_rows, MAX_NIBBLE_TILE_ROWS))
@@ -254,7 +256,7 @@ def _quantised_product_plan(
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.input_scales is None else 1
-        # Large tiles of many pairs are slower than the tiles of grouped scales (docs/log.md).
+        # For many pairs, the rule's tile for grouped scales is faster than its larger tile (docs/log.md).
         grouped = weight.group_size < num_in or tile_rows > MEMORY_BOUND_ROWS
         # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
@@ -271,7 +273,7 @@ def quantised_launch_options(
 ) -> dict[str, Any]:
     """Returns BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down.
 
-    A block of BLOCK_IN columns is within one group of columns.  num_stages is at most what fits.  maxnreg lets as many
+    BLOCK_IN is at most max_block_in(weight).  num_stages is at most what fits in shared memory.  maxnreg lets as many
     programs share a multiprocessor as its shared memory allows.  But with FP8, a thread keeps registers for two sums of
     its part of a tile: the sum of the running step and the total.
     """
@@ -305,10 +307,10 @@ def choose_experts_plan(
     is_few = plan.tile_rows == MIN_BLOCK_ROWS and next_power_of_2(num_rows) * shape.top_k <= max_few_pairs
     if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         small_tile_plan = quantised_plan_by_rule(shape, num_rows, replace(plan, tile_rows=FEW_ROWS), *matrices, gpu)
-        # Experts without a gate have no such kernel.
+        # The Hopper kernels for these tiles need a gate.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
         if has_gate and small_tile_plan.gated.tile_shape(2) == small_tile_plan.down.tile_shape(1) == TILE_SHAPE:
-            # Tiles of FEW_ROWS rows need half of the multiplications, and an expert seldom has more pairs.
+            # Tiles of FEW_ROWS rows halve the multiplications, and an expert seldom has more than FEW_ROWS pairs.
             return small_tile_plan
     return quantised_plan_by_rule(shape, num_rows, plan, *matrices, gpu)
 

@@ -1,11 +1,12 @@
 """Sorts the pairs (row, choice) of a mixture of experts by expert, and cuts them into tiles of one expert each.
 
-Each program of experts.py computes one tile.  Shared experts need no routing, because every row goes through them.  A
-shared MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS
-rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  These
-tiles come first, and prefetch weights before the routing is complete.
+`route` chooses the experts of each row.  Each program of experts.py computes outputs of one tile.  Shared experts
+need no routing, because every row goes through them.  A shared MLP whose width is S times that of a routed expert is
+cut into S pieces of that width.  For up to MAX_SHARED_ROWS rows, each piece is one more tile in both launches of
+experts.py.  So the shared MLP needs no separate launches.  These tiles come first, and prefetch weights before the
+routing is complete.
 
-For more rows the caller runs the shared MLP in separate launches: they fill the chip, and read a weight once.
+For more rows the caller runs the shared MLP in separate launches, which fill the chip and read each weight once.
 """
 
 from dataclasses import dataclass
@@ -20,15 +21,15 @@ from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
-# The most pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads.
+# The most pairs that a sorting program reads per step.  A program reads all pairs, so it has up to 1024 threads.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# The fewest pairs per step, and threads.  With fewer pairs than threads, tl.histogram would count pairs twice.
+# The fewest pairs per step, and the fewest threads: with fewer pairs than threads, tl.histogram counts pairs twice.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
-# More pairs are counted by a separate launch.  Otherwise every sorting program makes a histogram of all pairs.
+# Above this number of pairs, a separate launch counts them.  Up to it, every sorting program makes a histogram.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
-# The number of experts per warp.  Reductions within a warp need no shared memory.
+# The experts per warp of `_route_kernel`: many, because reductions within one warp need no shared memory.
 EXPERTS_PER_WARP = 512
 
 
@@ -36,7 +37,7 @@ EXPERTS_PER_WARP = 512
 def _experts_of_pairs(
     ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_LIVE: tl.constexpr
 ):
-    """Returns the experts of pairs [BLOCK]: NUM_EXPERTS for a row without experts, NUM_EXPERTS + 1 past the pairs."""
+    """Returns the experts of pairs [BLOCK]: NUM_EXPERTS for a row without experts, NUM_EXPERTS + 1 past the end."""
     inside = pair < num_pairs
     expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
     if HAS_LIVE:
@@ -50,7 +51,7 @@ def _count_pairs_kernel(
     ids_ptr, live_ptr, counts_ptr, num_pairs,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counts the pairs of each expert.  Grid: as for _sort_pairs_kernel."""
+    """Counts the pairs of each expert.  Grid: one program for each expert, and one for the rows without experts."""
     pdl_trigger_and_wait(USE_PDL)
     own_expert, offset = tl.program_id(0), tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
@@ -68,7 +69,8 @@ def _sort_pairs_kernel(
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
-    A program reads all pairs in order, so the sort is stable.  counts_ptr: from _count_pairs_kernel; None: count here.
+    A program reads all pairs in order, so the sort is stable.
+    counts_ptr: the result of _count_pairs_kernel; None: this kernel counts.
     """
     pdl_trigger_and_wait(USE_PDL)
     own_expert = tl.program_id(0)
@@ -105,7 +107,8 @@ def _sort_pairs_kernel(
 def pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns (place, inside, pair), [ROWS] each: the index of a pair in `order`, whether it exists, and its number."""
+    """Returns (place, inside, pair), [ROWS] each: the index of a pair in `order`, whether the pair exists, and the
+    pair's number row · K + choice."""
     if IS_SORTED:
         place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
@@ -125,8 +128,8 @@ class ExpertTiles:
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
     expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
     tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
-    live: live_rows of grouped_experts.  If tile_rows is 1, tile_experts is expert_ids [N·K], and nothing reads
-    tile_begins, pair_order and pair_ends.
+    live: [N] bool, False for rows without experts; None: all rows have experts.
+    If tile_rows is 1, tile_experts is expert_ids [N·K], and nothing reads tile_begins, pair_order and pair_ends.
     """
 
     tile_rows: int
@@ -189,7 +192,7 @@ def check_shared_experts(
     """Check the shared experts for grouped_experts.
 
     is_dense_silu_without_bias: whether the routed experts are dense, without biases, and their activation is silu.
-    Raises EspalierError if not, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
+    Raises EspalierError if this is False, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
     """
     (num_rows, hidden), wide = x.shape, shared_experts.down.shape[1]
     require("grouped_experts: shared gate_up", shared_experts.gate_up, (2 * wide, hidden), x.dtype, x)
@@ -209,7 +212,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 for no tile.  NUM_PIECES: the pieces of the shared experts.
+    expert: num_experts for pairs without an expert, -1 for an unused tile.  NUM_PIECES: the shared experts' pieces.
     """
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
@@ -229,8 +232,8 @@ def rows_of_tile(
     """Returns (place, inside, row, out_part), [ROWS] each.
 
     place: indices into the intermediate results, in the order of sorted pairs.  inside: whether the place exists.
-    row: the row of x.  out_part: the part of out.
-    Shared pieces come after the pairs.  Piece p has the places (top_k + p) · num_rows + row, and the part top_k + p.
+    row: the row of x.  out_part: the first index of out [K + NUM_PIECES, N, num_out], the choice of a pair.
+    Shared pieces come after the pairs.  Piece p has the places (top_k + p) · num_rows + row, and out_part top_k + p.
     """
     if NUM_PIECES == 0:
         place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
@@ -250,7 +253,7 @@ def rows_of_tile(
 def prefetch_shared_piece(
     w_ptr, column, num_out, num_in, NUM_PIECES: tl.constexpr, BLOCK_OUT: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """In a program of a shared piece, prefetch PREFETCHED_COLUMNS columns of its rows of gate and up."""
+    """In a program of a shared piece, prefetch PREFETCHED_COLUMNS columns of the program's rows of gate and up."""
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
@@ -270,7 +273,8 @@ def _route_kernel(
     TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the experts of a row.  Grid: one program per row, which holds all logits.  scale_ptr: may be None."""
+    """Chooses the experts of a row.  Grid: one program per row, which holds the logits of all experts.
+    scale_ptr: [NUM_EXPERTS], a factor of each expert's weight; may be None."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -289,14 +293,16 @@ def _route_kernel(
     selection_scores = scores
     if HAS_BIAS and not LOGIT_BIAS:
         selection_scores += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
-    # NaN counts as the largest score, as in a sort.  Else no expert would be chosen: comparisons to NaN are false.
+    # NaN counts as the largest score, as in a sort.  Otherwise no expert would be chosen, because comparisons with
+    # NaN are false.
     selection_scores = tl.where(selection_scores == selection_scores, selection_scores, float("inf"))
     is_candidate = inside
     if N_GROUP > 1:
         is_candidate = inside & is_in_best_group(
             selection_scores, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
-    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  Keys are integers, because a warp finds the largest
+    # integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     keys = tl.where(is_candidate, float_to_key(selection_scores + 0.0), LEAST)
     chosen = expert < 0
@@ -344,7 +350,8 @@ def is_in_best_group(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Weights: within 1e-5."""
+    """See ops/experts.py.  The ids equal the reference's, except if rounding changes the order of scores.  The weights
+    differ by at most 1e-5."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)

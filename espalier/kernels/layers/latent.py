@@ -2,7 +2,7 @@
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
 arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
-others rotate blocks of query heads.  For few rows further programs compute the product with k_up (write_latents).
+others rotate blocks of query heads.  For few rows, further programs multiply queries with k_up (write_latents).
 
 `head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
 A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
@@ -27,7 +27,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
 
-# Values of a matrix that a program holds in registers.
+# The most values of a matrix that a program holds in registers.
 TILE_VALUES = 8192
 NUM_WARPS = 4
 
@@ -85,7 +85,7 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, dict[str, int]]:
-    """Returns (output blocks per head, sizes of a block) for multiply_head.  Raises EspalierError as head_product."""
+    """Returns (blocks of outputs per head, BLOCK sizes) for multiply_head.  Raises EspalierError as head_product."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
@@ -112,7 +112,7 @@ HEADS_PER_PROGRAM = 16
 @kernel
 def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Returns (left, right): the rotated halves of the values at values_ptr [.., 1].  All have the same position."""
+    """Returns (left, right): the rotated halves of values at values_ptr [.., 1], all of the same token position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -143,7 +143,8 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 
 class LatentConstants(NamedTuple):
-    """Constexpr arguments.  RANK: values of a latent before its rotated values.  Q_ROPE_OFFSET: same for a query."""
+    """Constexpr arguments.  RANK, Q_ROPE_OFFSET: the number of values before the rotated ones, in a latent row and in a
+    query head.  BLOCK_H: heads per program.  BLOCK_RANK, BLOCK: powers of two, at least RANK and ROTARY / 2."""
 
     EPS: float
     HEADS: int

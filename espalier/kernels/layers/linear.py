@@ -43,7 +43,7 @@ def _linear_kernel(
     EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_OUT, BLOCK_ROWS] is a transposed tile of out.  EVEN_OUT, EVEN_IN: tiles divide num_out, or num_in.
+    """acc [BLOCK_OUT, BLOCK_ROWS] is a transposed tile of out.  EVEN_OUT, EVEN_IN: blocks divide num_out, num_in.
 
     IS_GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
     """
@@ -83,7 +83,8 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GAT
     """Returns the rows of the weight that a program multiplies with: [BLOCK_OUT]."""
     row = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
-        # 8 rows of gate alternate with their 8 rows of up, so one thread of an MMA tile (16 rows) holds both values.
+        # 8 rows of gate alternate with the 8 matching rows of up.  So one thread of a tensor core's 16-row tile holds a
+        # gate and its up.
         w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
         return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
     # Rows past the end read the last row instead; their results are not stored.
@@ -103,7 +104,7 @@ def store_tile(
     acc, out_ptr, split, rows, num_rows, num_out,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Writes acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) · up, to the rows of out, or of its partial sum `split`."""
+    """Writes acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) · up, to partial sum `split` of out (0 without split-K)."""
     BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if IS_GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
     if IS_GATED:

@@ -1,9 +1,9 @@
 """A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
 
 A program reads the bytes of its rows' blocks as they are in the file.  The integers of a group are exact in bfloat16
-and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A group's
-minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
-
+and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies the float32 sum of these
+products.  A group's minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no
+dequantised weight is stored.
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
 
@@ -76,7 +76,8 @@ def _decode_blocks_of_32(block_ptrs, GGUF_TYPE: tl.constexpr):
 
 @kernel
 def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
-    """Decodes one group of blocks of Q4_K (12), Q5_K (13) or Q6_K (14, 16 columns), see _decode_blocks_of_32."""
+    """Decodes one group of blocks of Q4_K, Q5_K (GGUF_TYPE 12, 13; 32 columns) or Q6_K (14; 16 columns).
+    Arguments and results: see _decode_blocks_of_32."""
     if GGUF_TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]

@@ -1,13 +1,14 @@
 """A linear layer with a 4-bit weight, for many rows: a kernel writes the weight's values, and the library multiplies.
 
 Above MAX_FUSED_ROWS rows, the library's product is faster than the product of linear_quantised.py, and saves more time
-than it takes to write and read the values.  They are in scratch memory of at most MAX_SCRATCH_BYTES; a larger weight is
-multiplied in blocks of rows.  The blocks do not depend on the number of inputs, so a larger pass never needs less.  The
-launches that measure the memory for pages (startup/measure_memory.py) are the largest, so they count the scratch.
+than it takes to write and read the values.  The values are in scratch memory of at most MAX_SCRATCH_BYTES; a larger
+weight is multiplied in blocks of rows.  The blocks do not depend on the number of inputs, so a larger pass needs at
+least as much scratch memory.  So the largest launches, which startup/measure_memory.py runs to find the memory for
+pages, include it.
 
 Tolerance: the values of the weight are rounded once to the dtype of x, as in the reference code of these formats, and
 MXFP4's values are exact.  The library may also round a few partial sums.  Against float64 the error is
-at most half an ulp of the result, plus an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
+at most half an ulp of the result, plus (an ulp of 1 + in · 2⁻²³) times the sum of the products' magnitudes.
 """
 
 import torch
@@ -25,13 +26,13 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising a weight moves 2.5 bytes: 0.9 ps
-# at 2.8 TB/s.  For each row the library then saves 1.8 fs per weight (720 TFLOP/s instead of 440).  So both ways are
+# The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising one value moves 2.5 bytes: 0.9 ps
+# at 2.8 TB/s.  For each row the library then saves 1.8 fs per value (720 TFLOP/s instead of 440).  So both ways are
 # equally fast at about 500 rows.  On an H100 the layers of Llama-3.1-8B took 4% longer with the library at 512 rows,
-# and 22% less time at 768.  A power of two, because startup compiles for ranges of rows that end at powers of two.
+# and 22% less at 768.  This is a power of two, because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
-# Rows of a block are a multiple of this, the largest edge of the library's tiles.
+# The rows of a block are a multiple of this number, the largest edge of the library's tiles.
 BLOCK_ROW_MULTIPLE = 256
 # A program's tile of the weight, and its warps: the fastest of six tiles on an H100, 2.7 to 3.0 TB/s.
 BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
@@ -81,7 +82,7 @@ def _try_hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, a
 
 
 def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
-    """Divides num_rows rows of a weight into blocks of about equal size, whose values fit the scratch memory."""
+    """Divides num_rows rows of a weight into blocks of about equal size, which fit in the scratch memory."""
     max_units = max(MAX_SCRATCH_BYTES // row_bytes // BLOCK_ROW_MULTIPLE, 1)
     num_units = -(-num_rows // BLOCK_ROW_MULTIPLE)
     block_rows = -(-num_units // -(-num_units // max_units)) * BLOCK_ROW_MULTIPLE
@@ -94,14 +95,14 @@ def _write_dequantised_rows_kernel(
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, num_in]: the values of a matrix.  Grid: (blocks of columns, blocks of rows).
+    """Write the values of a matrix to out [num_rows, num_in].  Grid: (blocks of columns, blocks of rows).
     Other arguments: see quantised_dot."""
     pdl_trigger_and_wait(USE_PDL)
-    # NVFP4: the columns that share a scale.  Other codes: the columns of interleaved words.
+    # The columns that share a scale: 16 in NVFP4.  In other codes, groups are multiples of 32 columns.
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
     UNITS: tl.constexpr = BLOCK_IN // UNIT
     first = tl.program_id(0) * BLOCK_IN
-    # Programs past the end write the last row again.
+    # Rows past the end write the last row again.
     w_rows = tl.minimum(tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), num_rows - 1).to(tl.int64)
     row_words = num_in // 32 * 4
     words = first // 8 + tl.arange(0, BLOCK_IN // 8)
@@ -117,7 +118,7 @@ def _write_dequantised_rows_kernel(
         scales = tl.load(scales_ptr + places).to(tl.float32)
         numbers -= tl.load(zeros_ptr + places).to(tl.float32)[:, :, None] if zeros_ptr is not None else 8.0
     else:
-        # Rows of scales have whole steps of E2M1_SCALE_PADDING columns (quantised.py), so no load is masked.
+        # Rows of scales are padded to multiples of E2M1_SCALE_PADDING columns (quantised.py), so no load is masked.
         scale_codes = tl.load(scales_ptr + (w_rows * (tl.cdiv(num_in, 256) * 256 // UNIT))[:, None] + units[None, :])
         if CODE == 2:
             scales = (scale_codes.to(tl.uint32) << 23).to(tl.float32, bitcast=True)

@@ -1,9 +1,10 @@
 """Plans of linear layers: tuning tables in files, and the plans of dense layers (linear.py), measured or by a rule.
 
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
-read from the path in TUNING_FILE_VARIABLE or, if that is not set, from the user's configuration folder.  Its entries
-override the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory,
-and to the same activation dtype and weight format.  Nothing is measured at startup.
+read from the path in the environment variable ESPALIER_CHOICES or, if it is not set, from the user's configuration
+folder.  The entries of a user's table override the shipped entries.  A table applies to chips with the same compute
+capability, number of SMs and shared memory, and to the same activation dtype and weight format.  Nothing is measured at
+startup.
 
 If the chip has a table, a dense shape without an entry uses the rule up to 64 rows, and F.linear above.  Without a
 table all dense shapes use F.linear, and the log says so.  A quantised shape without an entry takes the
@@ -31,7 +32,7 @@ TUNING_FILE_VARIABLE = "ESPALIER_CHOICES"
 SHIPPED_TUNING_FILE = Path(__file__).with_name("linear_tuning.json")
 # The weight format of unquantised weights.
 DENSE = "dense"
-# Every file has this key, the tables of dense and quantised linear layers.
+# Every file has this key.  It holds the tables of dense and quantised linear layers.
 REQUIRED_JSON_KEY = "tables"
 
 # [out, in] of a linear layer, or (hidden, inner) of one expert.
@@ -41,10 +42,10 @@ P = TypeVar("P")
 DTYPES = (torch.bfloat16, torch.float16)
 # The most rows that the Triton kernel of dense layers multiplies (linear.py).
 MAX_ROWS = 256
-# The smallest tile of rows for tensor cores.  1 to 16 rows are padded to it, so they are the same computation.
+# The fewest rows of a tile for tensor cores.  1 to 16 rows are padded to 16, so a row gets the same bits in all.
 MIN_BLOCK_ROWS = 16
 # (most rows, the tiles (block_out, block_in, warps) to measure up to that number of rows).  A search of more tiles on
-# an H200 found these within 2.5% of the best (docs/log.md).  One more tile fits small GPUs.
+# an H200 found these within 2.5% of the best (docs/log.md).  One more tile is for small GPUs.
 CANDIDATE_TILES = (
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
@@ -57,11 +58,11 @@ CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
-# The largest edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
+# An edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
 # The most rows for which `plan_by_rule` has a plan.
 MAX_RULE_ROWS = 64
-# (most rows, block_in) for one program per multiprocessor, which is faster from 17 rows on (H100).
+# (most rows, block_in) of plans with one program per multiprocessor, which are faster from 17 rows on (H100).
 ONE_PER_SM_BLOCK_IN = ((32, 128), (64, 64))
 # The rule's tile, warps and most splits, and the stages for 1, 2 or 3 programs that share a multiprocessor.  These
 # values were the fastest for most shapes with up to 16 rows on an H200.
@@ -126,7 +127,7 @@ class TuningSchema(Generic[P]):
 
     def write_table(self, path: Path, table: TuningTable[P]) -> None:
         """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
-        Raises EspalierError."""
+        Raises EspalierError if the file cannot be read or written."""
         tables = self.read_tables(path) if path.exists() else []
         old_plans = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=old_plans | dict(table.plans))]
@@ -192,7 +193,7 @@ def user_tuning_file() -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read the file as JSON: lists of tables by the kind of layer."""
+    """Read a file of tables.  The content has a list of tables for each kind of layer."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or REQUIRED_JSON_KEY not in content:
         raise ValueError(f"no JSON object with {REQUIRED_JSON_KEY!r}")
@@ -212,10 +213,10 @@ def _dump_json(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Launch parameters of the Triton kernel.
+    """Launch parameters of the Triton kernel of a linear layer.
 
-    block_out × block_in: a tile of the weight.  splits: the number of splits of `in` (split-K).  warps: per
-    program.  stages: pipeline stages; each holds one tile of the weight and one tile of x in shared memory.
+    block_out × block_in: a tile of the weight.  splits: the parts into which the columns are split (split-K).  warps:
+    per program.  stages: pipeline stages; each holds one tile of the weight and one tile of x in shared memory.
     """
 
     block_out: int
@@ -233,7 +234,7 @@ class TritonPlan:
 class LibraryPlan:
     """Several smaller products by PyTorch's library.  Either `pieces` or `splits` is 1.
 
-    pieces: groups of weight rows, with one call for each.  splits: splits of `in` (split-K), all in one call.
+    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one call.
     """
 
     pieces: int
@@ -257,7 +258,7 @@ def candidate_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list
 def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """Returns the plan of an unmeasured shape, for a bucket of at most `num_rows` rows; None above MAX_RULE_ROWS.
 
-    The rule splits `in` while all programs still run at once and each program fills its pipeline.
+    The rule splits the columns as long as all programs run at once and each program fills its pipeline.
     """
     if num_rows > MAX_RULE_ROWS:
         return None
@@ -300,10 +301,10 @@ def _triton_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list[T
 def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
     """Returns whether a plan is worth measuring.
 
-    With split-K the grid must have 0.45 to 1 wave; without split-K, any number of waves.  A weight whose rows are too
-    short to fill the pipeline gets the fewest stages and no split-K."""
+    With split-K there must be at least 0.45 programs per multiprocessor, and all programs must run at once.  A weight
+    whose rows are too short to fill the pipeline gets the fewest stages and no split-K."""
     programs_per_sm = gpu.shared_memory // plan.shared_memory(num_rows)
-    # Stages must fill at least a third of the shared memory, so that loads hide the memory latency.
+    # Stages must fill at least a third of the shared memory, so that enough loads run at once to hide their latency.
     if programs_per_sm == 0 or plan.shared_memory(num_rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
     if -(-num_in // plan.block_in) < plan.stages * plan.splits:
@@ -316,7 +317,7 @@ def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: i
 # bucket, a TritonPlan gives a row the same bits for any number of rows.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
-# A kernel prefetches whole L2 lines, of 64 two-byte numbers.
+# A tile of weight has at least so many columns, because kernels prefetch whole L2 lines, of 64 two-byte numbers.
 MIN_BLOCK_IN = 64
 
 log = logging.getLogger(__name__)
@@ -328,7 +329,10 @@ NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
 def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
-    """Returns the plans for a dense weight [out, in]; None if its chip has no table.  Activations have its dtype."""
+    """Returns the plans for a dense weight [out, in] and activations of the weight's dtype.
+
+    None on a CPU, for dtypes other than bfloat16 and float16, and on a chip without a table.
+    """
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
     shape = weight.shape[0], weight.shape[1]
@@ -338,7 +342,7 @@ def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
 def plans_for_shape(
     gpu: Chip, shape: MatrixSize, measured_plans: Mapping[MatrixSize, LinearPlans]
 ) -> LinearPlans | None:
-    """Returns the plans for a weight shape, given the plans measured on this chip; None if there are none."""
+    """Returns the plans for a weight shape, given the plans measured on this chip; None if nothing was measured."""
     if shape in measured_plans or not measured_plans:
         return measured_plans.get(shape)
     _log_plan_by_rule(shape)
@@ -382,7 +386,7 @@ def _library_plan_from_json(plan_json: dict[str, Any], shape: MatrixSize) -> Lib
 
 
 def _triton_plan_from_json(plan_json: dict[str, Any]) -> TritonPlan:
-    """Read a plan.  Raises ValueError for a plan that could not be launched."""
+    """Returns the plan.  Raises ValueError for a plan that cannot be launched."""
     plan = TritonPlan(**plan_json)
     powers_of_two = plan.block_out, plan.block_in, plan.warps
     if min(*powers_of_two, plan.splits, plan.stages) < 1 or any(size & (size - 1) for size in powers_of_two):

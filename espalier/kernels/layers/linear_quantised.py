@@ -6,8 +6,9 @@ fewer tiles than multiprocessors.  quantised_tile.py has the inner loop.  For up
 kernel of its own (hopper/quantised_products.py), with the same bits.  For many rows and 4 bits, the weight's values are
 written to memory, and the library multiplies (linear_dequantised.py).
 
-Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
-many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
+If the format rounds inputs to FP8, the preceding norm (norm.py) or activation (activation.py) rounds them, or a
+separate launch (quantise_rows.py).  For many rows of such inputs, PyTorch's scaled_mm computes the product
+(scaled_product.py).
 
 Tolerance: the tolerance of linear.py, plus in · 2⁻²³ times the sum of the products' magnitudes, because scales multiply
 the sum of each group of columns.  For rounded inputs on a GPU the tolerance is 2⁻¹⁰ times that sum of magnitudes,
@@ -47,8 +48,8 @@ from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 # Before a program waits for the previous kernel, it prefetches L2 lines of each row of codes: the lines of
-# PREFETCHED_STEPS steps.  It prefetches only MIN_PREFETCHED_LINES lines for inputs that a norm has rounded, and for FP8
-# with up to 16 rows, because more would take bandwidth from the previous kernel (docs/log.md).
+# PREFETCHED_STEPS steps.  For inputs that are already rounded, and for FP8 weights with up to 16 rows, it prefetches
+# only MIN_PREFETCHED_LINES lines, because more would take bandwidth from the previous kernel (docs/log.md).
 MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
@@ -90,7 +91,7 @@ def linear_quantised_gated(
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
-    """Returns the library's product; None if our kernel is faster or the only one."""
+    """Returns the library's product; None if our kernel is faster or only our kernel supports it."""
     if not weight.codes.is_cuda:
         return None
     if uses_dequantised_product(x, weight):
@@ -105,7 +106,7 @@ def _linear_quantised_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
     EVEN_IN: tl.constexpr, IS_GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot.
+    """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel and quantised_dot.
 
     PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two.
     """
@@ -176,7 +177,7 @@ def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
 
 
 def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """Returns (inputs, scales of inputs or None) for quantised_dot: in column order, rounded if the format says so."""
+    """Returns (inputs, their scales or None) for quantised_dot: in the weight's column order, rounded if needed."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
     if weight.column_order is not None:

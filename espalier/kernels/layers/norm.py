@@ -3,9 +3,9 @@
 Grid: one program per row, which holds the whole row in registers.  A norm is rounded once, from float32 or float64.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
-experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads
-these rows before it waits for the preceding kernel (PDL).  So the norm is computed num_experts / BLOCK_E times.  For
-more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
+experts).  Each program norms the whole row and multiplies it with BLOCK_E rows of the router, so the norm is computed
+num_experts / BLOCK_E times.  A program loads its rows of the router before it waits for the preceding kernel (PDL).
+For more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
 import torch
@@ -21,7 +21,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# Values of a row per warp.  A thread loads few values, because a program has no other work during the loads.
+# Values of a row per warp.  Each thread loads only four, because a program has no other work during the loads.
 VALUES_PER_NORM_WARP = 128
 
 
@@ -150,7 +150,7 @@ def _launch_kernel(
     )  # fmt: skip
 
 
-# The number of the router's values that a program holds in registers.
+# The most values of the router that a program holds in registers.
 TILE_VALUES = 8192
 
 

@@ -1,4 +1,4 @@
-"""Rounds the inputs of a product to FP8: each row, or each group of a row's columns, gets its own scale.
+"""Rounds the inputs of a product to FP8, with one scale per row, per group of a row's columns, or for all rows.
 
 Grid: (rows, one or more groups of a row, parts of a group).  The divisions of values and scales are exact (IEEE), so
 the results equal the reference's to the bit.  Norms that round their output use the same functions.
@@ -56,7 +56,7 @@ def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
 
 @kernel
 def _divide_negated(negated_value, divisor):
-    """Returns -negated / divisor, rounded once (IEEE).  Tiny numbers must be enlarged before, see divide_by_scale.
+    """Returns -negated_value / divisor, rounded once (IEEE).  Callers enlarge tiny numbers first, see divide_by_scale.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
@@ -136,25 +136,25 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
-    columns = input_scales.columns(num_in)
-    num_groups = -(-num_in // columns)
+    group_columns = input_scales.columns(num_in)
+    num_groups = -(-num_in // group_columns)
     padded_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if library_layout else rows
     values = torch.empty(padded_rows, num_in, dtype=FP8, device=x.device)
     shape = (num_groups, padded_rows) if library_layout else (rows, num_groups)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     scales = scales.t() if library_layout else scales
     if values.numel():
-        block, gpu = next_power_of_2(columns), chip(x)
+        block, gpu = next_power_of_2(group_columns), chip(x)
         is_large_grid = is_oversubscribed(rows * num_groups, gpu)
         block_groups = min(next_power_of_2(num_groups), GROUPS_PER_PROGRAM) if is_large_grid else 1
         is_small_grid = rows * num_groups <= gpu.processors
         warps = block_groups * block // (VALUES_PER_WARP_SMALL_GRID if is_small_grid else VALUES_PER_WARP)
         warps = max(warps, min(block // VALUES_PER_WARP_SMALL_GRID, FEW_WARPS), 1)
         num_parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * num_groups * MAX_PARTS <= gpu.processors else 1
-        part = block // max(num_parts, 1)
-        _quantise_rows_kernel[rows, -(-num_groups // block_groups), -(-columns // part)](
+        part_columns = block // max(num_parts, 1)
+        _quantise_rows_kernel[rows, -(-num_groups // block_groups), -(-group_columns // part_columns)](
             *(x, input_scales.static_scale, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP_COLUMNS=columns, GROUPS=block_groups, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX,
+            GROUP_COLUMNS=group_columns, GROUPS=block_groups, BLOCK=block, PART_COLUMNS=part_columns, FP8_MAX=FP8_MAX,
             **pdl_arguments(gpu), num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_small_grid else MAX_WARPS),
         )  # fmt: skip
     return values, scales

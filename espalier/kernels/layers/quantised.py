@@ -2,7 +2,8 @@
 
 On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
 one block at a time, so a model on a CPU needs memory for its stored weights only.
-Inputs may be rounded to FP8 too.  A row has scales of its own or the checkpoint's, which do not depend on other rows.
+Inputs may be rounded to FP8 too.  The scales of a row come from this row or from the checkpoint, so they do not depend
+on other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ class InputScales:
     """How the inputs of a product are rounded to FP8.
 
     group_size: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of
-    every row; None: a scale is the largest magnitude over FP8_MAX.
+    every row; None: a scale is the largest magnitude of its group, divided by FP8_MAX.
     """
 
     group_size: int | None = None
@@ -64,7 +65,7 @@ class InputScales:
 class RoundedRows:
     """Inputs of a product that are already rounded to FP8.
 
-    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: of the inputs before rounding, and of products.
+    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: the dtype before rounding, and of products.
     """
 
     values: Tensor
@@ -86,10 +87,10 @@ class QuantisedMatrix:
     code: the format of codes.  codes: for "fp8", float8_e4m3fn [..., out, in].  For other codes, uint8 [..., out, in /
     2] with two columns per byte, in the order of `interleave_nibbles`, which also moves the bits of E2M1.
     scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  For "mxfp4", uint8 exponents.
-    For "nvfp4", uint8, see SCALE_UNIT.  Both are padded, see E2M1_SCALE_PADDING.  If a scale is 0, its codes are 0.
-    row_scales: for "nvfp4", float64 [..., out], one more factor for each row.  A file may hold a divisor instead.  The
-    product with the divisor's float64 inverse has the bits of the format's float32 quotients.
-    zeros: for "int4", the zero points, uint8 [..., out, in / group_size]; None: all are 8.
+    For "nvfp4", uint8, see SCALE_UNIT.  Both are padded, see E2M1_SCALE_PADDING.  Numbers of an NVFP4 scale 0 are ±0.
+    row_scales: for "nvfp4", float64 [..., out], one more factor for each row.  If a file has a divisor instead, this is
+    its float64 inverse: the products then have the bits of the format's float32 quotients.
+    zeros: for "int4", the zero points, uint8 [..., out, ceil(in / group_size)]; None: all are 8.
     column_order: [in] int64, column c of codes multiplies input column_order[c]; None: column c multiplies input c.
     input_scales: how the inputs are rounded; None: inputs are not rounded.
     """
@@ -135,7 +136,7 @@ class QuantisedMatrix:
         return self._map_rows(lambda tensor: tensor.unflatten(0, (num_experts, -1)))
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
-        """Apply `transform` to each tensor whose rows are those of the matrix."""
+        """Apply `transform` to the tensors with rows of the matrix: codes, scales, zeros and row_scales."""
         optional = (self.zeros, self.row_scales)
         zeros, factors = (None if tensor is None else transform(tensor) for tensor in optional)
         return replace(
@@ -148,7 +149,7 @@ class QuantisedMatrix:
         return replace(rows, scales=self.scales[first_row // self.rows_per_scale :])
 
     def permute_rows_in_place(self, new_order: Tensor) -> "QuantisedMatrix":
-        """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1.
+        """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1, and zeros None.
 
         The experts are reordered one by one, so that no second copy of all experts is needed.
         """
@@ -167,9 +168,9 @@ def make_nibble_matrix(
     column_order: Tensor | None = None,
     row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first.
+    """Make a matrix from packed nibbles in column order: uint8 [..., out, in / 2], low nibbles first.
 
-    scales: as in QuantisedMatrix but for the padding; "nvfp4": float8_e4m3fn, not negative.
+    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0.
     """
     if code == "nvfp4":
         packed, scales = _without_zero_scales(packed, scales, group_size), _encode_nvfp4_scales(scales)
@@ -228,7 +229,7 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
 
 
 def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert FP8 codes.  On a CPU a table of all pairs of values takes a third of the time of a conversion."""
+    """Convert FP8 codes.  On a CPU a look-up in a table of all pairs takes a third of the time of a conversion."""
     if codes.device.type != "cpu" or codes.shape[1] % 2 or codes.stride(0) % 2:
         return codes.to(dtype)
     pairs = codes.view(torch.uint16).to(torch.int32).flatten()
@@ -263,7 +264,7 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
 
 
 def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
-    """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
+    """Reorder nibbles from column order to the order in which a kernel unpacks them: uint8 [..., in / 2].
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (nibble 0 has the lowest bits).  So one
     shift and one mask put the neighbours h = 0 and h = 1 into the halves of a word.  In a tensor core four threads
@@ -291,7 +292,7 @@ def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
     """Returns the inverse of interleave_nibbles."""
     num_bytes, interleaved = _num_interleaved_bytes(codes), codes[..., : _num_interleaved_bytes(codes)]
     if is_e2m1:
-        inverse_moves = [(_shift_mask(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
+        inverse_moves = [(_shift_mask(bit_mask, shift), -shift) for bit_mask, shift in E2M1_BIT_MOVES]
         copy = interleaved.clone(memory_format=torch.contiguous_format)
         interleaved = _move_bits(_fold_bits(copy, E2M1_BIT_FOLDS[::-1]), inverse_moves)
     halves = interleaved.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
@@ -304,44 +305,45 @@ def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
     """Move the bits of the codes' int32 words."""
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
-    for bits, places in moves:
-        moved |= _shifted_bits(words, bits, places)
+    for bit_mask, shift in moves:
+        moved |= _shifted_bits(words, bit_mask, shift)
     return moved.view(torch.uint8)
 
 
 def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
     """Apply `folds` to the codes' int32 words, in place.  The reversed folds undo this."""
     words = codes.view(torch.int32)
-    for bits, places in folds:
-        words ^= _shifted_bits(words, bits, places)
+    for bit_mask, shift in folds:
+        words ^= _shifted_bits(words, bit_mask, shift)
     return codes
 
 
-def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
-    """Returns the selected bits of int32 words, shifted by `places`."""
-    mask = _shift_mask(bits, places)
+def _shifted_bits(words: Tensor, bit_mask: int, shift: int) -> Tensor:
+    """Returns the selected bits of int32 words, shifted by `shift` places to the left."""
+    mask = _shift_mask(bit_mask, shift)
     # A right shift repeats the highest bit; the mask removes the copies.  The mask becomes a signed 32-bit integer.
-    return (words << places if places > 0 else words >> -places).bitwise_and_(mask - (mask >> 31 << 32))
+    return (words << shift if shift > 0 else words >> -shift).bitwise_and_(mask - (mask >> 31 << 32))
 
 
-def _shift_mask(bits: int, places: int) -> int:
-    return bits << places if places > 0 else bits >> -places
+def _shift_mask(bit_mask: int, shift: int) -> int:
+    return bit_mask << shift if shift > 0 else bit_mask >> -shift
 
 
 def _num_interleaved_bytes(packed: Tensor) -> int:
-    """Returns the number of bytes of a row that are interleaved."""
+    """Returns how many bytes of a row are interleaved: all but those of the last in % 32 columns."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
 def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tensor]:
-    """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group_size)], float32 at least)."""
+    """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group_size)]).
+    Computes in float32, or float64 for float64; the scales have this dtype."""
     wide_x = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
     group_columns = input_scales.columns(num_in)
     padded = F.pad(wide_x, (0, -num_in % group_columns)).unflatten(1, (-1, group_columns))
     if input_scales.static_scale is None:
         largest = padded.abs().amax(2)
-        # The scale of zeros is 1.  The divisor is a tensor, because a GPU would multiply by a number's reciprocal.
+        # A group of zeros has scale 1.  The divisor is a tensor, because a GPU would multiply by a number's reciprocal.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
         scales = input_scales.static_scale.to(wide_x.dtype).expand(rows, padded.shape[1])
@@ -350,7 +352,7 @@ def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tenso
 
 
 def fake_quantise_inputs(x: InputRows, input_scales: InputScales) -> Tensor:
-    """Returns x rounded by quantise_inputs and scaled back, in float32 at least."""
+    """Returns x rounded by quantise_inputs and scaled back, in float32 (float64 for float64)."""
     values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, input_scales)
     num_in = values.shape[1]
     return values.to(scales.dtype) * scales.repeat_interleave(input_scales.columns(num_in), 1)[:, :num_in]

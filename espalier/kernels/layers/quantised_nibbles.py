@@ -27,11 +27,11 @@ def nibble_dot(
 
     If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0.
     """
-    # The columns of one sum, which share a scale.
+    # The columns of one step.  In int4, the columns of a step share a scale.
     STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # Decoded numbers are too small by this factor (_decode_int4, _factors_per_word), so sums are multiplied by UNIT.
+    # Decoded numbers are too small by the factor UNIT (_decode_int4, _factors_per_word), so sums are multiplied by it.
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
@@ -61,7 +61,7 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                # The offset is not loaded ahead: its registers would get another layout than the words.
+                # The offset is not loaded ahead, because its registers would get another layout than the words.
                 group = w_rows * num_groups + _group_of_column(first_column, num_groups, GROUP_SIZE)
                 offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 step_sum = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
@@ -91,7 +91,7 @@ def nibble_dot(
 
 @kernel
 def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
-    """Returns the group of a column; the last group if the column is past it."""
+    """Returns the group of a column; the last group for a column past the end."""
     return tl.minimum(column // GROUP_SIZE, num_groups - 1) if GROUP_SIZE > 0 else 0
 
 
@@ -99,7 +99,7 @@ def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
 def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
-    The first and the last cover most cache lines of these scales.  The loop loads each scale when a step needs it.
+    The cache lines of the first and the last scale hold most of the other scales too.
     """
     num_groups = tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
@@ -112,17 +112,17 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
 
 @kernel
 def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Returns the number of scales in a row of the matrix."""
+    """Returns the number of scales in a row of the matrix; for NVFP4, of pairs of scales."""
     if CODE >= 2:
-        # A scale covers 32 columns, and rows are padded to E2M1_SCALE_PADDING columns (quantised.py).
+        # A scale or a pair covers 32 columns, and rows are padded to E2M1_SCALE_PADDING columns (quantised.py).
         return tl.cdiv(num_in, 256) * 8
     return tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
 
 
 @kernel
 def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Returns the offsets that _decode_int4 adds: minus each row's zero points, in both halves of a uint32.
-    zeros_ptr: None: all zero points are 8."""
+    """Returns the offsets that _decode_int4 adds: each row's -(zero point) · STEP, in both halves of a uint32.
+    If zeros_ptr is None, all zero points are 8."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
     if zeros_ptr is None:
         # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
@@ -139,9 +139,9 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
     """Returns (nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  The product
-    with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as
-    much.  In bfloat16 the highest bit of that nibble is the lowest exponent bit.  The value is still right, because
-    numbers with that exponent have the spacing of subnormal numbers.  So half of the nibbles need no shift.
+    with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  A nibble four bits higher means 16
+    times the number.  In bfloat16 its highest bit is the lowest exponent bit.  The number is still right, because
+    numbers with this exponent have the spacing of subnormal numbers.  So half of the nibbles need no shift.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
@@ -163,7 +163,7 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Returns the nibbles or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
 
-    The columns are in order.  DTYPE: the dtype in which the words are decoded; all of it is exact.
+    The columns are in order.  DTYPE: the dtype in which the words are decoded.  The decoding is exact.
     """
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODE == 1:
@@ -202,7 +202,7 @@ def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
 
 @kernel
 def _factors_of_nvfp4_scales(pairs, DTYPE: tl.constexpr):
-    """Returns the factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
+    """Returns the two NVFP4 scales of an int16, times 2^87 (float16: 2^7), as the two halves of a uint32.
 
     The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192.
     """
@@ -216,9 +216,10 @@ def _factors_of_nvfp4_scales(pairs, DTYPE: tl.constexpr):
 
 @kernel
 def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
+    """Returns E2M1 numbers times 2^-126 (float16: 2^-14) times their factor: [BLOCK_OUT, 8 · WORDS].
 
-    factors: per word, the low half for its first and the high half for its last 16 of 32 columns, two pairs each.
+    factors: a uint32 per word.  Its low half is for columns 0 to 15 of 32, its high half for columns 16 to 31.  A word
+    has two pairs of numbers of each half.
     interleave_nibbles (quantised.py) has moved the bits.  A mask puts the sign, the two exponent bits and the mantissa
     bit where the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means
     a subnormal number in E2M1 and in the dtype.  The product is exact.
@@ -232,7 +233,7 @@ def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS
 
 @kernel
 def _decode_e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply a pair of E2M1 numbers by its factor.  bits: under the mask, those of two bfloat16 numbers."""
+    """Multiply a pair of E2M1 numbers by its factor.  bits: after the mask, the bits of two bfloat16 numbers."""
     bits = bits & 0x81C081C0
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
@@ -252,7 +253,7 @@ def _in_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORD
 def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
-    HALF: "both": a number is multiplied by the same half of `factors`; "low", "high": both numbers by that half.
+    HALF: which half of `factors` multiplies a number.  "both": the number's own half; "low", "high": that half.
     The code is assembly, because Triton would split a product of pairs into two products.
     """
     if INTERPRETED:

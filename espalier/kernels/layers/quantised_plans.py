@@ -1,8 +1,8 @@
-"""Plans of quantised linear layers (linear_quantised.py), and the check of weights that their kernels take.
+"""Plans of quantised linear layers (linear_quantised.py), and the check that a kernel supports a weight.
 
-A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` returns the plans worth measuring, the most
-promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  Then plans are ordered by how many programs run
-at once, how many bytes they have in flight, and how full the last wave is.  For more rows, plans are not ordered.
+A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` returns the plans worth measuring.  Up to
+MEMORY_BOUND_ROWS rows, memory bandwidth limits the time.  Then the most promising plans come first.  What counts
+is how many programs run at once, how many bytes they have in flight, and how full the last wave is.
 """
 
 from dataclasses import replace
@@ -25,26 +25,27 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED_COLUMNS, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
-# The most columns of one FP8 sum.  Kernels cannot read this constant, so _fp8_dot repeats the number.
+# The most columns that FP8 units add up before the sum moves to float32 (quantised_tile.py).  Kernels cannot
+# read this constant, so _fp8_dot repeats the number.
 MAX_FP8_SUM_COLUMNS = 128
 # The most rows of one tile; more rows are divided among several tiles.
 MAX_BLOCK_ROWS = 128
 # The largest stored exponent of MXFP4 with which the factors of the kernels do not overflow: a scale of 2^65.
 MAX_EXPONENT = E8M0_BIAS + 65
-# The oldest compute capability whose compiler supports E4M3.
+# The lowest compute capability for which the compiler supports FP8 (E4M3).
 FP8_CAPABILITY = (8, 9)
-# The most rows for which memory limits the time, and the most for which columns are split: more rows fill the chip.
+# The most rows for which memory limits the time, and the most for which columns are split.  More rows fill the chip.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
-# What the rule wants per multiprocessor: programs with split-K if memory limits the time, warps if products do.
+# Up to how many programs per multiprocessor the rule splits columns if memory limits the time, and up to how many warps
+# per multiprocessor if multiplications do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
-# The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
+# The fewest steps of a split of FP8 weights.  With fewer steps the pipeline would never be full.
 MIN_STEPS_PER_SPLIT = 4
 # Tiles of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs whose registers fit
 # a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, inputs take more bytes
 # than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4 such blocks are slower up
-# to 32 rows (docs/log.md); nothing else is measured.  With fewer than four MXFP4 exponents per thread and step, the
-# compiler does not load them ahead.
+# to 32 rows (docs/log.md).  The compiler loads MXFP4 exponents ahead only if a thread has at least four per step.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
@@ -57,7 +58,7 @@ MIN_RAGGED_COLUMNS = 1024
 
 
 def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """Returns the plan measured for the weight's shape and format and the rows of x, else that of `plan_by_rule`."""
+    """Returns the plan measured for the weight's shape and format and the rows of x, else the plan of the rule."""
     plans = LINEAR_TUNING.measured_plans(chip(weight.codes), x.dtype, tuning_format_name(weight))
     shape = weight.shape[0], weight.shape[1]
     plan = LINEAR_TUNING.plan_for_count(plans[shape], len(x)) if shape in plans else None
@@ -65,7 +66,7 @@ def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """Returns the plan of `plan_by_rule` for this weight and these inputs."""
+    """Returns the plan of `plan_by_rule`; if a Hopper kernel multiplies, with the splits of that kernel."""
     (num_out, num_in), grouped = weight.shape, weight.group_size < weight.shape[-1]
     input_bytes, gpu = 1 if weight.input_scales is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
@@ -82,7 +83,10 @@ def tuning_format_name(weight: QuantisedMatrix) -> str:
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """Returns the most columns of a tile.  FP8: the columns that share a scale, or 2 · MAX_FP8_SUM_COLUMNS."""
+    """Returns the most columns of a weight tile.
+
+    FP8: the columns that share a scale.  If MAX_FP8_SUM_COLUMNS divides their number: 2 · MAX_FP8_SUM_COLUMNS.
+    """
     if weight.code != "fp8":
         return 256
     groups = [weight.group_size]
@@ -105,7 +109,7 @@ def plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan where nothing is measured.
 
-    is_grouped: whether each group of columns has a scale.  input_bytes: bytes of an input, for FP8 weights.
+    is_grouped: whether each group of columns has its own scale.  input_bytes: bytes of an input, for FP8 weights.
     """
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     num_tiles = -(-num_rows // tile)
@@ -129,12 +133,12 @@ def fp8_plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile_rows` rows."""
     memory_bound = tile_rows <= MEMORY_BOUND_ROWS
-    # For few rounded rows without group scales, steps of 256 columns are 3 to 5% faster than of 128 (docs/log.md).
+    # For few rounded rows without group scales, steps of 256 columns are 3 to 5% faster than 128 (docs/log.md).
     is_few = memory_bound and tile_rows == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
     block_in = min(max_block_in, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
-    # With group scales, every step multiplies the sums of a tile.  A small tile keeps scales and sums in registers.
+    # With group scales, every step multiplies a tile's sums by scales.  A small tile keeps both in registers.
     block_out, warps = (64, 4) if memory_bound or is_grouped else (128, 8)
-    programs, sharing, max_stages = num_tiles * -(-num_out // block_out), 1, 4
+    programs, programs_per_sm, max_stages = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
     targets = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
@@ -144,10 +148,12 @@ def fp8_plan_by_rule(
     splits = max(split_counts, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
-        sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile_rows > MIN_BLOCK_ROWS else 4)
+        programs_per_sm = min(
+            -(-programs * splits // gpu.processors), 3 if is_grouped and tile_rows > MIN_BLOCK_ROWS else 4
+        )
         max_stages = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    shared = gpu.shared_memory_per_program(sharing)
+    shared = gpu.shared_memory_per_program(programs_per_sm)
     # If the tensor cores limit the time, one program with many stages is faster than two per multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile_rows * input_bytes)), max_stages), 1))
 
@@ -163,15 +169,15 @@ def nibble_plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
-    (block_out, max_in, warps), most = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
+    (block_out, max_in, warps), max_programs = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
     fitting_sizes = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
     block_in = min(next(fitting_sizes, 32), max_in)
     programs = num_tiles * -(-num_out // block_out)
-    num_wanted = min(PROGRAMS_PER_PROCESSOR, most) * gpu.processors
+    num_wanted = min(PROGRAMS_PER_PROCESSOR, max_programs) * gpu.processors
     splits = max(min(num_wanted // programs, max_splits, num_in // block_in // 4), 1)
-    # If a multiprocessor can hold them, all programs run at once, because a second wave would be mostly empty.
-    sharing = min(-(-programs * splits // gpu.processors), most)
-    shared = gpu.shared_memory_per_program(sharing)
+    # All programs run at once if registers allow, because a second wave would be mostly empty.
+    programs_per_sm = min(-(-programs * splits // gpu.processors), max_programs)
+    shared = gpu.shared_memory_per_program(programs_per_sm)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # Codes have one stage less than inputs, because the running step holds its codes in registers.
     codes, inputs = code_bytes_per_step(plan, code), tile_rows * plan.block_in * 2
@@ -191,7 +197,7 @@ def code_bytes_per_step(plan: TritonPlan, code: str) -> int:
 
 
 def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
-    """Check that a kernel exists for the weight if it is on a GPU.  Raises EspalierError if not."""
+    """Check that a kernel supports the weight, if the weight is on a GPU.  Raises EspalierError."""
     if not weight.codes.is_cuda:
         return
     if weight.code != "fp8" and has_words_of_two_groups(weight):
@@ -214,33 +220,33 @@ def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> Non
 
 
 def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
-    """Returns whether a word has columns of two groups, or is not interleaved.  Kernels cannot multiply such a matrix.
+    """Returns whether 32 interleaved columns span several groups, or the last columns are not interleaved.
 
-    An NVFP4 word may have columns of two groups, because kernels read two scales per word."""
+    Kernels cannot multiply such a matrix.  NVFP4 may have two groups in 32 columns: kernels read two scales."""
     columns = 2 * weight.group_size if weight.code == "nvfp4" else min(weight.group_size, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
-# Candidates if memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
+# Candidates if memory limits the time, and if multiplications do: (block_out, warps), stages, splits (split-K).
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
 NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP_THREADS = 128, 128, 32
-# Programs per multiprocessor with split-K.
+# The fewest and the most programs per multiprocessor with split-K.
 MIN_PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR = 0.5, 4
 # The assumptions of `_streaming_us` about a multiprocessor: the warps that its registers allow, the bytes that it reads
-# per microsecond, and the microseconds from a request to its bytes.
+# per microsecond, and the microseconds from a load to its data.
 MAX_WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
 # Microseconds to add the partial sums of split-K.
 SUM_SPLITS_US = 1.0
 
 
 def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """Returns the plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
+    """Returns the plans to measure against the rule's plan; none for FP8 groups of less than MIN_BLOCK_IN columns.
 
     The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
     """
-    num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
+    num_in, max_columns, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     candidates = MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
     tiles, all_stages, all_splits = candidates
@@ -252,7 +258,7 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
             if num_in // block_in >= stages * splits
         ]
         for block_in in (256, 128, 64)
-        if most % block_in == 0 and block_in >= MIN_BLOCK_IN
+        if max_columns % block_in == 0 and block_in >= MIN_BLOCK_IN
         for block_out, warps in tiles
         if block_out * tile <= SUMS_PER_THREAD * WARP_THREADS * warps
         if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP_THREADS * warps)
@@ -261,7 +267,7 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
         plans[:] = [plan for plan in plans if _fits_chip(plan, tile, weight, gpu)]
         if num_rows <= MEMORY_BOUND_ROWS:
             plans.sort(key=lambda plan: _streaming_us(plan, tile, weight, gpu))
-    return [plan for of_each in zip_longest(*by_tile) for plan in of_each if plan is not None]
+    return [plan for next_of_each_tile in zip_longest(*by_tile) for plan in next_of_each_tile if plan is not None]
 
 
 def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
@@ -277,14 +283,14 @@ def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile_rows, weight) * plan.stages
-    sharing = min(gpu.programs_fitting_per_processor(shared_memory), MAX_WARPS // plan.warps)
+    programs_per_sm = min(gpu.programs_fitting_per_processor(shared_memory), MAX_WARPS // plan.warps)
     step_bytes = code_bytes_per_step(plan, weight.code)
     program_bytes = step_bytes * num_in / plan.block_in / plan.splits
-    waves, last_programs = divmod(programs, sharing * gpu.processors)
+    waves, last_programs = divmod(programs, programs_per_sm * gpu.processors)
 
     def wave_us(num_programs: int) -> float:
         rate = min(gpu.processors * BYTES_PER_US, num_programs * step_bytes * (plan.stages - 1) / LATENCY_US)
         return LATENCY_US + num_programs * program_bytes / max(rate, 1)
 
     last_us = wave_us(last_programs) if last_programs else 0.0
-    return waves * wave_us(sharing * gpu.processors) + last_us + (SUM_SPLITS_US if plan.splits > 1 else 0.0)
+    return waves * wave_us(programs_per_sm * gpu.processors) + last_us + (SUM_SPLITS_US if plan.splits > 1 else 0.0)

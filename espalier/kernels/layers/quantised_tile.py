@@ -6,7 +6,7 @@ in bfloat16, so only the float32 sums round.  Other scales are multiplied with t
 quantised_nibbles.py has the code for 4 bits.
 
 Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
-fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, in float32.
+fewer bits than float32.  So they add at most MAX_FP8_SUM_COLUMNS columns, and these sums are added in float32.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ FORMAT_CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
 def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (codes, scales, zeros) as quantised_dot takes them.  codes: FP8, or int32 words of 8 nibbles."""
+    """Returns the arguments (codes, scales, zeros) of quantised_dot.  codes: FP8, or int32 words of 8 nibbles."""
     if weight.code == "fp8":
         return weight.codes, weight.scales, None
     words = weight.codes.view(torch.int32)
@@ -55,9 +55,9 @@ def quantised_dot(
 
     codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles.  scales: [rows / ROWS_PER_SCALE, groups]; for NVFP4,
     int16 pairs of scales.  zeros: [rows, groups] or None; for NVFP4, the rows' factors [rows].
-    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input.  row_exists: [ROWS].
-    x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale; 0: all columns.  For FP8, a multiple of min(BLOCK_IN,
+    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], pointers to the first column of each input row.
+    row_exists: [ROWS] bool.  x_scale_ptrs: [ROWS], pointers to the scales of each FP8 input row; None for other inputs.
+    GROUP_SIZE, INPUT_GROUP_SIZE: columns that share a scale; 0: all columns.  For FP8, multiples of min(BLOCK_IN,
     MAX_FP8_SUM_COLUMNS).  k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: whether BLOCK_IN divides num_in.
     """
     if CODE > 0:
@@ -81,7 +81,7 @@ def _fp8_dot(
     GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """Returns the product of quantised_dot for FP8 codes.  A step may have several sums: long reads are faster."""
+    """Returns the product of quantised_dot for FP8 codes.  Long reads are faster, so a step may have several sums."""
     # The value of MAX_FP8_SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
@@ -117,7 +117,7 @@ def _fp8_dot(
 @kernel
 def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, NUM_LINES: tl.constexpr):
     """Prefetch NUM_LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
-    # An element of codes_ptr is an FP8 byte or a word of 8 nibbles.  A line has LINE_BYTES bytes.
+    # An element at codes_ptr is one FP8 value or an int32 word of 8 nibbles.  A cache line has LINE_BYTES bytes.
     VALUES_PER_ELEMENT: tl.constexpr = 8 if CODE > 0 else 1
     ELEMENTS_PER_LINE: tl.constexpr = 32 if CODE > 0 else 128
     row_elements = num_in // VALUES_PER_ELEMENT

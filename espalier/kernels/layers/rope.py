@@ -1,7 +1,7 @@
 """A layer's QKV before attention: norm the Q and K heads, apply RoPE, and store K and V rows in the cache.
 
-On a GPU this is one launch, which overwrites the Q heads in place.  Grid: (rows, blocks of heads).  A program
-takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
+On a GPU this is one launch.  The launch overwrites the Q heads in place if qkv has no partial sums and no gates.  Grid:
+(rows, blocks of heads).  A program takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
 """
 
 import torch
@@ -18,7 +18,8 @@ from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 
 # Heads per block.  One warp computes a block if a head has at most 128 values; otherwise two warps do.
 HEADS_PER_BLOCK = 2
-# Blocks per program if one block per program would oversubscribe the chip.  The warps, and so the bits, do not change.
+# Blocks per program if one block per program would oversubscribe the chip.  A block keeps its number of warps, so the
+# bits are the same.
 BLOCKS_PER_PROGRAM = 4
 
 
@@ -155,7 +156,7 @@ def rotate_and_store(
     num_heads -= heads if has_gates else 0
     blocks = BLOCKS_PER_PROGRAM if is_oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
-        # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
+        # With fused multiply-adds the bits would depend on the block size, because the compiler chooses what to fuse.
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
             *(sums, out, rotation.cos, rotation.sin, q_norm, k_norm, cache_rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),

@@ -14,7 +14,8 @@ from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
 # The most rows that our kernel multiplies: with row scales, and with block scales.  Above, the library multiplies, if
-# it supports the product.  With row scales and a matrix that fills the chip, it multiplies above TILE_ROWS rows.
+# it supports the product.  With row scales and a matrix that fills the chip, the library multiplies above TILE_ROWS
+# rows.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
 # Rows and outputs of the largest tile of our kernel (linear_quantised.py).  If the tiles of TILE_ROWS rows fill the
 # chip, more rows double our kernel's time, but not the library's.
@@ -27,9 +28,9 @@ SCALE_BLOCKS_PER_READ = 4
 
 
 def max_kernel_rows(input_scales: InputScales, gpu: Chip) -> int:
-    """Returns the most rows that the previous norm may round.  For more rows scaled_product rounds its inputs."""
-    in_blocks = input_scales.group_size == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
-    return MAX_KERNEL_ROWS_IN_BLOCKS if in_blocks else MAX_KERNEL_ROWS
+    """Returns the most rows that the previous launch may round.  For more rows scaled_product rounds its inputs."""
+    has_block_scales = input_scales.group_size == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
+    return MAX_KERNEL_ROWS_IN_BLOCKS if has_block_scales else MAX_KERNEL_ROWS
 
 
 def library_supports_product(x: InputRows, weight: QuantisedMatrix) -> bool:
@@ -91,6 +92,6 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
 
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
-    """Returns whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
+    """Returns whether the matrix is FP8, has the column order of the inputs, and has sizes that the library takes."""
     is_aligned = all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)
     return weight.code == "fp8" and weight.column_order is None and is_aligned

@@ -1,7 +1,7 @@
 """A shared expert's gate and its product with the expert's result, in one launch.
 
-Grid: (rows, blocks of the result).  Each program computes the product of the row and the gate's weight itself, and
-loads the weight before it waits for the previous kernel (PDL).
+Grid: (rows, blocks of the result).  Each program of a row computes the product with the gate's weight again, and
+loads this weight before it waits for the previous kernel (PDL).
 """
 
 import triton.language as tl
@@ -37,7 +37,7 @@ def _scale_by_gate_kernel(
 
 
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """Tolerance: the rounding of the gate's product to x's dtype, whose sum has another order than the reference's."""
+    """Tolerance: one rounding of the gate's product to x's dtype, because the reference sums it in another order."""
     sums = result if result.ndim == 3 else result[None]
     rows, size = out.shape
     require("scale_by_gate: result", sums, (-1, rows, size), None, x)

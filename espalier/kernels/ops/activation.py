@@ -27,18 +27,18 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether the activation is silu(gate) · up, which product kernels can compute in their epilogue."""
+        """Whether the activation is silu(gate) · up, which matrix product kernels can compute in their epilogue."""
         return self is SILU or self == SILU
 
     @property
     def num_matrices(self) -> int:
-        """The number of matrices before the activation: 2 for gate and up, 1 for up alone."""
+        """The number of matrices whose products are the activation's inputs: 2 for gate and up, 1 for up alone."""
         return 1 if self.kind == "relu2" else 2
 
     @property
     def constexpr_arguments(self) -> dict[str, object]:
-        """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
-        Run-time arguments would be rounded to float32."""
+        """The arguments of layers/activation.py:apply_activation for a kernel.
+        They are constexpr, because Triton rounds other float arguments to float32."""
         return {"ACTIVATION_KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
@@ -47,9 +47,9 @@ SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(
 
 @op("espalier.kernels.layers.activation")
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """Apply the activation to gate_up [N, 2·I], gate first, or to up [N, I].  Returns [N, I].
+    """Apply the activation to gate_up: [N, 2·I], gate first, or [N, I] if there is no gate.  Returns [N, I].
 
-    Raises EspalierError for an odd number of columns of gate and up.
+    Raises EspalierError for an odd number of columns if there is a gate.
     """
     if gate_up.shape[1] % 2:
         num_up_columns(gate_up.shape[1], activation)
@@ -60,8 +60,8 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 
 def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the result of `gated_activation`, rounded once, at the end, as in the kernels.
-    PyTorch's silu in x's dtype would also round silu(gate)."""
+    """Returns the result of `gated_activation`, rounded only once, at the end, as in the kernels.
+    PyTorch's F.silu rounds silu(gate) to the dtype of gate_up before the product with `up`."""
     wide_gate_up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.num_matrices == 1:
         return F.relu(wide_gate_up).square().to(gate_up.dtype)
@@ -76,7 +76,8 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def num_up_columns(num_columns: int, activation: Activation) -> int:
-    """Returns the columns of up, given the columns before the activation.  Raises EspalierError for an odd number."""
+    """Returns the number of columns of up, given num_columns, the columns of gate and up (without a gate, of up).
+    Raises EspalierError if gate and up have an odd number of columns."""
     if num_columns % activation.num_matrices:
         raise EspalierError(f"gate_up holds gate and then up: it needs an even number of columns, not {num_columns}")
     return num_columns // activation.num_matrices

@@ -1,4 +1,4 @@
-"""Attention over committed rows in pages and over a pass's staged rows, and the merge of partial results."""
+"""Attention over committed rows (K and V in pages) and staged rows (new in this pass), and the merge of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_sc
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Returns softcap · tanh(logits / softcap); for None, the logits themselves."""
+    """Returns softcap · tanh(logits / softcap), or the logits if softcap is None."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -34,9 +34,9 @@ def masked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    kv_scales: the scales of FP8 k and v; else None.  softcap: see LayerSpec.
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
-    A query that sees no rows gets zeros and lse -inf.
+    scale: the factor of q · k.  kv_scales: the scales of FP8 k and v; None for other dtypes.  softcap: see LayerSpec.
+    Returns out [B, Q, heads, v_size] in q's dtype and the log-sum-exp of the scores, lse [B, Q, heads], natural log, in
+    float32 (float64 for float64).  A query that attends to no rows gets zeros and lse -inf.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -53,10 +53,10 @@ def masked_attention(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Returns `out` [..., heads, v_size] with sinks.  A sink is one more logit in a head's softmax, without a value.
+    """Returns `out` [..., heads, v_size] with attention sinks: a sink is one more logit in a head's softmax.
 
-    lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
-    exp(lse) / (exp(lse) + exp(sink)).
+    A sink has no value, so `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)).  lse: [..., heads], natural log,
+    without the sink.  sink: [heads].
     """
     finite_lse = lse.masked_fill(lse == -torch.inf, 0)
     return (out * torch.sigmoid(finite_lse - sink.to(lse.dtype))[..., None]).to(out.dtype)
@@ -65,8 +65,9 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Latent rows with more values than this have a separate kernel.
 MAX_LATENT_HEAD_SIZE = 256
-# The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
+# A tile's output stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
+# The most values of a latent row.
 MAX_ROW_SIZE = 576
 OutAndLse = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -74,12 +75,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prefix:
-    """The committed rows of each request of a pass.
+    """The committed rows (K and V in pages) of each request of a pass.
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
-    is 1 for an EAGLE draft, because a row needs the feature of the previous token.
-    plan_cache: what an attention backend computes once for all passes over this prefix, such as splits, by a key.
-    A new Prefix must be made whenever a length may have changed.
+    is 1 for an EAGLE draft, because a row is computed from the target's hidden state at the position before.
+    plan_cache: values that an attention backend computes once for all passes over this prefix, such as its splits.
+    If a length may have changed, a new Prefix must be made.
     """
 
     page_table: Tensor
@@ -102,14 +103,14 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The staged rows and the queries of a pass.
+    """The queries and the staged rows (new K and V) of a pass.
 
-    positions: [B, Q], of the queries.  row_positions: [B, R], of the staged rows.  Without staged rows (R = 0), queries
-    attend to committed rows alone.
+    positions: [B, Q] int64, the queries' positions.  row_positions: [B, R] int64, the positions of the staged rows.
+    Without staged rows (R = 0), queries attend to committed rows alone.
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: the rows
     are a chain, every row is a query, and query i attends to rows 0 to i.
-    parents: [B, R], each row's parent row; the root is its own parent.  Only layers that keep a state read it; for
-    these layers, None means a chain.
+    parents: [B, R], each row's parent row; the root is its own parent.  Only layers with a recurrent state read this
+    field; for these layers, None means a chain.
     """
 
     positions: Tensor
@@ -128,8 +129,8 @@ class Nodes:
         return Nodes(positions, self.row_positions, causal_ancestor_bits(row, self.row_positions.shape[1]))
 
     def visible_rows(self, window: int | None) -> Tensor:
-        """Returns [B, Q, R] bool: the staged rows that each query attends to: itself and its ancestors, in the window.
-        Padding attends to itself too, so no softmax is empty."""
+        """Returns [B, Q, R] bool, the staged rows that each query attends to: itself and its ancestors, in the window.
+        A padding row also attends to itself, because a softmax over no rows is not defined."""
         return visible_mask(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
@@ -137,9 +138,10 @@ class AttentionInputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
-    splits: the splits of the committed rows, for this window.  scale: the factor of scores.
-    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: attend to committed rows alone.
-    kv_scales: the scales of K and V in FP8, committed and staged.  sink: see apply_sink.  softcap: see LayerSpec.
+    splits: the splits of the committed rows (KVSplits), for this window.  scale: the factor of q · k.
+    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend to committed rows alone.
+    window, softcap: see LayerSpec.  sink: see apply_sink.  kv_scales: the scales of committed and staged K and V in
+    FP8; None for other dtypes.
     """
 
     q: Tensor
@@ -170,7 +172,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    out and lse are float32; lse is base 2.  The entry of a request with a single split is not written.
+    Both are float32.  lse, the log-sum-exp, is base 2.  If a request has a single split, its entry is not written.
     """
 
     out: Tensor
@@ -184,7 +186,7 @@ class PartialResults:
 
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Returns empty prefixes and their splits.  With them, the attention kernel reads staged rows alone."""
+    """Returns prefixes without rows, and their splits.  For such a prefix, the kernel reads staged rows alone."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, SPLIT_COLUMNS, dtype=torch.int32, device=device)
@@ -201,7 +203,7 @@ def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
 
 
 def has_staged_kernel(inputs: AttentionInputs) -> bool:
-    """Returns whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
+    """Returns whether staged_attention has a kernel for the sizes, dtype, window and softcap of `inputs`."""
     assert inputs.staged is not None
     (k, v), has_no_options = inputs.staged, inputs.window is None and inputs.softcap is None
     is_supported = has_no_options if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
@@ -212,11 +214,12 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
 def count_contiguous_blocks(
     splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
-    """Returns [B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
+    """Returns [B * max_splits] int32: how many blocks at the beginning of each split are contiguous in the page pool.
 
-    An unmasked block is full, and all of its rows exist (work_items.py:count_committed_blocks).  Counting stops at the
-    first block of a split that is not contiguous.  Entries past the last split are undefined.
-    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: must divide SPLIT_ALIGNMENT.
+    Only unmasked blocks are counted: full blocks whose rows all exist (work_items.py:count_committed_blocks).  Counting
+    stops at the first block that is not contiguous.  Entries past the last split are undefined.
+    page_table: [B, T] int32.  first_position: rows at lower positions do not exist.  block_rows: the rows of a block,
+    a divisor of SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):
@@ -233,10 +236,10 @@ def count_contiguous_blocks(
 
 @op("espalier.kernels.attention.merge", tensor="first_result[0]")
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Returns the attention over the keys of two results: out [..., heads, v_size] in the dtype of the first result.
+    """Merges the attention results over two disjoint sets of keys.  Returns out in the dtype of the first result.
 
-    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both lses are -inf, out
-    is zero.  sink: [heads], one extra logit per head, with weight but without a value.
+    first_result, second_result: out [..., heads, v_size] and lse [..., heads], natural log.  An lse may be -inf; if
+    both are -inf, the returned out is zero.  sink: [heads], see apply_sink.
     """
     (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)
@@ -253,8 +256,8 @@ def merge_splits(
 ) -> None:
     """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
-    lse is float32, natural log, and does not include the sink.  sink: [heads], one extra logit per head, with weight
-    but without a value.  A query that attends to no rows gets zeros and lse -inf.
+    lse is float32, natural log, and does not include the sink.  sink: [heads], see apply_sink.  A query that attends to
+    no rows gets zeros and lse -inf.
     """
     batch, starts = out.shape[0], splits.starts.tolist()
     for request in range(batch):
@@ -277,14 +280,14 @@ def tree_attention(
     config: TritonConfig | HopperConfig | None = None,
     num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries over committed and staged rows.
+    """Computes attention of queries over committed and staged rows.
 
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, without the sink.  A
-    query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
+    query that attends to no rows gets zeros and lse -inf.  Products of float32 are in full precision, not in TF32.
 
-    partial_results: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for
-    tests and benchmarks.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.  Without these
-    counts the launch is slower, with the same result.
+    partial_results: a buffer to reuse (`PartialResults.allocate`).  config: a launch configuration, for tests only;
+    None: it is chosen by shape.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.
+    Without these counts the launch is slower; the result is the same.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
@@ -309,18 +312,20 @@ def latent_attention(
     partial_results: PartialResults | None = None,
     config: TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries over latent rows: one KV head whose V is the first part of K.  See tree_attention.
+    """Computes attention of queries over latent rows (MLA): one KV head whose V is the first part of K.
 
-    V is a view of K, in pages and staged.  Windows, sinks and soft-caps are not supported.
+    Arguments and results are those of tree_attention.  V must be a view of K, both in pages and in staged rows.
+    Windows, sinks and soft-caps are not supported.
     """
     return tree_attention.reference(inputs)
 
 
 @op("espalier.kernels.attention.tree_attention", condition=has_staged_kernel)
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `empty_prefix`'s.
+    """Computes attention of each query over its own and its ancestors' staged rows alone.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  No rows: 0 and lse -inf.
+    inputs: `prefix` and `splits` must come from empty_prefix.  Returns out [B, Q, heads, v_size] in q's dtype and lse
+    [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf.
     """
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)

@@ -20,19 +20,20 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
-# The limits of a kernel that packs a depth (6 bits), a node (10), a candidate's index (8) and a row (8) into 32 bits.
+# The limits of select_paths' kernel, which packs depth (6 bits), node (10), candidate index (8) and row (8) in 32 bits.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 # The most tokens that an n-gram match compares.
 MAX_NGRAM = 4
 
 
 class Candidates(NamedTuple):
-    """The candidate tokens of each depth, in rows.  The candidates of one row have the same parent path.
+    """The candidate tokens that a block draft proposes: at each of S depths, R rows of K candidates, best first.
 
-    tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities (at most 0), best first.  A score of
-    -inf means no candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds the candidate's
+    A row holds the children of one candidate of the depth before, or of all candidates with the same token.
+    tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities (at most 0).  A score of -inf means
+    that there is no candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds the candidate's
     children; -1 for no children.  Depth 1 has one row, row 0.  If scores do not depend on the parent token, R is 1.
-    Rows without a parent candidate are undefined.
+    The values of a row that no candidate leads to are undefined.
     """
 
     tokens: Tensor
@@ -47,14 +48,17 @@ class Candidates(NamedTuple):
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes))
 
     def at_depth(self, depth_index: int, num_rows: int) -> Candidates:
-        """Returns views [B, num_rows, K] of the first rows at index `depth_index` (0 for depth 1)."""
+        """Returns views [B, num_rows, K] of the first rows of one depth.  depth_index: the depth minus 1."""
         return Candidates(*(value[:, depth_index, :num_rows] for value in self))
 
 
 def _search_best_paths(
     tokens: list, scores: list, next_rows: list, num_nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Returns two lists for one request's tree: (token, parent, depth) and score of each node.  The root is VOID."""
+    """Returns (token, parent, depth) of each node of one request's tree, and the nodes' path scores.  The root is VOID.
+
+    tokens, scores, next_rows: the request's part of Candidates, as nested lists.
+    """
     tree, path_scores = [(VOID, 0, 0)], [0.0]
     # An entry: ((minus the path's score, depth, parent node, candidate's index, row), score of the parent's path).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
@@ -82,7 +86,7 @@ def _float32_sum(score: float, logp: float) -> float:
 
 
 def check_path_sizes(root: Tensor, candidates: Candidates, num_nodes: int) -> tuple[int, int, int, int]:
-    """Check the arguments of select_paths.  Returns the sizes B, S, R and K of the candidates."""
+    """Check the arguments of select_paths.  Returns the sizes (B, S, R, K) of the candidates."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
     require("select_paths: scores", scores, tuple(tokens.shape), torch.float32, root)
@@ -97,7 +101,7 @@ def check_path_sizes(root: Tensor, candidates: Candidates, num_nodes: int) -> tu
 
 
 class NgramMatches(NamedTuple):
-    """The matches of each request, [B, K] int64 each, best first.  A missing match has zeros.
+    """The n-gram matches of each request, [B, K] int64 each, best first.  A missing match has two zeros.
     lengths: the number of matching tokens.  end_positions: the position of the last matching token."""
 
     lengths: Tensor
@@ -105,7 +109,7 @@ class NgramMatches(NamedTuple):
 
 
 def match_lengths(history: Tensor, root_positions: Tensor) -> Tensor:
-    """Returns [B, W]: the match length at each position of `history` [B, W]."""
+    """Returns [B, W]: how many tokens up to each position of `history` [B, W] match the last tokens (find_matches)."""
     positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
     matching = positions < root_positions[:, None]
     length = torch.zeros_like(history)
@@ -118,17 +122,17 @@ def match_lengths(history: Tensor, root_positions: Tensor) -> Tensor:
 
 
 def max_history_length(root_positions: Tensor) -> int:
-    """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would synchronise."""
+    """Returns the number of tokens of the longest request.  root_positions: on the CPU; the host reads the values."""
     return int(root_positions.max()) + 1 if root_positions.numel() else 1
 
 
 @op("espalier.kernels.tree.select_paths")
 def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
-    """Returns the tree of the root [B] int64 and the best num_nodes - 1 paths, best first.
+    """Returns the trees of the root's token [B] int64 and the best num_nodes - 1 paths of candidates, best first.
 
-    Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
-    that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
-    Raises EspalierError if sizes do not agree.  Exact.
+    Each node is the end of a path.  Among paths of equal score, the order is: lower depth, then the parent that was
+    selected first, then the candidate that comes first in its row.  If there are too few paths, the remaining nodes are
+    void, as in ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree.
     """
     _, steps, _, _ = check_path_sizes(root, candidates, num_nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
@@ -143,12 +147,12 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  They have distinct next tokens.
+    """Returns the topk best earlier occurrences of each request's last tokens, each followed by a different token.
 
-    history: [slots, W] int64, contiguous rows of tokens; history_rows: [B] int64, each request's row of history;
+    history: [slots, W] int64, contiguous rows of tokens.  history_rows: [B] int64, the row of each request in history.
     root_positions: [B] int64, below W, the position of the last token.  Position j before the root position r matches m
     tokens if history[j-m+1 .. j] equals history[r-m+1 .. r]; m is at most MAX_NGRAM.  Longer matches come first; among
-    equal lengths, later positions.  Exact.
+    equal lengths, later positions come first.  Kernel and reference agree exactly.
     """
     width = max_history_length(root_positions)
     tokens = history[:, :width].index_select(0, history_rows)
@@ -166,8 +170,8 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
 
 
 def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
-    """Returns x [N, H], in blocks of `block_width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
-    Each channel uses the taps of its group of channels."""
+    """Convolves x [N, H] over the rows of each block of `block_width` rows.  Row i uses the coefficients base_taps
+    [T, H] + group_taps[i] [T, G] for T taps; a group is H / G adjacent channels."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     group_channels = x.shape[1] // group_taps.shape[2]
     coefficients = base_taps.to(wide_dtype) + group_taps.to(wide_dtype).repeat_interleave(group_channels, 2)
@@ -196,10 +200,11 @@ def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: 
 
 @op("espalier.kernels.layers.block_conv")
 def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
-    """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
+    """Convolves the input of a sublayer of a DFlash 2 draft, in blocks of `block_width` rows.
 
-    x: [N, H], normed rows, in blocks of `block_width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows
-    for the input's convolution come first.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
+    Returns (convolved rows [N, H], coefficients [N, T, G] for block_conv_norm, which convolves the sublayer's output),
+    both in x's dtype.  x: [N, H], normed rows.  weight: [2 · T · G, H] for T taps and G groups; the rows for the input
+    come before the rows for the output.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
     """
     taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -216,10 +221,10 @@ def block_conv_norm(
     eps: float,
     block_width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
+    """Returns (sum, RMS norm of sum) with sum = residual + convolution of delta, each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of rows.
-    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H], the norm's.
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, the output of a sublayer.
+    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H].
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
@@ -230,7 +235,8 @@ def block_conv_norm(
 
 @dataclass(frozen=True)
 class EmbeddingTables:
-    """A model's tables.  embed: [V, H], by token.  cos, sin: [P, rotary] by position, float32 (float64 for float64)."""
+    """The tables of a model that embed_rows reads.
+    embed: [V, H], by token.  cos, sin: [P, rotary], for RoPE, by position, float32 (float64 for float64)."""
 
     embed: Tensor
     cos: Tensor
@@ -242,8 +248,8 @@ class DraftHidden:
     """The hidden states that the rows of a draft model read.  hidden: [B, R, H].
 
     parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
-    embed_norm, hidden_norm: [H], weights of RMS norms, each with its eps.
-    normed_residual: whether the residual stream starts with the normed hidden state.
+    embed_norm, hidden_norm: [H], the weights of the RMS norms of embeddings and hidden states.
+    normed_residual: whether the residual stream starts with the normed hidden state instead of `hidden`.
     """
 
     hidden: Tensor
@@ -263,9 +269,9 @@ def embed_rows(
 
     x: [N, H], the embeddings; with `draft` [N, 2 · H], the normed embeddings and the normed hidden states.
     residual: [N, H], the residual stream before the first layer.
-    rotation: of the positions.  live: [N] bool, whether the token is at least 0.
-    A void node (token < 0) takes its request's first token, or 0 if that is void.  draft: None for a target.
-    Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
+    rotation: cos and sin of the N positions.  live: [N] bool, False for void nodes (token < 0).
+    A void node takes its request's first token, or token 0 if the first is void too.  draft: None for a target.
+    Raises EspalierError if sizes do not agree.  Except for the norms, kernel and reference agree exactly.
     """
     live = (tokens >= 0).flatten()
     tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()

@@ -17,7 +17,7 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# The most rows for which a piece of the shared experts is one tile.  Plans of linear layers also change at this number.
+# The most rows for which the kernel of the experts also takes shared experts: each of their pieces is then one tile.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
@@ -27,14 +27,15 @@ ExpertMatrix = Tensor | QuantisedMatrix
 class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
-    scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, then softmax over the chosen logits.
-    norm_topk_prob: divide the weights by their sum plus norm_eps.  (The sum of sigmoid scores may be 0.)
-    routed_scaling_factor: a factor of the weights, applied after the division by their sum.
+    scoring: how logits become scores.  softmax, sigmoid: by this function of all logits.  topk_softmax: the scores are
+    the logits, and the weights are the softmax of the chosen logits.
+    norm_topk_prob: whether the weights are divided by their sum plus norm_eps, because the sum of sigmoids may be 0.
+    routed_scaling_factor: a factor of the weights, applied after this division.
     n_group, topk_group: neighbouring experts form n_group groups.  Experts are chosen from the best topk_group groups
-    (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
-    correction_bias: a bias [E] is added to the scores that choose, not to the weights.
-    logit_bias: a bias [E] is added to the logits, and so also changes the weights.  Only one of the biases can be set.
-    Raises EspalierError for values that do not go together.
+    (DeepSeek-V2, V3).  group_score: a group's score is the highest score of its experts, or the sum of the highest two.
+    correction_bias: whether a bias [E] is added to the scores for the choice of experts.  The weights do not change.
+    logit_bias: whether a bias [E] is added to the logits, which also changes the weights.  At most one of the biases
+    can be set.  Raises EspalierError for values that do not go together.
     """
 
     num_experts: int
@@ -87,7 +88,7 @@ class Routing:
 
 
 def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
-    """Returns [N, E] bool: whether an expert's group is one of the row's best topk_group."""
+    """Returns [N, E] bool: whether an expert's group is one of the row's topk_group best groups."""
     grouped = selection_scores.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -96,8 +97,8 @@ def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
 
 
 def _stable_topk(scores: Tensor, k: int) -> Tensor:
-    """Returns [N, k] int64, the indices of the largest scores; among equal scores, the lower index.
-    The scores are sorted, because torch.topk is not stable."""
+    """Returns [N, k] int64, the indices of the k largest scores.  Among equal scores, lower indices are chosen.
+    The scores are sorted, because torch.topk does not define the order of equal scores."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -105,9 +106,9 @@ def _stable_topk(scores: Tensor, k: int) -> Tensor:
 class SharedExperts:
     """The MLP of the shared experts, which every row takes with weight 1.
 
-    gate_up: [2 · S · I, H], gate over up.  down: [H, S · I].  I is the width of a routed expert.  The MLP is cut into S
-    pieces.  Piece p is the rows p · I .. (p + 1) · I of gate and of up, and the same columns of down.  Both matrices
-    have x's dtype and are contiguous.
+    gate_up: [2 · S · I, H], the rows of gate, then the rows of up.  down: [H, S · I].  I is the width of a routed
+    expert.  The MLP is cut into S pieces of this width.  Piece p has rows p · I .. (p + 1) · I - 1 of gate and of up,
+    and the same columns of down.  Both matrices have x's dtype and are contiguous.
     """
 
     gate_up: Tensor
@@ -134,9 +135,9 @@ def _linear_product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Ten
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each row.  Returns ids [N, K] int64, ascending in each row, and weights [N, K].
 
-    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order.  weights have the logits' dtype.
-    bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or None.
-    Among equal scores the lower id is chosen.  The sums have the same order for any number of rows.
+    logits: [N, E] float32 or float64, or partial sums [parts, N, E], which are added in order.  The weights have the
+    dtype of the logits.  bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or
+    None.  Among equal scores, lower ids are chosen.  The order of summation is the same for any number of rows.
     """
     if logits.ndim == 3:
         logits = add_partial_sums.reference(logits, logits.dtype)
@@ -154,7 +155,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     if routing.scoring == "topk_softmax":
         weights = weights.softmax(-1)
     if routing.norm_topk_prob:
-        # cumsum adds in order, whereas the order of `sum` may depend on the number of rows.
+        # cumsum adds in order.  The order of `sum` may depend on the number of rows.
         weights = weights / (weights.cumsum(-1)[:, -1:] + routing.norm_eps)
     if routing.routed_scaling_factor != 1.0:
         weights = weights * routing.routed_scaling_factor
@@ -163,10 +164,11 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
 
 @op("espalier.kernels.layers.shared_gate", tensor="x")
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
+    """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], in float32 or float64.
 
-    result: [N, H] in x's dtype, or [parts, N, H] float32 at least, which are summed in order and rounded to x's dtype.
-    x: [N, in], the rows.  gate: [1, in].  The product x · gateᵀ is rounded to x's dtype before the sigmoid.
+    result: [N, H] in x's dtype, or partial sums [parts, N, H] in float32 or float64, which are added in order and
+    rounded to x's dtype.  x: [N, in], the expert's input rows.  gate: [1, in].  The product x · gateᵀ is rounded to x's
+    dtype before the sigmoid.
     """
     result = add_partial_sums.reference(result, x.dtype)
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
@@ -186,16 +188,16 @@ def grouped_experts(
     shared_experts: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
-    """Returns the weighted results of each row's K experts, in order of choice: parts [K + S + extra, N, H].
+    """Returns the weighted results of each row's K experts: parts [K + S + num_extra_parts, N, H], to be added up.
 
-    x: [N, H]; RoundedRows must have gate_up's rounding.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
-    activation has no gate.  down: [E, H, I].
-    expert_ids: [N, K] int64, distinct in each row.
-    routing_weights: [N, K], float32 (float64 for float64), in the dtype of the parts.  They also weight biases of down.
+    x: [N, H]; RoundedRows must be rounded as gate_up needs.  gate_up: [E, 2·I, H], the rows of gate, then the rows of
+    up; [E, I, H] if the activation has no gate.  down: [E, H, I].
+    expert_ids: [N, K] int64, distinct in each row.  Part k is the result of expert_ids[:, k].
+    routing_weights: [N, K], float32 (float64 for float64), the dtype of the parts.  They also weight biases of down.
     live_rows: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
-    num_extra_parts: the number of further parts at the end.  The caller writes these parts.
-    shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S
-    parts after the first K, for all rows, live or not.  All activations must be SILU.
+    num_extra_parts: the number of further parts at the end, which the caller writes.
+    shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts without biases, all with SILU.  The S
+    parts after the first K are the results of the pieces, for all rows, live or not.  None: S is 0.
     plan: launch parameters; None: experts_plan.py chooses them.
     """
     # The reference loops over the experts that have rows, so the host reads the number of pairs of each expert.

@@ -1,4 +1,4 @@
-"""Linear layers, dense and quantised, and the rounding of their inputs."""
+"""Linear layers with dense and with quantised weights, and the rounding of their inputs to FP8."""
 
 from itertools import pairwise
 
@@ -25,10 +25,10 @@ from espalier.kernels.runtime.op import op
 
 @op("espalier.kernels.layers.linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.  plan None: F.linear.
+    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
-    The bits of a row never depend on the other rows' values.  The bits depend on the plan.  With a
-    TritonPlan they also depend on block_rows(rows), with the library on the number of rows.
+    plan: how the product is computed; None: by F.linear.  The bits of a row depend on the plan, but never on the values
+    of other rows.  With a TritonPlan they also depend on block_rows(rows); with other plans, on the number of rows.
     """
     return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
@@ -43,13 +43,13 @@ def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Li
 
 
 def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Returns the result of linear_partial_sums, by PyTorch's library, on views of x and weight, without copies.
-    Raises RuntimeError if `splits` does not divide `in`."""
+    """Returns the result of linear_partial_sums, computed by PyTorch's library on views of x and weight.
+    Raises RuntimeError if plan.splits does not divide the number of columns of x."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
         shape = (plan.splits, -1)
         split_x, split_weight = x.unflatten(1, shape).transpose(0, 1), weight.unflatten(1, shape).permute(1, 2, 0)
-        # On a CPU, where the tests check the views, PyTorch has no batched product with float32 output.
+        # Without a GPU, as in tests, PyTorch has no batched product of 16-bit floats with float32 output.
         exact = torch.float32
         partial_sums = (
             torch.bmm(split_x, split_weight, out_dtype=exact)
@@ -68,7 +68,7 @@ def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
 
 
 def write_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write x · weightᵀ + bias, by one product of PyTorch's library, to out [rows, out], which may be a view."""
+    """Write x · weightᵀ + bias to out [rows, out], which may be a view, in one call of PyTorch's library."""
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:
@@ -80,7 +80,7 @@ def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
     """Returns the activation [rows, out / 2] of gate and up, with the bits of `linear` and then `gated_activation`.
-    The weight stacks gate over up.  Raises EspalierError for an odd `out`."""
+    weight: [out, in], the rows of gate, then the rows of up.  Raises EspalierError for an odd `out`."""
     return gated_activation.reference(linear.reference(x, weight, bias, plan), activation)
 
 
@@ -90,7 +90,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
     Raises EspalierError in the same cases as linear_partial_sums.
     """
-    # The reference writes the result to the first partial sum, and zeros to the others.
+    # The reference writes the whole result to the first partial sum, and zeros to the other partial sums.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
@@ -111,7 +111,8 @@ MAX_ROUNDED_COLUMNS = 8192
 
 
 def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
-    """Returns whether `activate_partial_sums` can round: a short row has one scale, or one per 2^n columns."""
+    """Returns whether `activate_partial_sums` can round rows of this size to FP8.
+    A row must be short, and must have one scale, or one scale for each group of 2^n columns."""
     group, block = input_scales.columns(num_columns), next_power_of_2(num_columns)
     return block <= MAX_ROUNDED_COLUMNS and (group == num_columns or next_power_of_2(group) == group)
 
@@ -120,7 +121,7 @@ def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
 def activate_partial_sums(
     partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the result of `gated_activation` for add_partial_sums(partial_sums, dtype).
+    """Returns the result of `gated_activation` for add_partial_sums(partial_sums, dtype), in one launch.
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
@@ -130,10 +131,10 @@ def activate_partial_sums(
 
 @op("espalier.kernels.layers.quantise_rows")
 def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
-    """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
+    """Rounds x [rows, in] to FP8.  Returns (values [rows, in], scales [rows, ceil(in / group)] float32).
 
-    library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory,
-    and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE.
+    library_layout: whether a GPU returns the form that the library's product needs: the scales of one group of columns
+    are adjacent in memory, and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE rows.
     """
     return quantise_inputs(x, input_scales)
 
@@ -142,12 +143,12 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
+    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
-    RoundedRows must have the weight's rounding.  The bits of a row never depend on the other rows' values.
-    plan: launch parameters of Espalier's kernel; its block_in must divide `max_block_in`.  None: the library's product
-    for many rows, else the measured plan or the rule's.  For 4-bit weights the library's product rounds the weight's
-    values to x's dtype.  Raises EspalierError on other shapes and dtypes.
+    RoundedRows must be rounded as weight.input_scales says.  The bits of a row never depend on other rows' values.
+    plan: launch parameters of Espalier's kernel, whose block_in must divide `max_block_in`.  None: many rows use the
+    library's product; fewer rows use the measured plan of this shape, or a plan by rule.  With 4-bit weights, the
+    library's product rounds the weight's values to x's dtype.  Raises EspalierError for other shapes and dtypes.
     """
     # The result is rounded once, at the end.
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -158,7 +159,7 @@ def linear_quantised(
     else:
         inputs = fake_quantise_inputs(x, weight.input_scales)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
-    # Each step is a number of whole row blocks, because `dequantise` starts at the beginning of a row block.
+    # Each step has a multiple of rows_per_scale rows, because `dequantise` must start at the first row of a scale.
     step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.rows_per_scale, 1) * weight.rows_per_scale
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
@@ -171,7 +172,7 @@ def linear_quantised(
 def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    """Returns the result of linear_quantised, or its partial sums [splits, rows, out] in float32."""
+    """Returns the result of linear_quantised; if the plan has splits, partial sums [splits, rows, out] in float32."""
     return linear_quantised.reference(x, weight, bias)
 
 
@@ -184,19 +185,19 @@ def linear_quantised_gated(
     activation: Activation = SILU,
     rounding: InputScales | None = None,
 ) -> InputRows:
-    """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
+    """Returns the activation [rows, out / 2] of gate and up.  weight: the rows of gate, then the rows of up.
 
-    rounding: how the next product rounds its inputs.  The result is rounded only for few rows, if the activation has a
-    launch of its own and `can_round_activation` holds.
+    rounding: how the next product rounds its inputs.  The result is rounded so if there are few rows, the activation
+    has a launch of its own, and can_round_activation returns True.  Otherwise the result is not rounded.
     """
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 
 
 @op("espalier.kernels.layers.linear_blocks", tensor="weight.blocks")
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
-    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
+    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
-    The bits of a row never depend on the other rows' values.  Raises EspalierError on other shapes and dtypes.
+    The bits of a row never depend on the values of other rows.  Raises EspalierError for other shapes and dtypes.
     """
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape

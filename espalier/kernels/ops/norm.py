@@ -12,7 +12,7 @@ from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
-# The most rows of norm_router's kernel.
+# The most rows that the kernel of norm_router takes.
 MAX_ROUTER_ROWS = 4
 
 
@@ -28,14 +28,17 @@ def can_round_norm(num_columns: int, input_scales: InputScales) -> bool:
 
 
 def rms_norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns weight · sqrt(H) and sqrt(H · eps), the last arguments of rms_norm_by_length, for a weight [H]."""
+    """Returns weight · sqrt(H) and sqrt(H · eps): scaled_weight and min_length of rms_norm_by_length.  weight: [H]."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
 def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
-    """Returns the RMS norm of x [..., H], computed from the length of x; see rms_norm_by_length_constants for the other
-    arguments.  sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations; F.rms_norm takes 9."""
+    """Returns the RMS norm of x [..., H], computed from the length (L2 norm) of x.
+
+    scaled_weight, min_length: from rms_norm_by_length_constants.  sqrt(sum(x²) + H · eps) is hypot(length, min_length),
+    so this takes 4 operations of PyTorch; F.rms_norm takes 9.
+    """
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
@@ -55,7 +58,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
     kernels/ops/linear.py:linear_partial_sums returns.  Partial sums are first added in order and rounded to residual's
-    dtype.  The rounded sum is normed.
+    dtype.  The norm is computed from `sum` after its rounding.
     """
     if delta.ndim == 3:
         delta = add_partial_sums.reference(delta, residual.dtype)
@@ -70,7 +73,7 @@ class NormWeight(NamedTuple):
     eps: float
 
 
-# The most block outputs, and the most next norms, of add_normed.
+# The most block_outputs, and the most next_norms, that add_normed takes.
 MAX_OUTPUTS, MAX_NORMS = 2, 3
 
 
@@ -82,11 +85,11 @@ def add_normed(
     residual_scale: float,
     next_norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
+    """Returns (sum, norms of sum), each [N, H] in residual's dtype.
 
-    sum = residual · residual_scale + output_norm(sum of the normed block outputs).
-    block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm), each output like delta of add_rms_norm.
-    output_norm: None: the sum of the outputs is not normed.  next_norms: the norms of `sum`, at most MAX_NORMS.
+    sum = residual · residual_scale + output_norm(total of the normed block outputs).
+    block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm).  An output is like delta of add_rms_norm.
+    output_norm: None: the total is not normed.  next_norms: at most MAX_NORMS norms, each applied to `sum`.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
     dtype = residual.dtype
@@ -108,7 +111,7 @@ def rounded_norm(
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    delta: None: no addition; sum is `residual`.  return_norm: if false, the returned norm is None.
+    delta: as in add_rms_norm; None: nothing is added, and sum is `residual`.  return_norm: if false, norm is None.
     Raises EspalierError for sizes that `can_round_norm` refuses.
     """
     if delta is None:
@@ -130,9 +133,9 @@ def norm_router(
 ) -> tuple[Tensor, Tensor, InputRows, Tensor]:
     """Returns (sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
 
-    sum, norm: the results of add_rms_norm, with its tolerance; delta may be partial sums.
-    rows: the norm rounded as by quantise_rows, to the bit; without `rounding`, the norm itself.
-    router: [E, H], contiguous: a router or another small matrix.
+    sum, norm: the results of add_rms_norm, with the tolerance of add_rms_norm; delta may be partial sums.
+    rows: the norm rounded to FP8, with the bits of quantise_rows; without `rounding`, the norm itself.
+    router: [E, H], contiguous, the weight of a router or another small matrix.
     logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
     Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `can_round_norm` refuses.
     """

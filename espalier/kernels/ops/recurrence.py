@@ -1,8 +1,8 @@
-"""Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
+"""Linear recurrences over chains and trees: short convolutions, the gated delta rule, and the update of Mamba-2.
 
-A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule, `new` is
-`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  Sums are in float32
-(float64 for float64).  A row of a tree starts from the state after its parent, so its sums run over its ancestors.
+A row (a token's q, k, v) updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta
+rule, `new` is `beta · (v - decay · Sᵀ k)`.  Without this rule, `new` is `beta · v`.  The row's output is `Sᵀ q`.  Sums
+are in float32 (float64 for float64).  In a tree, a row starts from the state after its parent row.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The number of rows of a chain that are solved as one system.
+# The number of rows of a chain whose updates are solved as one system of linear equations.
 CHUNK_ROWS = 64
 # The eps of `l2_normalize`, from the code of the published models.
 L2_NORM_EPS = 1e-6
 
 
 class ShortConv(NamedTuple):
-    """A causal convolution of each channel.
+    """A causal convolution of each channel over the last `taps` rows, then silu if applies_silu.
 
-    weight: [channels, taps], the row's own tap last.  bias: [channels] or None.  applies_silu: whether silu follows.
+    weight: [channels, taps]; the last tap is for the row itself.  bias: [channels] or None.
     """
 
     weight: Tensor
@@ -31,8 +31,8 @@ class ShortConv(NamedTuple):
 class StateRows(NamedTuple):
     """The rows that update a state.
 
-    k: [B, R, k_heads, k_size].  v: [B, R, heads, v_size].  gates: [B, R, 2, heads], the logarithm of the decay, and
-    beta.  heads / k_heads consecutive heads share one head of k.
+    k: [B, R, k_heads, k_size].  v: [B, R, heads, v_size].  gates: [B, R, 2, heads], the natural logarithm of the decay,
+    then beta.  heads / k_heads consecutive heads share one head of k.
     """
 
     k: Tensor
@@ -74,10 +74,10 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class StateUpdates(NamedTuple):
-    """What rows add to a state: row i adds k ⊗ values.
+    """What rows add to a state: row i adds k[i] ⊗ values[i].
 
-    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], for each row, the
-    sum of the log decays of its ancestors and of the row.
+    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log decays of
+    each row and its ancestors.
     """
 
     values: Tensor
@@ -89,7 +89,7 @@ def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delt
     """Computes the updates of rows that follow `state` [B, heads, k_size, v_size].
 
     ancestor_mask: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
-    is_delta_rule: whether the update is the delta rule's.
+    is_delta_rule: whether rows update the state by the delta rule; see the top of this file.
     """
     wide_dtype = state.dtype
     heads = state.shape[1]
@@ -107,7 +107,8 @@ def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delt
 
 
 def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: Tensor) -> Tensor:
-    """Returns each row's output [B, R, heads, v_size], from the state after that row.  q: [B, R, k_heads, k_size]."""
+    """Returns the outputs [B, R, heads, v_size]; a row's output reads the state after the row.
+    q: [B, R, k_heads, k_size].  updates: the result of solve_updates for the same state and ancestor_mask."""
     q = _to_head_major(q.to(state.dtype), state.shape[1])
     scores = (q @ updates.k.transpose(2, 3)) * _pairwise_decay(updates.log_decay, ancestor_mask)
     out = updates.log_decay.exp()[..., None] * (q @ state) + scores @ updates.values
@@ -115,7 +116,8 @@ def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: 
 
 
 def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_counts: Tensor) -> Tensor:
-    """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain."""
+    """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain.
+    state: the state before the chain.  updates: the result of solve_updates for this state."""
     is_taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
     # Rows past `row_counts` are dropped, not multiplied by zero, because their values may be NaN.
@@ -129,7 +131,8 @@ def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_count
 class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: after row_counts rows.  snapshot: the state after snapshot_counts rows.
+    out: [B, R, heads, v_size], the outputs.  state: the state after row_counts rows.  snapshot: the state after
+    snapshot_counts rows.
     """
 
     out: Tensor
@@ -142,7 +145,8 @@ def scan(
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    row_counts: [B], how many rows exist.  snapshot_counts: [B], how many rows precede a snapshot; None: no snapshots.
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot (a copy of the state) is
+    taken; 0 or None: no snapshot.
     """
     chunk_outputs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
@@ -162,16 +166,16 @@ def scan(
 
 
 def causal_mask(num_rows: int, device: torch.device) -> Tensor:
-    """Returns [1, num_rows, num_rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
+    """Returns [1, num_rows, num_rows] bool, the ancestor_mask of a chain: entry [0, i, j] is True if j <= i."""
     order = torch.arange(num_rows, device=device)
     return (order <= order[:, None])[None]
 
 
 def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
-    """Returns [B, heads, R, R]: the decay from ancestor j to row i at [.., i, j]; 0 if j is no ancestor of i."""
+    """Returns [B, heads, R, R]: at [.., i, j] the decay from row j to row i, or 0 if j is no ancestor of i."""
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~ancestor_mask[:, None], -torch.inf).exp()
 
 
 def _to_head_major(values: Tensor, num_heads: int) -> Tensor:
-    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  Heads that share a head of k get copies."""
+    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  If heads share a head of k, each gets a copy."""
     return values.transpose(1, 2).repeat_interleave(num_heads // values.shape[2], 1)

@@ -14,17 +14,17 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, round_to_fp8
 
-# The most rows of head_product's kernel: one tile, so a row's bits do not depend on the number of rows.
+# The most rows that head_product's kernel takes: one tile, so a row's bits do not depend on the number of rows.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
-# The most inputs of a head in that kernel.
+# The most inputs per head that head_product's kernel takes.
 MAX_HEAD_INPUTS = 512
 
 
 class Rotation(NamedTuple):
-    """The rotation of N rows by their positions.
+    """The cos and sin of RoPE for the positions of N rows.
 
-    cos, sin: [N, rotary], float32 (float64 for float64); the first half of sin is negated.  The first `rotary` values
-    of a head are rotated; the others are not changed.
+    cos, sin: [N, rotary], float32 (float64 for float64).  The first half of sin is negated, as `rotate` needs.  Only
+    the first `rotary` values of a head are rotated.
     """
 
     cos: Tensor
@@ -34,9 +34,10 @@ class Rotation(NamedTuple):
 class HeadNorms(NamedTuple):
     """The RMS norms that some families apply to each head before RoPE.
 
-    q, k: [size], the weights.  eps: of all norms.  norms_v_heads: whether V heads are normed too, without a weight.
+    q, k: [size], the weights for Q heads and for K heads.  eps: the eps of all these norms.
+    norms_v_heads: whether V heads are normed too, without a weight.
     v_is_k: whether V has no projection of its own.  The V heads are then the K heads before norm and RoPE.
-    has_gates: whether each Q head is followed by a head of its gate, which is neither normed nor rotated.
+    has_gates: whether the projection has a gate after each Q head, which is neither normed nor rotated.
     """
 
     q: Tensor
@@ -48,7 +49,7 @@ class HeadNorms(NamedTuple):
 
 
 def num_q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
-    """Returns the number of Q heads among the num_heads heads of rotate_and_store's qkv."""
+    """Returns the number of Q heads, if qkv of rotate_and_store has num_heads heads in all, gates included."""
     q_and_gates = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
     return q_and_gates // 2 if norms is not None and norms.has_gates else q_and_gates
 
@@ -88,11 +89,11 @@ def supports_head_product(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """The format of a layer's latent rows, whose last `rotary` values are rotated.
+    """The format of a layer's latent rows, whose last `rotary` values are rotated by RoPE.
 
-    norm: [size - rotary], the weight of the latent's RMS norm, or None.  eps: of the norm.
-    interleaved: whether a rotated pair is adjacent in the input (2i and 2i + 1), as in DeepSeek's weights.  Otherwise
-    the pair is i and i + rotary / 2.  In the result the pair is always i and i + rotary / 2.
+    norm: [size - rotary], the weight of the RMS norm of the other values; None: no norm.  eps: the eps of the norm.
+    interleaved: whether the input has the values of a rotated pair at 2i and 2i + 1, as with DeepSeek's weights, and
+    not at i and i + rotary / 2.  In the result they are always at i and i + rotary / 2.
     """
 
     norm: Tensor | None = None
@@ -101,9 +102,10 @@ class LatentFormat:
 
 
 class LatentDestination(NamedTuple):
-    """How latents are computed and stored.  rows: [N] int64, the rows of plane [R, 1, size] that receive them.
+    """How new latent rows are rotated, and where they are stored.
 
-    rotation: the rotation of the latents and of the queries.  scales: the scales of an FP8 plane, else None.
+    rotation: the RoPE of the latents and of the queries.  rows: [N] int64, the rows of `plane` [R, 1, size] that are
+    written.  scales: the scales of an FP8 plane; None for planes in other dtypes.
     """
 
     rotation: Rotation
@@ -144,12 +146,13 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate after each Q head.  If the
-    buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
-    (kernels/layers/linear.py).  Partial sums are first added in order and rounded to the model's dtype.
-    cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
-    scales: the scales of FP8 buffers, else None.
-    Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.
+    With HeadNorms.v_is_k, qkv ends with the K heads.  With HeadNorms.has_gates, qkv has a gate after each Q head.  If
+    the buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
+    (linear_partial_sums), which are first added in order and rounded to the model's dtype.
+    norms: None for a model without head norms.
+    cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] to which K and V are written.
+    scales: the scales of FP8 buffers; None for other dtypes.
+    Returns q [N, heads, size].  The kernel overwrites qkv, unless qkv has splits or gates.  The reference does not.
     """
     if qkv.ndim == 4:
         qkv = add_partial_sums.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
@@ -196,9 +199,9 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
-    The first `rank` values of a query are the first `nope` values in q_inputs times k_up [heads, nope, rank].  The
-    rotated values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary
-    values.  A GPU needs one launch for few rows, two for more.
+    The first `rank` values of a query are the first `nope` values of q_inputs times k_up [heads, nope, rank].  The
+    rotated values and the latents are the same as from rotate_and_store_latent.  A row of destination.plane has
+    rank + rotary values.  A GPU needs one launch for few rows, and two launches for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

@@ -10,7 +10,8 @@ from espalier.logprobs import TOP, row_words
 def pack_logprob_rows(
     tokens: Tensor, token_logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
 ) -> Tensor:
-    """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
+    """Returns rows [..., row_words(n)] int64 in the layout of espalier/logprobs.py.  Arguments: the fields of
+    sampling/pick.py:Logprobs, with n likeliest tokens."""
     head = torch.stack((tokens, ranks, _float64_bits(token_logprobs)), -1)
     return torch.cat((head, torch.stack((top_ids, _float64_bits(top_logprobs)), -1).flatten(-2)), -1)
 
@@ -22,7 +23,8 @@ def _float64_bits(values: Tensor) -> Tensor:
 def _top_ids(logits: Tensor, k: int) -> Tensor:
     """Returns the ids [N, k] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
-    For a vocabulary this takes half the time of ordered_topk, but the host must check for ties at the last place.
+    For a vocabulary, this takes half the time of ordered_topk.  But the host must wait for the values, because more
+    logits must be read if the last logit read equals the k-th.
     """
     vocab, num_read = logits.shape[1], 2 * k
     values, ids = logits.topk(min(num_read, vocab))
@@ -43,13 +45,14 @@ def accumulation_dtype(logits: Tensor) -> torch.dtype:
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
+    """Write the target's log-probabilities of emitted tokens to one entry of the ring.
 
-    ring: [entries, >= B, >= W, words(n)] int64, rows in the layout of espalier/logprobs.py; the rows of a request are
-    contiguous.  n: the most top tokens that a request may ask for.  logits: [B, D, V].  rows: [B, W] int64,
-    the row of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a
-    request's tokens were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants;
-    below 0 for a request without log-probabilities.  Tokens of equal logits are in order of ids.
+    Neither temperature nor masks are applied.  entry: [1] int64, the entry's index.  ring: [entries, >= B, >= W,
+    row_words(n)] int64, rows in the layout of espalier/logprobs.py, contiguous for a request.  n: how many likeliest
+    tokens a request may ask for.  logits: [B, D, V].  rows: [B, W] int64, the row of the logits from which each token
+    was sampled.  tokens: [B, W] int64.  length: [B] int64, how many of a request's tokens were emitted.
+    num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a request without
+    log-probabilities.  Tokens of equal logits are in order of ids.
     """
     if not bool((num_logprobs >= 0).any()):
         return

@@ -1,8 +1,9 @@
-"""Chooses the rows that a query attends to in layers with an indexer: the rows whose index keys score highest.
+"""Sparse attention with an indexer: chooses the rows of K and V that a query attends to, by the scores of index keys.
 
 A query has several index heads, each with a weight.  The score of a row is the sum over heads of weight · max(q · k, 0)
 (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Among equal scores the later position comes first, so a selection
-depends only on scores and positions.  This module also splits the committed rows of requests (KVSplits).
+depends only on scores and positions.  This module also splits the committed rows of requests (KVSplits), so that
+several programs of an attention kernel share a request.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows per group.  A selection first reads the highest score of each group, so that it reads few rows.
+# Adjacent rows per group.  A selection first reads the highest score of each group.  Then it reads only few groups.
 SCORE_GROUP_SIZE = 8
-# Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
+# Splits start at multiples of this number of rows.  No attention kernel reads larger blocks of rows (BLOCK_N).
 SPLIT_ALIGNMENT = 64
-# The fewest rows of a split: to merge a shorter split takes longer than the split saves.  MIN_SHORT_SPLIT_ROWS is for
-# up to SMALL_TILE_QUERIES packed queries, whose partial results are small.  MIN_LARGE_TILE_SPLIT_ROWS is for large
-# tiles, whose partial results are large.  Requests with one tile of queries over wide latent rows also get short
-# splits, because one program reads wide rows slowly.
+# The fewest rows of a split.  A shorter split would save less time than its merge takes.  MIN_SHORT_SPLIT_ROWS is for
+# up to SMALL_TILE_QUERIES packed queries (queries x query heads per KV head), whose partial results are small.
+# MIN_LARGE_TILE_SPLIT_ROWS is for large tiles of queries, whose partial results are large.  Requests with one tile of
+# queries over wide latent rows also get short splits, because one program reads wide rows slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
 # The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
 MAX_SPLIT_ROWS = 2048
-# Number of programs that fill a GPU (H200, docs/log.md): two per multiprocessor, because one reads K and V at about
-# half of its bandwidth.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
+# Number of programs that fill a GPU (H200, docs/log.md): two per multiprocessor, because one program alone reads K and
+# V at about half of the bandwidth.  With a large tile of packed queries, one program keeps the tensor cores busy.
 TARGET_PROGRAMS = 256
 LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
 # The most rows of a split if one request fills half of LARGE_TILE_PROGRAMS (a prefill chunk).  With shorter splits,
 # merging the large partial results took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
-# Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a
-# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
+# Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a multiprocessor.  A
+# partial result has up to 512 values, which makes merging slow.  So fewer, longer splits are faster.
 LATENT_TILE_QUERIES, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
 # The most splits of one request.  MAX_SPLITS_OF_FEW_HEADS is for wide latent rows, and for few requests with few KV
 # heads, because with MAX_SPLITS splits a part of the GPU would be idle.
@@ -67,10 +68,10 @@ class IndexerNorm(NamedTuple):
 
 
 class IndexerInputs(NamedTuple):
-    """The indexer's values for new rows.
+    """The indexer's queries, keys and weights for new rows, before norm and RoPE.
 
-    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64).
-    rotation: the rotation of the first values of q and k.
+    q: [N, heads, size].  k: [N, size].  weights: [N, heads] float32 (float64 for float64), the weight of each head.
+    norm: the norm of k.  rotation: the RoPE of the first values of q and k.
     interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentFormat.interleaved.
     """
 
@@ -83,7 +84,7 @@ class IndexerInputs(NamedTuple):
 
 
 class IndexerQueries(NamedTuple):
-    """The index queries of rows.  q: [.., heads, size], rotated.  weights: [.., heads]."""
+    """The index queries of rows.  q: [.., heads, size], after RoPE.  weights: [.., heads], the weight of each head."""
 
     q: Tensor
     weights: Tensor
@@ -93,8 +94,8 @@ class IndexerQueries(NamedTuple):
 class IndexerKeys:
     """The index keys of committed and staged rows.
 
-    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
-    first_position .. length - 1 exist.  staged: [B, R, 1, size].
+    committed: [rows, 1, size], the index keys in the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
+    first_position .. length - 1 exist.  staged: [B, R, 1, size], the index keys of this pass.
     """
 
     committed: Tensor
@@ -106,7 +107,7 @@ class IndexerKeys:
 
 
 class IndexerScores(NamedTuple):
-    """Scores of C positions and R staged rows.
+    """The index scores of C committed positions and R staged rows, for each query.
 
     row_scores: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
     group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest score of each
@@ -133,9 +134,9 @@ class IndexerScores(NamedTuple):
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, the number of
-    chosen rows; the entries after them are the dummy row.  A request with at most topk committed and staged rows has
-    count 0: its queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position, then dummy rows.  counts: [B, Q] int64,
+    the number of chosen rows of the pages.  If a request has at most topk committed and staged rows, the count is 0,
+    and its queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, in the form of ancestor bits.
     """
 
     rows: Tensor
@@ -144,7 +145,7 @@ class SelectedRows(NamedTuple):
 
 
 def mark_top_rows(scores: Tensor, topk: int) -> Tensor:
-    """Returns [..., N] bool: the topk highest of scores [..., N]; all scores above -inf if there are fewer.
+    """Returns [..., N] bool: whether each of scores [..., N] is above -inf and among the topk highest.
 
     The columns are in order of position.  Among equal scores, later positions are chosen.
     """
@@ -175,7 +176,10 @@ def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
 
 @op("espalier.kernels.layers.index_rows", tensor="indexer_inputs.q")
 def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
-    """Norm and rotate the keys, and store them in cache_rows [N] of plane [R, 1, size].  Returns the rotated q."""
+    """Norm and rotate the index keys, and write them to rows cache_rows [N] of `plane` [R, 1, size].
+
+    Returns the index queries [N, heads, size], rotated.
+    """
     norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
     size = indexer_inputs.k.shape[-1]
     k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
@@ -184,6 +188,7 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     return q
 
 
+# Rotates the first `rotary` values of each head of x [N, heads, size].
 def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
     if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -193,10 +198,10 @@ def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) 
 
 @op("espalier.kernels.attention.index_scores", tensor="queries.q")
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
-    """Returns the scores of all rows for each query.
+    """Returns the scores of all committed and staged rows for each query.
 
-    The score is -inf for rows that exist but that a query does not see: positions below first_position, and staged rows
-    whose bit is not set in ancestor_bits [B, Q, W].
+    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to.  The score is -inf for other staged rows
+    and for positions below first_position.
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -220,9 +225,9 @@ def max_group_scores(row_scores: Tensor, capacity: int) -> Tensor:
 
 @op("espalier.kernels.attention.select_rows", tensor="scores.row_scores")
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """Chooses the rows with the topk highest scores.  Exact.
+    """Chooses the rows with the topk highest scores.  The kernel chooses exactly the reference's rows.
 
-    scores: the result of index_scores.  length: [B] int64, the number of committed rows.
+    scores: the result of index_scores.  length: [B] int64, the number of committed rows of each request.
     page_table: [B, T] int32, for C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
@@ -234,7 +239,7 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
-    # `order` lists the chosen positions in ascending order, then the others.
+    # `order` lists the chosen positions in ascending order, then the positions that are not chosen.
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     is_chosen = torch.arange(width, device=rows.device) < count[..., None]
     of_pages = page_rows(page_table, order.flatten(1), page_size, is_chosen.flatten(1)).view(order.shape)
@@ -243,10 +248,11 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
 
 @dataclass(frozen=True)
 class KVSplitPolicy:
-    """How a pass splits the committed rows of each request.
+    """How a pass splits the committed rows of each request among the programs of an attention kernel.
 
     num_splits: the number of splits of most requests.  A request whose splits would be shorter than min_split_rows gets
-    fewer.  A request whose splits would exceed max_split_rows gets more, but at most max_splits splits of any length.
+    fewer splits.  A request whose splits would be longer than max_split_rows gets more splits, but at most max_splits;
+    then its splits may be longer than max_split_rows.
     """
 
     num_splits: int
@@ -267,10 +273,10 @@ class KVSplitPolicy:
     ) -> KVSplitPolicy:
         """Returns the policy that fills a GPU with programs, within the limits of the partial results.
 
-        num_queries: per request.  group_size: query heads per KV head.  max_rows: the most committed rows of a request.
-        The batch_size is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch get
-        the same splits.  is_wide_latent: whether a kernel for wide latent rows runs (latent_attention.py,
-        hopper/latent.py).
+        num_queries: the queries of each request.  group_size: query heads per KV head.  max_rows: the most committed
+        rows of a request.  batch_size is rounded up to its bucket (layout.next_bucket), so that a CUDA graph, whose
+        batch is padded, and an eager launch get the same splits.  v_size: the values of V per KV head.
+        is_wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
         """
         batch_size, packed_queries = next_bucket(batch_size), num_queries * group_size
         target_programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
@@ -302,8 +308,8 @@ class KVSplitPolicy:
         return cls(num_splits, num_splits if fits_max_rows else max_splits, max_split_rows, min_split_rows)
 
     def rows_per_split(self, num_rows: int) -> int:
-        """Returns the rows per split: an equal share of `num_rows`, rounded up to a multiple of SPLIT_ALIGNMENT.
-        The last split may have fewer rows."""
+        """Returns the rows per split of a request with `num_rows` committed rows, a multiple of SPLIT_ALIGNMENT.
+        The last split may have fewer rows than the other splits."""
         num_wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
         count = min(max(num_wanted, 1), self.max_splits)
         return max(-(-num_rows // (count * SPLIT_ALIGNMENT)), 1) * SPLIT_ALIGNMENT
@@ -314,8 +320,8 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
-    request are neighbours, in the order of their positions.  Without a window, requests with longer splits come first.
-    starts: [2 · B + 1] int32: each request's first split, the number of all splits, then splits per request.
+    request are adjacent, in order of position.  Without a window, requests with longer splits come first.
+    starts: [2 · B + 1] int32: the first split of each request, the number of all splits, the splits of each request.
     """
 
     table: Tensor
@@ -334,8 +340,9 @@ def kv_splits(
 ) -> KVSplits:
     """Splits the committed rows first_position .. length - 1 of each request.
 
-    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries
-    are in no split.  window: 0: no window, and positions may be None.
+    length: [B] int64, the number of committed rows.  window: as in LayerSpec; 0 for no window.  positions: [B, Q]
+    int64, the positions of the queries, needed only with a window.  Rows before the windows of all queries are left
+    out.  The first split begins at a multiple of SPLIT_ALIGNMENT, so it may contain a few earlier rows.
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Reads and writes of a launch's state: slots, chains of known tokens, rows of pages, results."""
+"""Operations that read and write the data of a launch: slots of requests, known tokens, rows of pages, results."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,13 +12,15 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import DUMMY_ROW
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 
+# The value of a column of results that no field fills.
 EMPTY_COLUMN = -1
 
 
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
-    """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
+    """Returns the rows of pages [B, P] int64 that hold positions [B, P] int64.  page_table: [B, T] int32.
 
-    Positions past the table, which only padding has, use the table's last column.  is_kept: False: the dummy row.
+    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; the result is
+    the dummy row where it is False.  None: all positions are kept.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
@@ -26,16 +28,17 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Te
 
 
 class AcceptedNodes(NamedTuple):
-    """A round's accepted nodes.  nodes: [B, W], from the root down.  nodes_per_request: staged rows of each request."""
+    """The accepted paths of a round.  nodes: [B, W] int64, the indices of each path's nodes from the root down.
+    nodes_per_request: the number of nodes of a tree.  Each node has a staged row (new K and V)."""
 
     nodes: Tensor
     nodes_per_request: int
 
 
 class RowCopies(NamedTuple):
-    """The rows to copy after a round.
+    """The rows of K and V to copy after a round, by index.
 
-    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; 0: the row is not copied.
+    source: [B, W], rows of the target's staging buffers.  destination: [B, W], rows of the target's pages; 0: no copy.
     """
 
     source: Tensor
@@ -44,14 +47,14 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, how many decided tokens the history did not have.  copies: None for a prefill."""
+    num_new_tokens: [B] int64, how many tokens are new in the slot's history.  copies: None for a prefill pass."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
 
 
 class TokenChain(NamedTuple):
-    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the page row of each token."""
+    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the row of the pages for each token."""
 
     positions: Tensor
     tokens: Tensor
@@ -59,14 +62,14 @@ class TokenChain(NamedTuple):
 
 
 def load_carried_field(slots: BatchState, field_name: str) -> Tensor:
-    """Returns the values [B, 1, H] that `store_carried_field` stored.  Exact."""
+    """Returns the values [B, 1, H] that `store_carried_field` stored in each slot in an earlier launch."""
     return gather_rows(slots.index[None], slots.table.carried[field_name][None]).transpose(0, 1)
 
 
 def check_row_copies(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Check the shapes of commit_rows.  Returns (staged, committed).
+    """Check the shapes of commit_rows' arguments.  Returns (staged, committed).
     FP8 tensors are returned as bytes, because PyTorch cannot copy FP8 rows by index."""
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
@@ -83,19 +86,19 @@ def check_row_copies(
 def advance(
     slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
-    """Decide `num_tokens` [B] more tokens of each slot; the last of them becomes its root.
+    """Move each slot forward by `num_tokens` [B] tokens.  The last of these tokens becomes the slot's root.
 
-    picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
-    tokens are already in the history.  If the history knows a token at a position, the picked token is dropped.
-    count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
-    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with no tokens is
-    padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.
+    picked_tokens: [B, W] int64, the last W of these tokens, or all if there are fewer.  Earlier tokens are already in
+    the history.  If the history has a known token at a position, this token stays, and the picked token is dropped.
+    count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes, whose rows must be copied to
+    the positions from prefix_len on; None for a prefill pass, whose rows Pass.commit copies.  A slot with num_tokens 0
+    is padding and does not change.  Only padding may name a slot twice.  Raises EspalierError if sizes do not agree.
     """
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < num_tokens[:, None]
     token_positions = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
-    # History entries of undecided tokens keep their present token.
+    # At the other positions, the history keeps its token.
     columns = token_positions.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     is_new = decided & (token_positions >= table.known_len[slots.index][:, None])
@@ -118,9 +121,9 @@ def advance(
 
 @op("espalier.kernels.state.batch_state", tensor="slot_indices")
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
-    """Writes `page_updates` to the page tables, then returns the BatchState of slots [B] int64.  Exact.
+    """Writes `page_updates` to the page tables, then returns the BatchState of the slots `slot_indices` [B] int64.
 
-    page_updates: an update of any slots; if it has several values for one cell, they must be equal.
+    page_updates: an update of any slots of the table; several values for one cell must be equal.
     """
     if page_updates is not None:
         table.write({"page_table": page_updates})
@@ -139,10 +142,10 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
 def read_chain(
     slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
-    """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on, in `row_width` rows.
+    """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on.
 
-    Later rows have the token `padding`; None: the root.  Later rows and rows below commit_from have the
-    dummy row as their page row.  Exact.
+    The result has W = row_width columns.  In the columns after num_tokens, the token is `padding`; None: the root.
+    The page row is the dummy row in these columns, and at positions below commit_from, whose pages are shared.
     """
     offsets = torch.arange(row_width, device=num_tokens.device)
     positions = slots.prefix_len[:, None] + first_offset + offsets
@@ -156,7 +159,7 @@ def read_chain(
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
     """Store row num_tokens - 1 (row 0 for no tokens) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    field_name: the name of the carried field (DraftSpec.slot_tensor_shapes).  num_tokens: [B].  Exact.
+    field_name: a name in DraftSpec.slot_tensor_shapes.  num_tokens: [B] int64.
     """
     last = (num_tokens - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
     slots.table.carried[field_name][slots.index] = values.gather(1, last)[:, 0]
@@ -168,9 +171,9 @@ def commit_rows(
 ) -> None:
     """Copy rows `source_rows` [N] of the staged tensors to destination_rows [N] of the committed tensors.
 
-    Each tensor is [layers, rows, heads, size]: the stacked planes of a group of layers.  `destination_rows` has no row
-    twice, except the dummy row 0, which is not written.
-    Raises EspalierError if shapes do not agree.
+    Each tensor is [layers, rows, heads, size], such as K or V of a group of layers.  staged: the rows of this pass;
+    committed: the rows of pages.  No row may be in `destination_rows` twice, except the dummy row 0, which is not
+    written.  Raises EspalierError if shapes do not agree.
     """
     staged, committed = check_row_copies(staged, committed, source_rows, destination_rows)
     for src, dst in zip(staged, committed, strict=True):
@@ -181,11 +184,11 @@ def commit_rows(
 
 @op("espalier.kernels.state.commit")
 def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[int, Tensor]) -> None:
-    """Write the first B rows of one entry of a ring.
+    """Write a launch's results for B requests to the first B rows of one entry of the results ring.
 
-    ring: [entries, rows, width] int64, with adjacent columns.  entry_index: [1], the entry's index.  fields_by_column:
-    tensors [B, columns] int64 or float32, by their first column.  float32 is written as its bits.  Columns without a
-    field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.  Exact.
+    ring: [entries, rows, width] int64, contiguous in the last dimension.  entry_index: [1], the entry's index.
+    fields_by_column: for each field its first column, and its values [B, columns] int64 or float32.  A float32 value is
+    written as its bits.  Columns without a field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.
     """
     batch = next(iter(fields_by_column.values())).shape[0]
     entry_rows = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)

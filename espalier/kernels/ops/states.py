@@ -1,8 +1,9 @@
-"""The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
+"""The operations of a layer with a recurrent state: convolve the inputs of rows, compute outputs, update states.
 
-The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* is a copy of a state after
-some number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
-and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
+The tables of states have a row for each slot (request), and rows for snapshots (cache/states.py).  A *snapshot* is a
+copy of a state after some number of rows.  A *tail* is the last inputs of a convolution.  Everything is computed in
+float32 (float64 for float64).  On a GPU, the references run for float64 and for trees of more than MAX_TREE_ROWS nodes.
+They have static shapes, as CUDA graphs need.
 """
 
 from typing import NamedTuple
@@ -40,11 +41,11 @@ MAX_ROUNDED_VALUES = 16384
 class ConvColumns(NamedTuple):
     """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
-    heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from a
-    head of q or k to the next.  v_group_stride: columns from a group of v's heads, which share a head of k, to the
-    next.
-    normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of k_size.
+    heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a layer with a convolution
+    only.  channels: the number of all channels.
+    q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from
+    one head of q or k to the next.  v_group_stride: columns from one group of v's heads, which share a head of k, to
+    the next.  normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of k_size.
     """
 
     heads: int
@@ -70,7 +71,7 @@ class ConvColumns(NamedTuple):
         return self.channels - 2 * self.num_q_channels if not self.k_heads else self.heads // self.k_heads * self.v_size
 
     def in_channel_order(self, inputs: Tensor) -> Tensor:
-        """Inputs [N, columns] -> [N, channels], in the order of the convolution's channels."""
+        """Returns inputs [N, columns] as [N, channels], in the order of the convolution's channels."""
         q, k, v, size = self.q_column, self.k_column, self.v_column, self.num_q_channels
         if self.k_head_stride == self.k_size and self.v_group_stride == self.v_group_channels:
             if (k, v) == (q + size, q + 2 * size):
@@ -99,7 +100,7 @@ def ordered_conv_columns(
 
 
 def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) -> Tensor:
-    """values [N, columns] -> [N, groups · width]: the groups of `width` columns that begin every `stride` columns."""
+    """Returns [N, num_groups · width]: of values [N, columns], `width` columns from each multiple of `stride` on."""
     if stride == width:
         return values[:, : num_groups * width]
     first_columns = torch.arange(num_groups, device=values.device) * stride
@@ -107,12 +108,13 @@ def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) ->
 
 
 class GateInputs(NamedTuple):
-    """The inputs of gates.  A row decays a state by exp(-exp(A_log) · t), with t = softplus(`decay` + dt_bias).
+    """The inputs of gates.  A row multiplies the state by exp(-exp(A_log) · t), with t = softplus(`decay` + dt_bias).
 
     decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
-    `group_size` heads share a head of k; their columns are adjacent, and begin every `column_stride` columns.
-    beta: beta before its sigmoid, in the form of `decay`; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads],
-    float32 at least.  dt_bounds: the least and the largest t; None: no bound.
+    Each head has a column.  The columns of `group_size` heads, which share a head of k, are adjacent; such a group
+    begins every `column_stride` columns.
+    beta: the logits of beta, whose sigmoid is beta, in the form of `decay`; None if beta is t (Mamba-2).
+    A_log, dt_bias: [heads], float32 or float64.  dt_bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor
@@ -124,7 +126,7 @@ class GateInputs(NamedTuple):
     dt_bounds: tuple[float | None, float | None] = (None, None)
 
     def compute_gates(self, dtype: torch.dtype) -> Tensor:
-        """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
+        """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's dtype."""
         sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
         wide_dtype = self.A_log.dtype
         decay = strided_columns(add_partial_sums.reference(self.decay, dtype), *sizes).to(wide_dtype)
@@ -138,10 +140,11 @@ class GateInputs(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """The rows of a pass, `width` for each request.
+    """The rows of a pass: B batch rows of `width` rows each.
 
-    tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree; None
-    for a chain.  continues_previous: [B] bool, whether a batch row continues the request of the last; None: none does.
+    tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B], the table row of each batch row.
+    parents: [B, width], the parent of each row of a tree; None for a chain.  continues_previous: [B] bool, whether a
+    batch row is the next piece of the prompt of the batch row before; None: no batch row is.
     """
 
     tail: Tensor
@@ -154,9 +157,9 @@ class RowInputs(NamedTuple):
 class PreparedRows(NamedTuple):
     """The buffers that `prepare_rows` fills.
 
-    q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  For a convolution without heads, v is its
-    output [N, channels], and q, k and gates are None.  inputs: [N, channels], a copy of the convolution's inputs;
-    None: no copy.
+    q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  In a layer with a convolution only, v is the
+    convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], for a copy of the
+    convolution's inputs; None: no copy.
     """
 
     q: Tensor | None
@@ -174,14 +177,15 @@ class SlotStates(NamedTuple):
 
 
 class PathRows(NamedTuple):
-    """The rows that update the states, and the snapshots to save.
+    """The rows that update the states of B batch rows, and the snapshots to save.
 
-    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: each request has `width`
-    staged rows, and all are in order.  row_counts: [B], how many rows update the state.
+    slots: [B], the table row of each batch row.  source_rows: [B, width], the indices of the staged rows (rows of this
+    pass) that update each state, in order; None: each batch row has `width` staged rows, already in order.
+    row_counts: [B], how many of these rows update the state.
     snapshot_counts: [B], after how many rows a snapshot is saved; 0: no snapshot.  snapshot_rows: [B], the table row
     that gets the snapshot.  Without snapshots, snapshot_counts and snapshot_rows are None.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
-    spare_row: the table row to which unneeded states are written.
+    spare_row: a table row that is never read.  The references write states there that must not be kept.
     """
 
     slots: Tensor
@@ -217,7 +221,7 @@ def prepare_rows(
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
-    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
+    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the dtype of rows.tail.
     """
     inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
     ordered = columns.in_channel_order(inputs)
@@ -243,11 +247,11 @@ def prepare_rows(
 
 
 def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels]."""
+    """Returns the tails [B, taps - 1, channels]: the inputs before each batch row.  ordered_inputs: [N, channels]."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
-    # If a batch row continues the batch row before, that has `width` existing rows, and its last rows are the tail.
+    # A batch row that is continued by the next batch row is full, so its last rows are the tail of the next.
     last = ordered_inputs.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
     return last.where(rows.continues_previous[:, None, None], tail)
 
@@ -267,9 +271,10 @@ def tree_outputs(
     """Returns the output of each node, [B, D, heads, v_size] in v's dtype.
 
     The output of a node is computed from the slot's state, updated by the node's ancestors and the node.
-    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, ancestor bits.  skip_weight: [heads]; skip · v is added
-    to the output.  is_delta_rule: whether the update is the delta rule's.  NaN or infinity in a node makes its
-    descendants' outputs NaN on a GPU, and all outputs of the tree on a CPU.
+    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, as Tree.ancestors.  skip_weight: [heads]; each output
+    gets skip_weight · v added; None: nothing is added.  is_delta_rule: whether rows update states by the delta rule.
+    If a node has NaN or infinity, the outputs of the node and its descendants become NaN on a GPU, and all outputs of
+    the tree on a CPU.
     """
     before, mask = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
     return _add_skip(row_outputs(q, solve_updates(rows, before, mask, is_delta_rule), before, mask), rows, skip_weight)
@@ -279,7 +284,7 @@ def tree_outputs(
 def chain_outputs(
     q: Tensor, rows: StateRows, state: SlotStates, path: PathRows, skip_weight: Tensor | None, is_delta_rule: bool
 ) -> Tensor:
-    """Returns the outputs of a chain of rows, [B, R, heads, v_size] in v's dtype, and updates the slots' states."""
+    """Returns the outputs of a chain of rows, as tree_outputs for a tree, and updates the slots' states."""
     before = state.table[state.slots]
     scan_rows = scan if path.continues_previous is None or not len(q) else _make_piecewise_scan(path.continues_previous)
     scanned = scan_rows(q, rows, before, path.row_counts, path.snapshot_counts, is_delta_rule)
@@ -291,7 +296,7 @@ def chain_outputs(
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule: bool) -> None:
     """Update the slots' states by the rows of accepted paths, in every layer.
 
-    state: [layers, table rows, heads, k_size, v_size].  rows: the staged rows, [layers, n, ...] each.
+    state: [layers, table rows, heads, k_size, v_size].  rows: all staged rows of the pass, [layers, n, ...] each.
     """
     assert path.source_rows is not None
     mask = causal_mask(path.width, state.device)
@@ -303,9 +308,9 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
 
 @op("espalier.kernels.recurrence.path", condition=lambda tail: _supports_kernels(tail))
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
-    """Shift the last inputs of accepted paths into the tails.
+    """Update the tails by the convolution's inputs on accepted paths, in every layer.
 
-    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns].
+    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns], at all staged rows of the pass.
     """
     for layer, table in enumerate(tail):
         ordered = columns.in_channel_order(inputs[layer])
@@ -316,11 +321,11 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
 
 
 class OutputGate(NamedTuple):
-    """The gate of a layer's output.
+    """The gate of a layer's output.  A group is the columns that are normed together, such as a head.
 
-    values: [N, columns], or partial sums [parts, N, columns] float32.  Every `column_stride` columns, the columns of
-    `adjacent_groups` groups begin.  is_before_norm: if true, the gate is applied before the norm, and each group has
-    its own norm weight; if false, the gate is applied after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  The columns of `adjacent_groups` groups are
+    adjacent, and begin at each multiple of `column_stride`.  is_before_norm: whether the gate is applied before the
+    norm.  If so, each group has its own norm weight; if not, all groups share the weight.
     """
 
     values: Tensor
@@ -330,7 +335,7 @@ class OutputGate(NamedTuple):
 
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
-    """Returns whether `gated_norm` can round: one scale must cover a short row, or a group of 2^n columns."""
+    """Returns whether `gated_norm` can round to FP8: a scale must cover a short row, or one group of 2^n columns."""
     columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
     row_values *= next_power_of_2(group_size)
     is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
@@ -343,8 +348,8 @@ def gated_norm(
 ) -> InputRows:
     """Returns [N, groups · size]: each group of x [N, groups, size] with its RMS norm and the factor silu(gate).
 
-    gate.is_before_norm decides which of the two is applied first.
-    weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
+    gate.is_before_norm decides whether the factor or the norm is applied first.
+    weight: the weight of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
     rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
     """
     if rounding is not None:
@@ -369,13 +374,15 @@ def gated_norm(
     return (rms_norm.reference(x, weight, eps).to(wide_dtype) * values).to(x.dtype).flatten(1)
 
 
+# Returns out + skip_weight · v, or `out` without a skip_weight, in v's dtype.
 def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tensor:
     out = out if skip_weight is None else torch.addcmul(out, skip_weight[:, None], rows.v.to(out.dtype))
     return out.to(rows.v.dtype)
 
 
 def _make_piecewise_scan(continues_previous: Tensor):
-    """Returns a function like `scan` that runs one batch row after the other.  A row may start from the last state."""
+    """Returns a function like `scan` that runs one batch row after another.
+    Where continues_previous [B] is True, a batch row starts from the state after the batch row before."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool

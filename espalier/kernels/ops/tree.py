@@ -1,4 +1,4 @@
-"""Operations on the tree of a round: the beams of a level, the selection of nodes, and the accepted path."""
+"""Operations on a round's draft tree: select the beams of a level, select the tree's nodes, and accept a path."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
+# The token of a void node.  Void nodes fill up a tree that has fewer nodes than its layout.
 VOID = -1
-# One value for each candidate of a draft (the pool), [B, n]: in one tensor, or in one tensor for each level.
+# One value for each of a draft's n candidates (the pool): one tensor [B, n], or one tensor for each level.
 Pool = Sequence[Tensor]
 # The most scores that ordered_topk sorts.  For more scores it uses torch.topk.
 MAX_SORTED = 64
 
 
 class Tree(NamedTuple):
-    """The trees of a batch.
+    """The draft trees of a batch, with D nodes each.  Node 0 is the root.
 
-    tokens: [B, D] int64; -1 for void nodes.
-    parents: [B, D] int64, the index of the parent node; the root is its own parent.
+    tokens: [B, D] int64, the token of each node; -1 for void nodes.
+    parents: [B, D] int64, the index of the parent node; 0 for the root and for void nodes.
     depths: [B, D] int64, the distance from the root; 1 for void nodes.
     scores: [B, D] float32, the log-probability of the path; 0 for the root, -inf for void nodes.
-    ancestors: [B, D, W] int64; bit j of a node is set if node j is an ancestor of the node, or the node itself.
+    ancestors: [B, D, W] int64, W words of bits per node.  Bit j of node i is set if node j is an ancestor of node i, or
+    node i itself.
     """
 
     tokens: Tensor
@@ -61,22 +63,22 @@ class Tree(NamedTuple):
         return first._replace(ancestors=first.ancestors[..., : -(-num_nodes // ANCESTOR_BITS)].contiguous())
 
     def best_nodes(self, num_kept: int) -> Tensor:
-        """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
+        """Returns the flat indices [num_kept], ascending, of the nodes with the highest scores among all B · D nodes.
 
-        All roots are among them.  Ties go to the lower index, so ancestors are chosen too.  num_kept: at least B.
+        All B roots are kept, so num_kept must be at least B.  The ancestors of a kept node are also kept, because their
+        scores are not lower, and ties go to the lower index.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
 
     def keep_nodes(self, kept_nodes: Tensor) -> Tree:
-        """Returns the trees with all nodes void but `kept_nodes` (see best_nodes).  Nodes keep their indices."""
+        """Returns trees whose nodes outside `kept_nodes` (from best_nodes) are void.  Nodes keep their indices."""
         is_dropped = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, kept_nodes, False)
         return self._void_nodes(is_dropped.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
-        """Returns the trees without the nodes deeper than `max_depth` [B], which become void.
-        The root always stays."""
+        """Returns trees whose nodes deeper than `max_depth` [B] are void.  The root always stays."""
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
@@ -94,15 +96,15 @@ class Tree(NamedTuple):
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
-        """Returns [B, D]: the position of each node in the target."""
-        # The root's depth is 0.
+        """Returns [B, D]: the position of each node's token in its request.  prefix_len: [B], the root's position."""
+        # A tree of one node is only a root, whose depth is 0.
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
 def check_pool_sizes(
     root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int
 ) -> tuple[int, int, int]:
-    """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
+    """Check the arguments of `select_tree`.  Returns (batch size, candidates per request, levels of candidates)."""
     batch, size, by_level = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
     for level, (level_tokens, level_scores) in enumerate(zip(tokens, scores, strict=True)):
         num_values = size if not by_level else topk**2 if level else topk
@@ -123,11 +125,11 @@ def check_pool_sizes(
 
 
 class SelectedBeams(NamedTuple):
-    """The beams of a level, best first.
+    """The beams of a level, best first: the K best of the P · K candidates that `select_beams` takes.
 
-    scores: [B, K] float32.  candidate_indices: [B, K] int64, each beam's index among the level's candidates.
-    parents: [B, K] int64, the index of each beam's parent among the P parent rows.  ancestor_bits: [B, K, W] int64, the
-    bits of each beam's ancestors among the draft rows, and of the beam itself.
+    scores: [B, K] float32, path scores.  candidate_indices: [B, K] int64, the index of each beam among the candidates.
+    parents: [B, K] int64, the index of each beam's parent, 0 to P - 1.  ancestor_bits: [B, K, W] int64, the bits of the
+    draft rows that each beam attends to: its ancestors and itself.
     """
 
     scores: Tensor
@@ -144,8 +146,8 @@ def comparable_scores(scores: Tensor) -> Tensor:
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns (values, indices) of the k best scores of the last dimension.  Ties go to the lower index.
 
-    torch.topk does not define the order of ties.  scores: float32; NaN counts as -inf.  If there are fewer than k
-    scores, the remaining values are -inf with index 0.
+    torch.topk alone does not define the order of equal scores.  scores: float32; NaN counts as -inf.  If there are
+    fewer than k scores, the remaining values are -inf with index 0.
     """
     width = scores.shape[-1]
     scores = comparable_scores(scores)
@@ -164,8 +166,8 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
-    """Returns the indices of ordered_topk.
-    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
+    """Returns the indices of ordered_topk, by torch.topk of integers that are all different.
+    For a vocabulary, a sort would take 3 to 15 times as long.  For up to MAX_SORTED scores, a sort takes less time."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
     # Integers in the order of the floats, computed in place, because allocating tensors would take most of the time.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
@@ -175,12 +177,12 @@ def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
 
 
 class AcceptedPath(NamedTuple):
-    """The accepted path of each request.  All tensors are int64.
+    """The accepted path of each request.  All tensors are int64.  S: the steps, which are the greatest depth.
 
-    rows: [B, S+1], the nodes of the path from the root down; zeros past length.
+    rows: [B, S+1], the indices of the path's nodes from the root down; 0 after the last node.
     length: [B], the number of emitted tokens (the accept length); 0 for padding.
-    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
-    num_finite: [B], how many of the emitted tokens, from the first on, were sampled from finite logits.
+    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; then zeros.
+    num_finite: [B], the number of emitted tokens before the first token that was sampled from NaN or infinite logits.
     """
 
     rows: Tensor
@@ -209,7 +211,7 @@ def path_nodes(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int)
 
 @op("espalier.kernels.tree.select_tree")
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
-    """Returns the tree of the root and the best num_nodes - 1 candidates, by score, then by index in the pool.
+    """Returns the trees of the root and the best num_nodes - 1 candidates.  Of equal scores, the lower index is better.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates.
     Level 1 has topk candidates.  Each later level has topk² candidates: topk for each beam of the level before.  A
@@ -217,7 +219,8 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
-    the remaining nodes are void: token -1, parent 0, depth 1, no other ancestor.  Raises EspalierError.  Exact.
+    the remaining nodes are void: token -1, parent 0, depth 1, and only the node's own ancestor bit.  Raises
+    EspalierError for wrong sizes.  Kernel and reference agree exactly.
     """
     _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
@@ -226,10 +229,10 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     void = path_scores.gather(1, chosen) == -torch.inf
     nodes = torch.arange(1, num_nodes, device=chosen.device).expand_as(chosen)
     node_of = torch.zeros_like(pool).scatter_(1, chosen, nodes)
-    # For each beam, the pool index of the first candidate of its level.
+    # For each beam, the pool index of the first candidate of the beam's level.
     beam_level = torch.arange(beam_indices.shape[1], device=chosen.device) // topk
     first_candidates = torch.where(beam_level > 0, topk + (beam_level - 1) * topk**2, 0)
-    # Candidates of level 1 continue the root, which is node 0.
+    # The parent of the candidates of level 1 is the root, node 0.
     parent_node = torch.nn.functional.pad(node_of.gather(1, beam_indices + first_candidates), (1, 0)).gather(
         1, chosen // topk
     )
@@ -248,11 +251,13 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_ancestor_words: int
 ) -> SelectedBeams:
-    """Selects the K best of P · K candidates.  The new beams become the draft rows first_row .. first_row + K - 1.
+    """Selects the beams of a level: the K best of P · K candidates, which are K children of each of P parents.
 
-    tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
-    parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
-    rows; the new rows' tokens are written here.  num_ancestor_words: W.  Raises EspalierError for wrong sizes.  Exact.
+    The draft model runs over the beams next, as its rows first_row .. first_row + K - 1 of this round (draft rows).
+    tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, the bits of the
+    draft rows that each parent attends to; None: the only parent is the root, which is not a draft row.
+    path: [B, rows] int64, the tokens of all draft rows; the beams' tokens are written here.  num_ancestor_words: W.
+    Raises EspalierError for wrong sizes.  Kernel and reference agree exactly.
     """
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
@@ -270,10 +275,11 @@ def accept(
 ) -> AcceptedPath:
     """Returns the longest path that the target would have produced without a draft, for greedy and sampled requests.
 
-    tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
-    [B, D] bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never
-    accepted.  is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node
-    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError.  Exact.
+    tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the token that the target sampled after each
+    node.  is_finite: [B, D] bool, whether this token was sampled from finite logits.  max_accept_depth: [B] int64;
+    deeper nodes are never accepted.  is_real: [B] bool, False for entries that only pad the batch.
+    Siblings have distinct tokens, so at most one child of a node matches.  Of equally deep paths, the path with the
+    lower last node wins.  Raises EspalierError for wrong sizes.  Kernel and reference agree exactly.
     """
     tokens, parents, depths, _, ancestors = tree
     matches = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
@@ -291,8 +297,8 @@ def accept(
 
 @op("espalier.kernels.tree.accept")
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
-    """Returns out [B, W, p·n] with out[b, w] = values[b, rows[b, w]].  Exact.
+    """Returns out [B, W, p·n] with out[b, w] = values[b, rows[b, w]], an exact copy.
 
-    rows: [B, W] int64.  parts: the values [B, D, p·n] as p tensors of n columns, with the same strides.
+    rows: [B, W] int64.  parts: `values` [B, D, p·n], cut into p tensors [B, D, n] with the same strides.
     """
     return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)

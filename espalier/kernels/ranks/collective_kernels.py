@@ -11,7 +11,7 @@ Ranks are summed in order, in float32 (float64 for float64), and each sum is rou
 give all ranks the bits of espalier/shards/gloo.py.
 
 A program alternates between two slots.  Between two writes of a slot, the program passes a barrier for the other slot.
-When it passes, the other ranks have finished reading the first slot.
+After this barrier, all ranks have finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
 GATHER_BLOCK = 2048
-# A waiting thread reads its flag again and again.  It reads the host's stop flag only once in 4,096 reads, because host
-# memory is slow to read.
+# A waiting thread reads its flag again and again.  It also reads the host's stop flag, but only once in 4,096 reads,
+# because host memory is slow to read.
 SIGNAL_ASM = tl.constexpr("""{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;

@@ -1,5 +1,5 @@
-"""Collectives of ranks on GPUs of one host.  Kernels sum and gather small tensors in peer memory, also in CUDA graphs.
-Larger tensors go through NCCL.
+"""Collectives of ranks on GPUs of one host.  Kernels sum and gather small tensors in peer memory, which all
+ranks can read and write, also in CUDA graphs.  Larger tensors go through NCCL.
 
 A rank's peer memory begins with flags, by which the programs with the same index on all ranks wait for each other.
 After the flags come four slots per program: two for the rank's values and two for sums.  A program uses the two slots
@@ -48,7 +48,7 @@ class PeerMemory:
 
 
 class RestartedStepStore(Store):
-    """A store for one rendezvous, which numbers its steps from 0.
+    """A key-value store of PyTorch for one rendezvous.  Its keys number the steps of the rendezvous from 0.
 
     PyTorch counts steps over all rendezvous of a process.  Without this class, a process that had a rendezvous before
     and a new process would use different keys.
@@ -110,7 +110,8 @@ def map_peer_memory(
 def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -> ProcessGroup:
     """Register the ranks of a rendezvous with PyTorch, under this name.  Returns the process group.
 
-    Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
+    Newer versions of PyTorch read the ranks from the process group, which the caller must keep alive.  Older versions
+    read the ranks from a table.
     """
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory

@@ -1,1 +1,1 @@
-"""Kernels of layers that keep a state: short convolutions, the gated delta rule, Mamba-2."""
+"""Kernels of layers with a recurrent state: short convolutions, the gated delta rule, Mamba-2."""

@@ -1,9 +1,9 @@
-"""Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
+"""Computes the outputs and recurrent states of prompts, in chunks of CHUNK_ROWS rows (Yang et al., arXiv:2406.06484).
 
-There are two kernels, because only the second must run chunk after chunk.  The first computes, for each chunk, what
-does not depend on a state: the inverse of the chunk's system, and the scores between the rows of the chunk.  In the
-second, a program holds a part of a head's state.  For each chunk, the program computes what the rows add to the state,
-the outputs, and the next state.
+There are two kernels, because only the second must run chunk after chunk.  The first kernel computes, for each chunk,
+the values that do not depend on a state: the scores between the rows of the chunk and, with the delta rule, the inverse
+of the chunk's system of equations.  In the second kernel, a program holds a part of a head's state.  For each chunk,
+the program computes the values that the rows add to the state, the outputs, and the next state.
 """
 
 from typing import NamedTuple
@@ -51,9 +51,9 @@ def _solve_chunks_kernel(
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_COLUMNS: tl.constexpr, BITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the scores of the rows with
-    their decay, and with the delta rule the inverse of the system times beta.  For each chunk and head of k, it rounds
-    q and k for products.  Padding rows get zeros."""
+    """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the scores (q · k times
+    decay) between rows, and with the delta rule the inverse of the system, times beta.  For each chunk and head of k,
+    the kernel also rounds q and k to the dtype of products.  Padding rows get zeros."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT_DTYPE: tl.constexpr = k_out_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -96,13 +96,14 @@ def _solve_chunks_kernel(
 
 @kernel
 def _prompt_pieces(batch_row, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
-    """Returns (whether a batch row begins a prompt, number of pieces from this batch row on, number of their rows)."""
+    """Returns (whether a batch row is a prompt's first piece in this pass, number of pieces from this batch row on,
+    number of rows in these pieces)."""
     is_first, num_pieces, num_rows = True, 1, tl.load(row_counts_ptr + batch_row)
     if continues_ptr is not None:
         later_rows = batch_row + 1 + tl.arange(0, BLOCK_B)
         continues = tl.load(continues_ptr + later_rows, mask=later_rows < batch, other=False).to(tl.int1)
         num_pieces = 1 + tl.min(tl.where(continues, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
-        # Only the last piece that has rows may be partly empty, so the rows that exist come first.
+        # All pieces before the last piece with rows are full, so the rows that exist come first.
         num_rows += tl.sum(tl.load(row_counts_ptr + later_rows, mask=later_rows < batch_row + num_pieces, other=0), 0)
         is_first = tl.load(continues_ptr + batch_row) == 0
     return is_first, num_pieces, num_rows
@@ -114,8 +115,8 @@ def _values_added_to_state(
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns (k, v, decay, values that the rows add) of a chunk.  state_t: the state before the chunk.  first_row: the
-    chunk's first row.  v_ptr and gates_ptr point to the values of the head."""
+    """Returns (k, v_t, log-decay from the chunk's start, values that the rows add to the state) of one chunk.  state_t:
+    the state before the chunk.  first_row: the chunk's first row.  v_ptr and gates_ptr point to the head's values."""
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
     k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
@@ -144,7 +145,7 @@ def _complete_snapshot(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Applies the rows of the snapshot's chunk, up to the snapshot, to the state at snapshot_ptrs."""
+    """Updates the state at snapshot_ptrs, the state before a chunk, by the chunk's rows before the snapshot."""
     at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
     tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
@@ -171,9 +172,9 @@ def _scan_chunks_kernel(
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """q_ptr, k_ptr: from _solve_chunks_kernel.  Values with names in _t are transposed: they have a column for each
-    row of the chunk, so that products take them from registers.
-    continues_ptr: for each batch row, whether it continues the prompt of the batch row before; may be None."""
+    """q_ptr, k_ptr: q and k, rounded by _solve_chunks_kernel.  Tensors with names in _t are transposed: they have a
+    column for each row of the chunk, so that products take them from registers.  continues_ptr: for each batch row,
+    whether it is the next piece of the prompt of the batch row before; None: no batch row is."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -222,7 +223,7 @@ def _scan_chunks_kernel(
         if tl.load(row_counts_ptr + first) > 0:
             tl.store(slot_ptr + place, state_t, mask=mask)
         if snapshot_counts_ptr is not None:
-            # A snapshot's table row holds the state before the snapshot's chunk, which other threads have written.
+            # A snapshot's table row holds the state before the snapshot's chunk.  Other threads wrote this state.
             tl.debug_barrier()
             for piece in range(pieces):
                 here = tl.load(snapshot_counts_ptr + first + piece)
@@ -243,7 +244,8 @@ def chain_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times a chunk system's condition number."""
+    """The launcher of ops/states.py:chain_outputs.
+    Tolerance of outputs and states: the rounding of the operands, times the condition number of a chunk's system."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]
@@ -285,7 +287,7 @@ def chain_outputs(
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters.  block_v, num_stages, num_warps: of _scan_chunks_kernel; block_v: state columns per program.
+    """Launch parameters.  block_v (state columns per program), num_stages and num_warps are for _scan_chunks_kernel.
     solve_registers: the most registers per thread of _solve_chunks_kernel; None for no limit."""
 
     block_v: int
@@ -297,8 +299,8 @@ class ChainPlan(NamedTuple):
 def choose_chain_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
     """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
-    With 16-bit operands a program takes 64 columns even if a head is smaller, because wgmma needs at least 64 rows, and
-    only wgmma takes 16-bit operands from registers in the layout of its results.
+    With 16-bit operands, a program takes 64 columns of a state, even if a head has fewer.  They are the rows of wgmma's
+    products, at least 64.  Only wgmma takes 16-bit operands from registers in the layout of a product's results.
     """
     if products.operand_dtype.itemsize > 2:
         return ChainPlan(32, 1, 4)

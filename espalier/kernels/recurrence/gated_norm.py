@@ -1,8 +1,8 @@
-"""The norm of the heads' outputs and their gate, or the gate alone, in one launch.
+"""The RMS norm of the outputs of a layer with a recurrent state and their gate, or the gate alone, in one launch.
 
-A program takes adjacent groups, so that programs that run together read adjacent memory.  If a row is rounded to FP8
-with one scale, a program takes the whole row.  The kernel computes in float32 (float64 for float64) and rounds where
-the reference rounds.
+A group is the columns that are normed together, such as a head.  A program takes adjacent groups, so that programs that
+run together read adjacent memory.  If a row is rounded to FP8 with one scale, a program takes the whole row.  The
+kernel computes in float32 (float64 for float64) and rounds where the reference rounds.
 """
 
 import torch
@@ -49,8 +49,8 @@ def _gated_norm_kernel(
 ):  # fmt: skip
     """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE_ROW, else BLOCK_R adjacent groups.
 
-    weight_ptr: None for the gate alone.  SPLITS: the number of the gate's partial sums.  scales_ptr: if not None, the
-    result is rounded to FP8 as in quantise_rows.py, with a scale for each group, or for the row if WHOLE_ROW.
+    weight_ptr: None if there is no norm, only the gate.  SPLITS: the number of partial sums of the gate.  scales_ptr:
+    if not None, the result is rounded to FP8 as in quantise_rows.py, with a scale per group, or per row if WHOLE_ROW.
     """
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -87,7 +87,7 @@ def _gated_norm_kernel(
 def gated_norm(
     x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
-    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result has the bits of quantise_rows."""
+    """See ops/states.py:gated_norm.  Tolerance: two ulps.  An FP8 result has the bits that quantise_rows gives."""
     x = x.contiguous()
     num_rows, groups, size = x.shape
     if rounding is not None and not can_round_groups(size, groups, rounding):

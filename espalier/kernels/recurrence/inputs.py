@@ -1,8 +1,8 @@
-"""Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
+"""Computes the q, k, v and gates of new rows: a short convolution along each row's path, then L2 norms and gates.
 
 Grid: (heads of q, k and v, blocks of rows), so that programs that run together read adjacent memory.  A program
-convolves one head's channels.  Then it L2-normalises a head of q or k.  For a head of v it computes the gates.
-Padding rows are computed too.
+convolves the channels of one head.  Then the program L2-normalises a head of q or k, or computes the gates of a head of
+v.  Padding rows are computed too.
 """
 
 import triton.language as tl
@@ -15,7 +15,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# Channels per program if the layer is a convolution without heads.
+# Channels per program in a layer with a convolution only, which has no heads.
 BLOCK_C = 128
 
 
@@ -24,8 +24,8 @@ def input_column(
     channel, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr, V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
     V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr, Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the column that holds a channel (ops/states.py:ConvColumns).  Q_CHANNELS: the number of channels of q.
-    V_GROUP_CHANNELS: the number of channels of the heads of v that share a head of k."""
+    """Returns the column of the inputs that holds a channel (ops/states.py:ConvColumns).  Q_CHANNELS: the number of
+    channels of q.  V_GROUP_CHANNELS: the number of channels of the heads of v that share a head of k."""
     v_channel = channel - 2 * Q_CHANNELS
     column = V_COLUMN + v_channel // V_GROUP_CHANNELS * V_GROUP_STRIDE + v_channel % V_GROUP_CHANNELS
     if Q_CHANNELS:
@@ -37,7 +37,7 @@ def input_column(
 
 @kernel
 def softplus(x):
-    """Returns log(1 + exp(x)).  The factor corrects the rounding of 1 + exp(x) (Kahan)."""
+    """Returns log(1 + exp(x)).  The factor y / (u - 1) corrects the rounding of u = 1 + exp(x) (Kahan's log1p)."""
     y = tl.exp(tl.where(x > 20.0, 20.0, x))
     u = 1.0 + y
     return tl.where(x > 20.0, x, tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0))))
@@ -49,7 +49,7 @@ def _convolve(
     is_row, column, channel, is_channel, x_stride, x_split_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution's output [rows, channels] in the model's dtype, which tails have.
+    """Returns the convolution's output [rows, channels] in the dtype of the tails, which is the model's dtype.
     row_in_request: the index of each row in its request."""
     DTYPE: tl.constexpr = tail_ptr.dtype.element_ty
     at, first = row_in_request, row - row_in_request
@@ -85,7 +85,7 @@ def _compute_gates(
     MAX_DT: tl.constexpr, GROUP_SIZE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, SPLITS: tl.constexpr,
     DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
+    """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t (Mamba-2, see GateInputs)."""
     column = head // GROUP_SIZE * COLUMN_STRIDE + head % GROUP_SIZE
     decay = load_sum(decay_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
     t = softplus(decay + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
@@ -109,7 +109,7 @@ def _convolve_q_or_k_head(
     K_HEAD_STRIDE: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr,
     NORMALIZES_QK: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of q or k.  head_index: the head's index; q's heads come first, then k's."""
+    """Computes one head of q or k.  head_index: 0 to K_HEADS - 1 for a head of q, then K_HEADS indices for k."""
     of_head = tl.arange(0, BLOCK)
     is_channel = of_head < K_SIZE
     is_q = head_index < K_HEADS
@@ -144,7 +144,8 @@ def _convolve_v_head_and_gates(
     MAX_DT: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, NUM_GATE_SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST_CHANNEL: of v."""
+    """Computes one head of v and its gates; in a layer with a convolution only, V_SIZE channels.
+    FIRST_CHANNEL: the first channel of v."""
     of_head = tl.arange(0, BLOCK)
     channel = FIRST_CHANNEL + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
@@ -176,9 +177,9 @@ def _prepare_rows_kernel(
     NORMALIZES_QK: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """For channels and columns see ops/states.py:ConvColumns.
+    """Computes a head of q, k or v for BLOCK_R rows.  For channels and columns see ops/states.py:ConvColumns.
 
-    This kernel waits for the kernel before it, then triggers the next, which may read states before it waits (tree.py).
+    This kernel waits for the previous kernel before it lets the next kernel start, which may read states (tree.py).
     """
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
@@ -191,8 +192,8 @@ def _prepare_rows_kernel(
     follows = is_row & False
     if continues_ptr is not None:
         follows = tl.load(continues_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Each branch calls a function, because within a function Triton requires one shape for a name in both branches.
-    # For a convolution without heads, the branch of q and k is not compiled.
+    # Each branch calls a function, because within one function Triton requires one shape for a name in both branches.
+    # In a layer with a convolution only, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if head < 2 * K_HEADS:
             _convolve_q_or_k_head(
@@ -213,7 +214,7 @@ def _prepare_rows_kernel(
 def prepare_rows(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
-    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of the result."""
+    """See ops/states.py:prepare_rows.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp."""
     num_rows = inputs.shape[-2]
     if not num_rows:
         return

@@ -1,9 +1,8 @@
-"""Commits accepted paths: applies their rows to the states, and their inputs to the tails of the convolutions.
+"""Commits accepted paths: updates the recurrent states by their rows, and the tails of convolutions by their inputs.
 
-A tail holds the last inputs of a convolution.  Rows are applied to a state one after another, in float32 (float64 for
-float64), with the same operations in the same order.  So a state does not depend on the division of a text into
-rounds.  Each program reads a part of a state once and keeps it in registers.  Grid: (parts of a state or tail,
-requests, layers).
+A tail is the last inputs of a convolution.  Rows update a state one after another, in float32 (float64 for float64),
+with the same operations in the same order.  So a state does not depend on how rounds divide a text.  Each program reads
+a part of a state once and keeps it in registers.  Grid: (parts of a state or tail, requests, layers).
 """
 
 import triton.language as tl
@@ -27,9 +26,9 @@ def _commit_states_kernel(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """row_counts: the accepted rows of each request.  source_rows: the indices of these rows.
+    """row_counts: how many rows of each request are accepted.  source_rows: the indices of these rows.
 
-    After snapshot_counts rows of a request, the state is also saved to the request's table row in snapshot_rows.
+    After snapshot_counts rows of a request, the state is also written to the table row snapshot_rows of the request.
     snapshot_counts_ptr: None if no request has a snapshot.
     """
     pdl_trigger_and_wait(USE_PDL)
@@ -59,7 +58,7 @@ def _commit_states_kernel(
             if DELTA_RULE:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
-            # With `and`, Triton would compile the second condition even if there are no snapshots.
+            # With `and`, Triton would also compile the second condition, which needs snapshot_count.
             if snapshot_counts_ptr is not None:  # noqa: SIM102
                 if i + 1 == snapshot_count:
                     snapshot_row = tl.load(snapshot_rows_ptr + request)
@@ -68,11 +67,11 @@ def _commit_states_kernel(
 
 
 def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, is_delta_rule: bool) -> None:
-    """Apply the accepted rows of each request to its state, in every layer.  Mutates `state`.
+    """Update each request's state by its accepted rows, in every layer.  Mutates `state`.
 
     state: [layers, table rows, heads, k_size, v_size].  rows: k, v and the gates (log decay and beta) of all rows of
-    the pass, for every layer.  is_delta_rule: whether the update is the delta rule's.
-    Tolerance: an ulp of float32 for each row, times the condition number of the delta rule's system.
+    the pass, for every layer.  is_delta_rule: whether rows update states by the delta rule.
+    Tolerance: an ulp of float32 for each row, times the condition number of the system that the reference solves.
     """
     k, v, gates = rows
     layers, _, heads, k_size, v_size = state.shape
@@ -108,8 +107,8 @@ def _commit_tails_kernel(
     END_TURN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
-    is_last_row_ptr: None if no request has several batch rows.  snapshot_counts_ptr: may be None.
-    FIRST_TURN, END_TURN: the turns of this launch.  Turn 0 writes the tails of snapshots, turn 1 the tails of slots."""
+    is_last_row_ptr: None if no request has several batch rows.  snapshot_counts_ptr: None without snapshots.
+    The launch takes turns FIRST_TURN .. END_TURN - 1.  Turn 0 writes snapshots' tails; turn 1 writes slots' tails."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -121,7 +120,7 @@ def _commit_tails_kernel(
     tail_ptr += layer * tail_layer_stride
     slot = tl.load(slots_ptr + request)
     old_tail = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
-    # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
+    # The snapshot's tail is written first, because it may need old inputs, which the slot's new tail overwrites.
     for turn in tl.static_range(FIRST_TURN, END_TURN):
         if turn == 0:
             count = tl.load(snapshot_counts_ptr + request) if snapshot_counts_ptr is not None else 0
@@ -152,14 +151,15 @@ def _commit_tails_kernel(
 
 
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
-    """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
+    """Write the last inputs of each request's convolution to the request's tail, in every layer.  Mutates `tail`.
     tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
     layers, _, tail_rows, channels = tail.shape
     batch = len(path.slots)
     if not tail_rows or not batch:
         return
     _require_rows_contiguous(tail)
-    # The first piece of a request may read the slot's old tail for a snapshot.  The last piece overwrites this tail.
+    # If requests have pieces, snapshots take a launch of their own: a first piece may need the slot's old tail, which
+    # the last piece overwrites.
     is_in_pieces = path.snapshot_counts is not None and path.continues_previous is not None
     for first, end in ((0, 1), (1, 2)) if is_in_pieces else ((0, 2),):
         _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](

@@ -1,15 +1,15 @@
-"""Computes the outputs of a tree's nodes from the state after its prefix.  The state is read once and never written.
+"""Computes the outputs of a tree's nodes from the recurrent state of the prefix, which is read once and not written.
 
-Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
-nodes' additions to the state are the solution x of (I + A) x = b.  In a node's row, A is nonzero only at ancestors.
+Grid: (parts of a state, requests).  A program takes K_SIZE x BLOCK_V values of a head's state, and all nodes.  What the
+nodes add to the state is the solution x of (I + A) x = b.  In a node's row, A is nonzero only at the node's ancestors.
 The kernel repeats x = b - A x once for each depth of the tree.  A node's x is exact after as many steps as its depth.
 So a shallow tree takes few small products for any number of nodes, and errors do not add up.
 
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 
-A single row needs no tensor cores.  _single_row_kernel sums in float32, needs few registers, and loads its whole part
-of the state before it waits for the previous kernel.
+A tree of a single row needs no tensor cores.  _single_row_kernel sums in float32, needs few registers, and loads its
+whole part of the state before it waits for the previous kernel.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
 LINE_BYTES = 128
-# Columns of a state per program for a single row.  The second number is for few heads, so that more programs read.
+# Columns of a state per program for a single row: with many heads, and with few heads, so that more programs read.
 SINGLE_ROW_BLOCK_V = (64, 32)
 
 
@@ -36,7 +36,7 @@ def _prefetch_state(
     state_ptr, first_column, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches BLOCK_V columns of a head's state from `first_column` on.  LINE_VALUES: state values per L2 line."""
+    """Prefetches BLOCK_V columns of a head's state, from `first_column` on.  LINE_VALUES: state values per L2 line."""
     line = first_column + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
@@ -47,9 +47,10 @@ def _solve_tree(
     first_values_t, key_products, seen_t, beta, decay_between_nodes_t,
     PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Returns what each node adds to the state, [columns of the state, nodes].
+    """Returns the values that each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: what each node would add without ancestors, in the same shape.  key_products: of nodes' keys.
+    first_values_t: the values that each node would add without ancestors, in the same shape.  key_products: the
+    products of each two nodes' keys.  seen_t: whether node i (row) is node j (column) or an ancestor of node j.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -77,12 +78,13 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state can be read before the wait: the previous kernel has waited for the kernels that write states.
+    # The state may be read before the wait: the previous kernel (inputs.py) waited for the kernels that write states
+    # before it let this kernel start.
     state_ptr += (tl.load(slots_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if USE_PDL:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
     pdl_wait(USE_PDL)
-    # Values with names in _t are transposed: they have a column for each node.
+    # Tensors whose names end in _t are transposed: they have a column for each node.
     node = tl.arange(0, BLOCK_R)
     is_node = node < num_nodes
     row = request * num_nodes + node
@@ -147,7 +149,7 @@ def _single_row_kernel(
     head, row = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value, key = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
     is_value, is_key = value < V_SIZE, key < K_SIZE
-    # The state can be read before waiting, as in _tree_kernel.
+    # The state may be read before the wait, as in _tree_kernel.
     state_ptr += (tl.load(slots_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
     state_offsets = key[:, None] * V_SIZE + value[None, :]
     state = tl.load(state_ptr + state_offsets, mask=is_key[:, None] & is_value[None, :], other=0.0).to(ACC_DTYPE)
@@ -179,8 +181,8 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance: the rounding of the operands (ProductPrecision), times the condition number of the
-    tree's system.  No state is computed from these products."""
+    """See ops/states.py:tree_outputs.  Tolerance: the rounding of the operands (ProductPrecision), times the condition
+    number of I + A.  No state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -216,8 +218,8 @@ def tree_outputs(
 
 
 class ProductPrecision(NamedTuple):
-    """How products round their operands.  operand_dtype: the dtype of operands.  precision: how tl.dot multiplies
-    32-bit operands (its input_precision)."""
+    """How products round their operands.  operand_dtype: the dtype of operands.  precision: the input_precision of
+    tl.dot, which says how it multiplies 32-bit operands."""
 
     operand_dtype: torch.dtype
     precision: str
@@ -228,7 +230,7 @@ class ProductPrecision(NamedTuple):
 
 
 def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
-    """Chooses operands that are as fine as the model's dtype.
+    """Chooses operands at least as precise as the model's dtype.
 
     v: in the model's dtype.  state_table: the states.  float16 models use TF32, because float16's range is too small.
     """
@@ -247,10 +249,10 @@ class TreePlan(NamedTuple):
 
 
 def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
-    """Chooses the launch parameters.  heads: the number of heads of all requests together.
+    """Chooses the launch parameters.  heads: of all requests together.  block_r: the nodes of a tree, rounded up.
 
-    If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a
-    head is cut into fewer parts, because each part multiplies the keys again.
+    If there are few heads, each head is cut into more parts, so that all multiprocessors read.  If a tree has many
+    nodes, a head is cut into fewer parts, because each part multiplies the keys again.
     """
     is_few = heads < processors
     if products.operand_dtype.itemsize > 2:

@@ -1,7 +1,7 @@
-"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a launch hook.  If a hook is set, a launch calls the hook.
+"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a launch hook.  If a hook is set, launches call the hook.
 
-A module with kernels imports Triton.  So only three kinds of code import such modules: other kernels, tests, and ops
-(kernels/runtime/op.py).
+A module with kernels imports Triton, which a machine without a GPU may lack.  So in this package only kernels import
+such modules at the top.  Other code imports them in a function (such as kernels/runtime/op.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Seq
     """A decorator for a function in Triton's language.  With TRITON_INTERPRET set, Triton's interpreter runs it.
 
     do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers
-    Triton compiles a separate kernel if the value is 1, and one if it is divisible by 16.  Addresses and divisions get
-    faster.  A loop bound, such as the batch size, does not: requests would only wait for the compilation.
+    Triton compiles a separate kernel if the value is 1, and one if it is divisible by 16.  Such a kernel
+    computes addresses and divisions faster.  For a loop bound, such as the batch size, it gains nothing, and requests
+    would wait for the compilation.
     """
     if function is None:
         return partial(kernel, do_not_specialize=do_not_specialize)
@@ -53,8 +54,8 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
     A Gluon kernel may call a `kernel` that computes with scalars or element by element, because such a `kernel` makes
     no new tensor, which would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter
-    does not run Gluon.  Each Gluon kernel has a `kernel` with the same bits; tests/gpu and tests/kernels compare the
-    two.
+    does not run Gluon.  For each Gluon kernel there is a `kernel` that gives the same bits; tests/gpu and tests/kernels
+    compare the two.
     """
     if function is None:
         return partial(gluon_kernel, do_not_specialize=do_not_specialize)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# Environment variable: an upper bound, in bytes, of the shared memory that launchers use.  Tests set it before the
-# program starts, to imitate a smaller GPU.
+# Environment variable: an upper bound, in bytes, of the shared memory that launchers use.  `make test-gpu` sets
+# it to imitate a smaller GPU.
 SHARED_MEMORY_LIMIT_ENV = "ESPALIER_SHARED_MEMORY"
 # Bytes of shared memory per block on the smallest supported GPU.  In Triton's interpreter, launchers assume this size.
 SMALLEST_GPU_SHARED_MEMORY = 99 * 1024
@@ -32,7 +32,7 @@ launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", 
 
 
 def is_precompiling() -> bool:
-    """Returns whether launches of this thread only compile.  Launchers then also compile for other numbers of rows."""
+    """Returns whether launches of this thread only compile.  Then launchers compile for other numbers of rows too."""
     return launch_hook.get() is not None
 
 
@@ -121,7 +121,7 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
-    """Returns the number of warps for a program of `num_values` values, `values_per_warp` each: 1 to `max_warps`."""
+    """Returns the number of warps, 1 to `max_warps`, for a program that computes `num_values` values."""
     return min(max(num_values // values_per_warp, 1), max_warps)
 
 
@@ -143,7 +143,7 @@ def is_aligned_for_copies(tensor: Tensor) -> bool:
 
 
 def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
-    """Returns the TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
+    """Returns the TMA descriptor of rows [R, values], for blocks of `block_rows` rows and `size` columns.
     Elements past the end are read as zeros, and are not written."""
     descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
     return descriptor_class.from_tensor(rows, [block_rows, size], layout)

@@ -36,21 +36,21 @@ def op(
     """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
 
     tensor: an expression of the parameters; None: the first parameter.  The launcher runs if this tensor is on a GPU.
-    condition: a function of some of the parameters.  If it is given, the launcher runs if it returns True.
+    condition: a function of some of the parameters, instead of `tensor`.  The launcher runs if it returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
         def first_launch(*args: P.args, **kwargs: P.kwargs) -> R:
             require_triton()
-            scope["launch"] = dispatcher.triton = launcher_of(dispatcher)
+            namespace["launch"] = dispatcher.triton = launcher_of(dispatcher)
             return cast(R, dispatcher.triton(*args, **kwargs))
 
         if condition is None:
             on_gpu = f"{tensor or next(iter(signature(reference).parameters))}.is_cuda"
         else:
             on_gpu = f"when({', '.join(signature(condition).parameters)})"
-        scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": condition}
-        dispatcher = _make_dispatcher(reference, on_gpu, scope)
+        namespace: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": condition}
+        dispatcher = _make_dispatcher(reference, on_gpu, namespace)
         dispatcher.reference, dispatcher.triton, dispatcher.launcher_module = reference, first_launch, module
         return cast(Op[P, R], dispatcher)
 

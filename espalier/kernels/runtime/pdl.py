@@ -10,8 +10,8 @@ The wait ends when every program of the predecessor has ended and its writes are
 the same way for the kernel before it.  So after its wait, a kernel may rely on all earlier kernels.  Kernels with and
 without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
-If a kernel triggers only after its wait, the next kernel may read the results of earlier kernels before its own wait
-(kernels/layers/experts.py, kernels/attention/merge.py).
+If a kernel triggers only after its wait, all kernels before it have ended by then.  So the next kernel may read their
+results before its own wait (kernels/layers/experts.py, kernels/attention/merge.py).
 
 The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument USE_PDL.  Most kernels begin with
 `pdl_trigger_and_wait(USE_PDL)`.

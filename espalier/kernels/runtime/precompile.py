@@ -66,7 +66,7 @@ class KernelCompiler:
         self.jit_functions: dict[int, Any] = {}
 
     def compile_instead_of_launch(self, jit_function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile a kernel instead of launching it.  This is the launch hook."""
+        """Compile a kernel instead of launching it.  `precompile` sets this method as the launch hook."""
         self.jit_functions[id(jit_function)] = jit_function
         kernel = jit_function.warmup(*args, grid=grid, **kwargs)
         future = getattr(kernel, "future", None)
@@ -109,8 +109,8 @@ def _compile_on_device(compile_kernel: Callable[[], Any], driver: Any, device: i
     # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()
-    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see
-    # load_kernels).
+    # This builds the launcher with a C compiler, into Triton's cache on disk.  The launcher object is dropped
+    # (see load_kernels).
     driver.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 

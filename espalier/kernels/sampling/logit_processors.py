@@ -1,8 +1,8 @@
-"""Changes to logits inside a kernel, block by block: mask, bias, bans, penalties, temperature.
+"""Functions that kernels call to change a block of logits: mask, bias, bans, penalties, temperature.
 
-The reference is espalier/sampling/logit_processors.py, operation by operation.  Launches need enable_fp_fusion=False,
-because a fused multiply-add rounds once where the reference rounds twice.  Every row reads the parameters of its own
-slot, so one launch serves any mixture of requests, and a row without parameters costs nothing.
+The reference, espalier/sampling/logit_processors.py, has the same operations in the same order.  Launches need
+enable_fp_fusion=False, because a fused multiply-add rounds once where the reference rounds twice.  Every row reads the
+parameters of its own slot, so one launch serves any mixture of requests, and a row without parameters takes no time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The columns of GatheredSlots in kernels: the columns of the slot table, then three more integer columns.
+# The columns of GatheredSlots: the columns of the slot table, and after its integer columns three more.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
-# Launchers pass the next three classes as plain tuples, to save time on the host.  Kernels make named tuples.
+# Launchers pass the next three classes as plain tuples, to save time on the host.  Kernels turn them into named tuples.
 
 
 class LogitsArguments(NamedTuple):
-    """The logits of a launch, and the position of the first token in each row of the batch."""
+    """The logits of a launch, and for each request the position of the first token that the launch samples."""
 
     logits_ptr: Any
     batch_stride: Any
@@ -53,7 +53,7 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and masks.  Tokens first_output .. num_tokens - 1 are output for penalties."""
+    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1."""
 
     tokens_ptr: Any
     tokens_stride: Any
@@ -69,7 +69,7 @@ class DraftedArguments(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """The parameters of one row, from its slot.  num_banned: number of stop ids that are banned at this position."""
+    """The sampling parameters of one row.  num_banned: the number of stop ids that are banned at the row's position."""
 
     num_bias: Any
     bias_ids_ptr: Any
@@ -98,11 +98,11 @@ class DraftedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredSlots:
-    """The slot parameters of a batch, gathered once per launch.  Wide fields stay in the slot table.
+    """The sampling parameters of a batch's slots, gathered once per launch.  Wide fields stay in the slot table.
 
     ints: [B, COLUMNS.num_ints] int64.  floats: [B, COLUMNS.num_floats] float32.  Column `slot` of ints is the slot's
-    index.  Columns num_bias and num_stops are the numbers of its biases and of its stop ids.  arguments: the kernels'
-    argument `slots`, in the order of SlotArguments.
+    index.  Columns num_bias and num_stops are the numbers of the slot's biases and stop ids.  arguments: the argument
+    `slots` of kernels, in the order of SlotArguments.
     """
 
     table: SlotTable
@@ -184,9 +184,9 @@ def drafted_arguments(
 ) -> tuple[Any, ...]:
     """Build the kernels' argument `drafted`, in the order of DraftedArguments.
 
-    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first_output` on
-    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
-    for other shapes and dtypes.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens.  first_output: the index of the first
+    token that penalties count.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens; None allows all.  Raises
+    EspalierError for other shapes and dtypes.
     """
     placeholder = slots.ints
     mask_arguments: tuple[Any, ...] = (placeholder, 0, 0, 0)
@@ -216,7 +216,7 @@ def _gather_kernel(
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write GatheredSlots, one row per program.  num_table_ints: number of columns in the table's `ints`."""
+    """Write one row of GatheredSlots per program.  num_table_ints: the number of columns in the table's `ints`."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -243,7 +243,8 @@ def _gather_kernel(
 def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
     """Returns (request, pointer to the logits, position of the token, RowParams, DraftedRow) of a row of the launch.
 
-    launch_row: request · queries + query.  logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
+    launch_row: request · queries + query.  offset: the row's position minus the first position of its request.
+    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
     b = launch_row // queries
     q = launch_row % queries
@@ -261,7 +262,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
 
 @kernel
 def load_row_params(b, position, slots, COLUMNS: tl.constexpr):
-    """Return the RowParams for a token drawn at `position` in row b of the batch."""
+    """Returns the RowParams for a token that is sampled at `position` in row b of the batch."""
     ints = slots.ints_ptr + b * COLUMNS.num_ints
     floats = slots.floats_ptr + b * COLUMNS.num_floats
     slot = tl.load(ints + COLUMNS.slot)
@@ -299,8 +300,8 @@ def divide_exactly(x, y):
 def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Where is_token is false, x is -inf and stays -inf.
-    row, drafted: RowParams, DraftedRow.
+    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  is_token: [BLOCK]; where it is false, the caller
+    sets x to -inf, and x stays -inf.  row, drafted: RowParams, DraftedRow.
     """
     exact: tl.constexpr = x.dtype
     if drafted.mask_words > 0:
@@ -330,7 +331,7 @@ def process_logits(x, ids, is_token, row, drafted):
 
 @kernel
 def as_column(values, x):
-    """Give `values` [BLOCK] a shape that broadcasts with x [BLOCK] or [BLOCK, n].  Callers load values with one
+    """Returns `values` [BLOCK] in a shape that broadcasts with x [BLOCK] or [BLOCK, n].  Callers load values with one
     dimension, because a two-dimensional load would give x a layout in which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]

@@ -1,8 +1,8 @@
 """Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
 
-There are two launches.  The first finds the likeliest tokens of each split of the vocabulary, and the split's part of
-the softmax's sum.  The second merges the splits, one program per token.  Programs of requests without log-probabilities
-end at once, so a CUDA graph always has both launches.
+There are two launches.  The first finds the likeliest tokens of each split of the vocabulary, and the split's sum of
+exponentials.  The second merges the splits, one program per token.  Programs of requests without log-probabilities end
+at once.  So a CUDA graph can always have both launches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_SPLIT_SIZE = 8192
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """Runs ops/sampling.py:write_logprobs on a GPU.
+    """The launcher of ops/sampling.py:write_logprobs.
 
-    Token ids and ranks are exact.  In float32, log-probabilities are within 2**-16 of the reference's, which sums in
-    another order.  Raises EspalierError for a tensor with another shape, dtype or device.
+    Token ids and ranks equal the reference's.  In float32, log-probabilities are within 2**-16 of the reference's,
+    because the order of summation differs.  Raises EspalierError for a tensor with another shape, dtype or device.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
@@ -110,9 +110,9 @@ def _merge_logprobs_kernel(
     MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a token.  Candidates are in order of ids, so of equal candidates the lowest id comes first.
+    """Merge the splits of a token.  Among equal logits, candidates are in order of ids, so the lowest id comes first.
 
-    words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: offsets in a row of
+    words_ptr, floats_ptr: the ring, as int64 and as float64.  TOKEN to TOP_VALUES: offsets in a row, whose layout is in
     espalier/logprobs.py.
     """
     pdl_trigger_and_wait(USE_PDL)
@@ -140,7 +140,7 @@ def _merge_logprobs_kernel(
         is_left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < num_wanted)
         values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=2147483647)
-        # A split with too few ids has candidates with this id, which are no tokens.
+        # If a split has fewer ids than candidates, its last candidates have this id, and are not tokens.
         is_left = is_left & (ids != 2147483647)
         for k in range(num_wanted):
             best = tl.max(tl.where(is_left, values, float("-inf")), 0)

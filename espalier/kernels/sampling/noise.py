@@ -1,9 +1,9 @@
-"""Kernel functions for sampling noise.  The reference and the formulas are in espalier/sampling/pick.py.
+"""Functions that kernels call for sampling noise.  The reference and the formulas are in espalier/sampling/pick.py.
 
 The random bits equal the reference's exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate
 __nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the reference's.
-The error is relative for noise above 1.  Below 1 it is absolute, because the outer logarithm turns a relative error of
-the inner logarithm into an absolute error.
+This is a relative error for noise above 1 and an absolute error for noise below 1, because the outer logarithm turns a
+relative error of the inner logarithm into an absolute error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from espalier.kernels.runtime.jit import kernel
 
 @kernel
 def hash_uint32(x):
-    """Returns a bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap around."""
+    """Returns the hash of x, a uint32: different x have different hashes.  uint32 products wrap around."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -25,7 +25,7 @@ def hash_uint32(x):
 
 @kernel
 def noise_keys(seed, position):
-    """Returns (k0, k1), uint32: the noise keys of a seed and a position, int64 each."""
+    """Returns (k0, k1), uint32: the two keys of the noise, from a seed and a position, int64 each."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     position_bits = position.to(tl.uint32)

@@ -1,13 +1,13 @@
 """Samples a token for each row of the target's logits, in three launches and without a copy of the logits.
 
-The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
-finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
-draws again for rows with filters (top_k_top_p.py).  A row's token does not depend on the splits.  Every row reads its
-own slot, so one launch serves any mixture of requests.
+The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between kernels and reference.  The
+first launch finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.
+The third samples again in rows with top-k, top-p or min-p (top_k_top_p.py).  A row's token does not depend on the
+splits.  Every row reads the parameters of its own slot, so one launch serves any mixture of requests.
 
 For the same logits, the results of bias, bans, penalties and temperature equal the reference's bit for bit.  So greedy
-tokens are equal.  Sampled tokens are equal unless scores tie within the rounding of the noise (noise.py) or of top-p
-(top_k_top_p.py).
+tokens are equal.  Sampled tokens are equal, unless two scores differ by less than the rounding of the noise (noise.py),
+or a token is at the limit of top-p (top_k_top_p.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from espalier.kernels.sampling.top_k_top_p import draw_filtered
 # The fewest and the most token ids per split.  Launches with many rows have larger splits.
 MIN_SPLIT_SIZE = 2048
 MAX_SPLIT_SIZE = 32768
-# Token ids per load in a row with parameters, and bytes per load in a row without.
+# Token ids per load in a row whose logits change, and bytes per load in a row whose logits do not change.
 BLOCK = 1024
 UNPROCESSED_BLOCK_BYTES = 4096
 
@@ -53,13 +53,13 @@ def sample_triton(
 ) -> tuple[Tensor, Tensor]:
     """Sample the tokens at positions first_positions [B] + offsets [B, Q].
 
-    Returns (tokens [B, Q] int64, finite [B, Q] bool).
+    Returns (tokens [B, Q] int64, finite [B, Q] bool).  finite is False for a row with a NaN or an infinite best logit.
+    The token of a row with a NaN is the id of the first NaN.
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
-    dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on
-    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
-    A row with a NaN is not finite, and its token is the id of the first NaN.  A row whose best logit is infinite is not
-    finite.
+    dimension.  drafted: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens, and for each row the bits of the
+    tokens on its path; penalties count these tokens from index `first_output` on.  mask: [B, Q, ceil(V / 32)] int32,
+    bits of allowed tokens (sampling/mask.py); None allows all.
     """
     batch, queries = logits.shape[:2]
     logits_args = logits_arguments(logits, slots.vocab, slots, first_positions)
@@ -91,8 +91,8 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
     """Returns the block sizes of _best_of_split_kernel, as constexpr arguments.
 
     BLOCK: token ids per load.  UNPROCESSED_BLOCK: token ids per load in rows whose logits need no change and no noise.
-    BLOCK and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: how many neighbouring
-    ids a thread reads at once.  More than 1 needs pointers, strides and a vocabulary size that are multiples of 16.
+    BLOCK and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: how many adjacent
+    ids a thread reads at once: 1, unless the address, the strides and the vocabulary size are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
     block, unprocessed = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BLOCK_BYTES // size))
@@ -115,17 +115,17 @@ def nan_max(a, b):
 
 @kernel
 def key_for_argmax(x):
-    """Convert a block of floats to integers in the order of argmax: both zeros are equal, and NaN is above all."""
+    """Convert a block of floats to integers in the order of argmax: 0.0 equals -0.0, and NaN is above all numbers."""
     not_a_number = float_to_key(tl.full(x.shape, float("nan"), x.dtype))
     return tl.where(x == x, float_to_key(x + 0.0), not_a_number)
 
 
 @kernel
 def first_id_of_block(start, end, BLOCK: tl.constexpr):
-    """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
+    """Returns the first id of the next block: `start`, or a lower id, so that the whole block is below `end`.
 
-    A moved block reads again some ids of this split or of the previous one.  Reading ids twice does not change the best
-    id.
+    With a lower first id, some ids of this split or of the previous split are read again.  This does not change the
+    best id.
     """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
@@ -147,11 +147,11 @@ def find_best_id(
     logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
     dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Returns (key, lowest id) of the best id in [begin, end) of a row.  Some earlier ids may be included.
+    """Returns (key of the best score, lowest id with this score) among ids begin .. end - 1 and a few ids before.
 
-    loaded_block: the first block, already loaded.  A thread reads IDS_PER_THREAD neighbouring ids of each block.  It
-    keeps only the largest score and the first block with this score, because keeping ids would take several times as
-    long.  At the end the id is found among the IDS_PER_THREAD ids of the best thread and block.
+    loaded_block: the first block, already loaded.  A thread reads IDS_PER_THREAD adjacent ids of each block.  The
+    thread keeps only the largest score and the first block with this score, because keeping ids would take several
+    times as long.  At the end, the id is found among the IDS_PER_THREAD ids of the best thread and block.
     """
     group_offsets = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
     best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
@@ -163,7 +163,7 @@ def find_best_id(
         loaded_block = tl.load(logits_ptr + first_id_of_block(start + BLOCK, end, BLOCK) + tl.arange(0, BLOCK))
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         group_max = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
-        # The first NaN stays the best score.
+        # If `best` is NaN, first_ids does not change, so that the first NaN wins.
         first_ids = tl.where((best == best) & ~(group_max <= best), first, first_ids)
         best = nan_max(best, group_max)
     keys = key_for_argmax(best)
@@ -182,7 +182,7 @@ def _best_of_split_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a split's best (key, lowest id).  The score is logit / T + noise; in a row with filters, without noise."""
+    """Find a split's best (key, lowest id).  A score is logit / T + noise, without noise in rows with filters."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -195,7 +195,7 @@ def _best_of_split_kernel(
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # This load starts before the row's parameters are known.  The mask keeps the compiler from moving the load.
+    # This load starts before the row's parameters are known.  With the mask, the compiler does not move the load.
     ids = first_id_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     block = tl.load(logits_ptr + ids, mask=ids < vocab)
     if leaves_logits_unchanged(row) & (drafted.mask_words == 0):
@@ -216,14 +216,14 @@ def _best_of_split_kernel(
 
 @kernel
 def _merge_row_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
-    """Find the best token of a row's splits.
-    The best key is also stored at the row's first split, where _draw_filtered_kernel reads it as the top score."""
+    """Find the best token among a row's splits.
+    The best key is also stored at the row's first split, where _draw_filtered_kernel reads it as the largest logit."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     split_exists = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=split_exists, other=2147483647)
-    # Lanes past the last split read the first split again, because no key means "no split".
+    # Lanes past the last split read the key of the first split, because no value of a key is free to mean "no split".
     keys = tl.load(keys_ptr + out * splits + tl.where(split_exists, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -237,10 +237,10 @@ def _draw_filtered_kernel(
     tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, drafted, queries, splits, rows,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw again in rows with filters, from the tokens that the filters leave.
+    """Sample again in rows with filters (top-k, top-p, min-p), from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
-    program per row, or one load per row, would cost more.
+    program per row, or one load per row, would take longer.
     """
     pdl_trigger_and_wait(USE_PDL)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)

@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
+"""Top-k, top-p and min-p without sorting a row, and the sampling from the remaining tokens.
 
-The reference is `filtered` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
-finds the cutoff.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their
-mass as integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct
+The reference is `apply_filters` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
+finds the cutoff.  Each pass over the row computes an exact sum over the tokens above a pivot: their number, or their
+probability mass as an integer.  Then one end of the interval moves to a logit of the row.  A row of a thousand distinct
 values takes about ten passes, and no row takes more than a hundred.  Of equal logits at the cutoff, the lower ids stay.
 
-A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
-mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the
-cutoff than in the reference.  In this kernel the side is always the same.
+A token's mass is exp(logit - largest logit), by tl.exp.  In float32 the relative error of a mass is at most 2**-19,
+unless the mass is too small to count.  So kernel and reference may differ on a token whose cumulative mass is this
+close to top_p: one keeps the token, and the other drops it.  The kernel decides the same way each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier.kernels.sampling.noise import gumbel_noise
 
 @kernel
 def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, drafted, BLOCK: tl.constexpr):
-    """Returns (x, ids) of a block of a row: its logits after process_logits; -inf past the vocabulary."""
+    """Returns (x, ids) of a block of a row: logits after process_logits (-inf past the vocabulary), and token ids."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return process_logits(x.to(dtype), ids, ids < vocab, row, drafted), ids
@@ -29,7 +29,7 @@ def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, dra
 
 @kernel
 def probability_mass(x, max_logit):
-    """Returns a token's mass, in units of 2**-40 of the likeliest token's.  Integer sums are the same in any order."""
+    """Returns a token's mass in units of 2**-40 of the largest mass.  Integers have the same sum in any order."""
     return (tl.exp(x - max_logit) * 1099511627776.0).to(tl.int64)
 
 
@@ -52,10 +52,10 @@ def next_pivot(low, high, step):
 def find_cutoff(
     logits_ptr, vocab, row, drafted, max_logit, min_cutoff, target_sum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns (cutoff, sum of the tokens above the cutoff).  A sum is a number of tokens, or with BY_MASS their mass.
+    """Returns (cutoff, sum over the tokens above the cutoff).  A sum is a number of tokens; with BY_MASS, their mass.
 
-    The cutoff is the largest value for which the tokens at or above it sum to at least `target_sum`.  It is in
-    [min_cutoff, max_logit].  max_logit: the row's maximum, which must be finite.
+    The cutoff is the largest value for which the sum over the tokens at or above the cutoff is at least `target_sum`,
+    but at least min_cutoff.  max_logit: the row's largest logit, which must be finite.
     """
     exact: tl.constexpr = max_logit.dtype
     low = min_cutoff
@@ -97,13 +97,13 @@ def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cutoff, num_ties,
 
 @kernel
 def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
-    # The mass is computed for a whole block, because the interpreter's library may round a single number differently.
+    # The mass is computed for a whole block, because Triton's interpreter may round exp of a single number differently.
     return tl.max(probability_mass(tl.zeros([BLOCK], max_logit.dtype) + value, max_logit), 0)
 
 
 @kernel
 def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
-    """Returns (cutoff, number of tokens at the cutoff that stay: the lowest ids).  top_k: int64, 0 for no top-k."""
+    """Returns (cutoff, number of tokens at the cutoff that stay: the lowest ids).  top_k: int64; 0 for no top-k."""
     cutoff = max_logit - float("inf")
     num_ties = top_k * 0 + vocab
     if top_k > 0:
@@ -112,7 +112,7 @@ def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOC
     if top_p < 1:
         remaining = remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cutoff, num_ties, BLOCK)
         target_mass = tl.ceil(remaining.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        # exp(-28) is less than one unit of 2**-40.
+        # exp(-28) is less than one unit of 2**-40, so the mass of lower logits is 0.
         min_cutoff = tl.maximum(cutoff, max_logit - 28.0)
         value, above = find_cutoff(logits_ptr, vocab, row, drafted, max_logit, min_cutoff, target_mass, True, BLOCK)
         mass_of_tie = tl.maximum(mass_of_value(value, max_logit, BLOCK), 1)
@@ -124,8 +124,8 @@ def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOC
 
 @kernel
 def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, BLOCK: tl.constexpr):
-    """Returns the id with the largest logit plus noise among the tokens that filters (top_k, top_p, min_p) leave.
-    Ties go to the lower id."""
+    """Returns the id with the largest logit plus noise, among the tokens that filters (top_k, top_p, min_p) leave.
+    Among equal values, the lower id wins.  k0, k1: the noise keys, from noise_keys."""
     exact: tl.constexpr = max_logit.dtype
     top_k, top_p, min_p = filters
     cutoff, num_ties = filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK)

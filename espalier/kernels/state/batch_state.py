@@ -1,7 +1,10 @@
-"""A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
+"""A launch's reads and writes of the slot table.
+
+They are the BatchState, the chains of known tokens (such as a piece of a prompt), the sampled tokens, and the hidden
+states that a slot carries from one launch to the next.
 
 A row of the page pool is page * page_size + offset, with the page from the request's table.
-kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and pool_row for kernels.
+kernels/ops/state.py:page_rows computes this row in PyTorch, and pool_row in kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 @kernel
 def pool_row(table_ptr, position, page_size, is_kept):
-    """Returns the int64 pool rows of positions, from a request's page table; the dummy row 0 if not `is_kept`."""
+    """Returns the int64 pool rows of positions, from a request's page table; the dummy row 0 where not `is_kept`."""
     page = tl.load(table_ptr + position // page_size, mask=is_kept, other=0).to(tl.int64)
     return tl.where(is_kept, page * page_size + position % page_size, 0)
 
@@ -39,7 +42,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
     is_real, pages = torch.empty_like(slot_indices, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(next_power_of_2(width), MAX_BLOCK_SIZE)
-        # The layout's max_accept_depth is end - prefix_len minus this number.
+        # The layout's max_accept_depth is end - prefix_len - depth_margin, so max_accept_depth(0, 0) is -depth_margin.
         _gather_slots_kernel[(batch, -(-width // block))](
             *(slot_indices, table.ints, table.page_table, *scalars, is_real, pages, cells, values),
             *(slot_indices.stride(0), width, cells.shape[0]),
@@ -92,7 +95,10 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write new page-table entries, then read a batch's slots.  A program writes its slot's entries, the first all."""
+    """Write new page-table entries, then read a batch's slots.
+
+    Each program writes the entries of the slot that it reads.  The first program writes the entries of all slots.
+    """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -103,7 +109,7 @@ def _gather_slots_kernel(
         page = tl.load(update_pages_ptr + i, mask=i < num_updates, other=0).to(tl.int32)
         is_own = (cell >= slot * width) & (cell < (slot + 1) * width)
         tl.store(page_table_ptr + cell, page, mask=(i < num_updates) & (is_first | is_own))
-    # A thread may read what another thread has written.
+    # The barrier is needed, because a thread may read what another thread has written.
     tl.debug_barrier()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pages = tl.load(page_table_ptr + slot * width + column, mask=column < width, other=0)
@@ -191,7 +197,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes_per_request, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sampled tokens into one slot per program, and move the slot's root to the last of them."""
+    """Write the sampled tokens into one slot per program, and move the slot's root to the last token."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)

@@ -1,6 +1,6 @@
 """Commit: copies the rows of accepted tokens from staging to the pages.
 
-One launch copies all layers of a group, of up to TENSORS_PER_LAUNCH tensors (such as K and V).
+One launch copies all layers of up to TENSORS_PER_LAUNCH tensors (such as K and V).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Verify a tree: find the longest path from the root that the target model agrees with, and gather its rows.
+"""Accepts a path of a tree: the longest path from the root whose tokens the target sampled too.  Also gathers rows.
 
-Grid: one program per request, which holds all nodes in registers.  All values are integers or booleans, so kernel and
-reference agree exactly.
+Grid of accept: one program per request, which holds all nodes in registers.  All values are integers or booleans, so
+kernel and reference agree exactly.
 
 Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK_COLUMNS columns, parts).
 """
@@ -52,7 +52,7 @@ def _accept_kernel(
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_WORDS, BLOCK_LEVELS: powers of two."""
+    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_*: WORDS, LEVELS, rounded up to 2^n."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
@@ -65,7 +65,7 @@ def _accept_kernel(
     max_depth = tl.load(max_depth_ptr + request)
     matches = ((token == parent_pick) & (depth <= max_depth)) | (node == 0)
 
-    # A node is kept if neither it nor an ancestor is a mismatch.  Like ancestors, mismatches are bits in words.
+    # A node is kept if the node and all its ancestors match.  Mismatches are packed into words, as ancestors are.
     mismatch_bits = (matches == 0).to(tl.int64) << (node % 64).to(tl.int64)
     mismatches = tl.sum(tl.reshape(mismatch_bits, [BLOCK_WORDS, 64]), 1)
     word = tl.arange(0, BLOCK_WORDS)
@@ -74,7 +74,7 @@ def _accept_kernel(
     )
     rejected = tl.max(((ancestors & mismatches[None, :]) != 0).to(tl.int32), 1)
     is_kept = exists & (rejected == 0)
-    # The key orders nodes by depth, then by lower index.
+    # The best key is the deepest kept node; among equally deep nodes, the lowest index.
     best_key = tl.max(tl.where(is_kept, depth * NODES + (NODES - 1 - node), -1), 0)
     last_node = NODES - 1 - best_key % NODES
     last_depth = best_key // NODES
@@ -84,7 +84,7 @@ def _accept_kernel(
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path has written the entries up to last_depth.  Only later entries are zeroed, so no entry is written twice.
+    # The path has filled the entries up to last_depth.  Only later entries are zeroed, so no entry is written twice.
     path_index = tl.arange(0, BLOCK_LEVELS)
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
     tl.store(rows_ptr + out + path_index, zeros, mask=(path_index > last_depth) & (path_index < LEVELS))

@@ -1,19 +1,19 @@
-"""The top-k children of each draft row, scored with the Gumbel noise that the target will sample with.
+"""The top-k children of each row of a draft, scored with the Gumbel noise with which the target will sample.
 
-The reference is espalier/speculate/sampler.py:TorchSampler.children.  The first kernel has one program per (row,
-split of the draft vocabulary).  It reads the logits once, and writes the top k of the split and a sum of exponentials.
-The second kernel merges the splits, one program per row.  The splits depend only on the vocabulary size, so a row's
-children do not depend on the batch.
+The reference is espalier/speculate/sampler.py:TorchSampler._best_allowed_children.  The first kernel has one program
+per (row, split of the draft vocabulary).  This kernel reads the logits once, and writes the top k of the split and the
+sum of exponentials of the split.  The second kernel merges the splits, one program per row.  The splits depend only on
+the vocabulary size, so a row's children do not depend on the batch.
 
 Differences from the reference (they can change the drafted tokens, but never the emitted tokens):
 - Children are ordered by exact logits.  The reference orders by rounded log-probabilities, which may tie when the
   logits do not.
-- Ties go to the lower draft index.  With sampling parameters the reference breaks ties by the lower target id.  The two
-  rules are the same if d2t ascends.
-- A child with score -inf has id 0: its row is void, or has fewer than k children.
+- Among equal logits, the lower draft id comes first.  With sampling parameters, the reference takes the lower target
+  id first.  The two rules are the same if d2t (draft ids to target ids) ascends.
+- A child with score -inf has id 0.  Such a child does not exist: its row is void, or has fewer than k children.
 
-Tolerance: 2**-16 of the reference's scores in float32, because the sum over the vocabulary has another order and exp is
-tl.exp.
+Tolerance: 2**-16 from the reference's scores in float32, because tl.exp and the order of the sum over the vocabulary
+differ from the reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 
 MAX_SPLIT_SIZE = 2048
-# Splits per warp in the merge, which takes a step per child.  With few warps, a step needs little synchronisation.
+# Splits per warp in the second kernel, which takes a step per child.  With few warps, a step needs few barriers.
 SPLITS_PER_WARP = 512
 
 
@@ -61,15 +61,14 @@ def draft_topk_triton(
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], as for sample_triton.  d2t: [Vd] int64, the target id of each draft id; None: the vocabularies
-    are the same.  slots: the sampling parameters of each request.  first_positions [B] + position_offset +
-    row · position_stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.
-    drafted: (tokens [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its
-    path.  mask: [B, Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows
-    all.
+    are the same.  slots: the sampling parameters of each request.  The children of row q have position
+    first_positions [B] + position_offset + q · position_stride.  scores: [B, Q] float32, the path scores of the rows.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens, and for each row the bits of the tokens on its
+    path.  mask: [B, Q, ceil(V / 32)] int32, bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
-    the log_softmax of the processed logits / T (without / T at temperature 0), plus noise if `adds_noise` and T > 0.
-    NaN counts as -inf.
+    the log_softmax of the processed logits.  If the temperature is above 0, they are divided by the temperature, and
+    with `adds_noise` the noise is added before the log_softmax.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     logits_args = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)
@@ -110,7 +109,7 @@ def _block_topk_kernel(
     COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     HAS_D2T: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
+    """Find a split's TOPK best (value, draft id), best first, and its sum of exp(value - best value)."""
     pdl_trigger_and_wait(USE_PDL)
     row_index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -124,7 +123,7 @@ def _block_topk_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
-        # A row with unchanged logits needs no token ids.  Ids take more bytes than logits.
+        # A row with unchanged logits needs no target ids, so they are not read: they take more bytes than the logits.
         needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
@@ -164,7 +163,7 @@ def _merge_topk_kernel(
     """Find a row's best children among the best values of its splits.
 
     first_values: for each split, its best value that is not yet taken.  TOPK times, the best of these is taken.  Among
-    equal values the lower split wins, because its columns are lower.  A child that does not exist has score -inf.
+    equal values the lower split wins, because its draft ids are lower.  A child that does not exist has score -inf.
     """
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -189,7 +188,7 @@ def _merge_topk_kernel(
         values = tl.where(child == k, best, values)
         value_indices = tl.where(child == k, value_index, value_indices)
     logp = (values - top) - tl.log(total)
-    # False for NaN as well.
+    # The comparison is also False for NaN.
     is_valid = logp > float("-inf")
     columns = tl.load(indices_ptr + row * splits * TOPK + value_indices, mask=is_valid, other=0)
     logp = tl.where(is_valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))

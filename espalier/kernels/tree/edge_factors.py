@@ -1,8 +1,8 @@
-"""The factors of the rows of a depth, for edges with a projection (edges.py:FactorProjection).
+"""The factors of the rows of one depth of a block draft, for edges with a projection (edges.py:FactorProjection).
 
-One program handles (request, tile of rows, block of the rank).  A program multiplies the rows' states and embeddings
-with its part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The
-projection is a weight, so its first columns are read before the wait for the previous kernel.
+Grid: (requests, tiles of rows, blocks of BLOCK_OUT factor values).  A program multiplies the rows' states and token
+embeddings with its part of the projection, adds the hidden state's part, and writes its part of the factors and of the
+new states.  No kernel writes the projection, so its first columns are read before the wait for the previous kernel.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of token_factors; the reference rounds every operation.
@@ -20,16 +20,16 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
-# Factor values (of `rank`) per program, and the smallest rank that tensor cores take.
+# Factor values per program (a factor has `rank` values), and the smallest rank that tensor cores take.
 BLOCK_OUT, MIN_RANK = 16, 16
-# The largest rank for which a program has 4 warps; above, it has 8.
+# The largest rank for which a program has 4 warps.  For larger ranks, a program has 8 warps.
 MAX_4_WARP_RANK = 128
 # Rows per program.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
 
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-    """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
+    """See LowRankEdges.factors; the edges must have a projection.  Raises EspalierError for other shapes or dtypes."""
     projection, before = edges.projection, edges.token_factors
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
@@ -51,7 +51,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
         return factors, new_states
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     block_rank = max(next_power_of_2(rank), MIN_RANK)
-    # Fewer columns a step, but at least MIN_RANK, until its weights and inputs fit in half of the shared memory.
+    # block_rank (columns per step) is halved until a step's weights and inputs fit in half of the shared memory.
     rank_bytes = (num_parts * num_inputs * BLOCK_OUT + tile) * before.element_size()
     while block_rank > MIN_RANK and block_rank * rank_bytes > chip(before).shared_memory // 2:
         block_rank //= 2
@@ -74,7 +74,7 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  `e_` weights multiply the embedding, `s_` weights the state.
+    """Weights are transposed, [BLOCK_RANK, BLOCK_OUT].  Weights e_* multiply the embedding, weights s_* the state.
 
     BLOCK_RANK: values of an embedding, or of a state, that one step multiplies.
     """

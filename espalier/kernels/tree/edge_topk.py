@@ -1,15 +1,15 @@
-"""One depth of a block draft with edges: finds the candidates of all its rows, and the rows of the next depth.
+"""One depth of a block draft with edges (edges.py): finds the candidates of its rows, and the rows of the next depth.
 
-A row is a token, because the candidates after a path depend only on its last token and its depth.  With recurrent edges
-a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
-of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits with
-each split's maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits
-with the best maxima, so a program reads only these splits.  The third chooses the next depth's rows; it has one program
-per request.
+A row is a token, because the candidates after a path depend only on the path's last token and depth.  With recurrent
+edges, a row is a path.  There are three kernels.  The first has one program per (group of requests, tile of rows, split
+of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits, and
+each split's maximum and sum of exponentials.  The second kernel has one program per row.  The best columns are in the
+splits with the best maxima, so a program reads only these splits.  The third kernel has one program per request, which
+chooses the next depth's rows.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
-other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
-go to the lower column.
+other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32; of equal
+logits, the lower column comes first.
 
 Tolerance: as in draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
 in float32 (float64 for float64, then rounded to float32).  The reference rounds product and sum to the logits' dtype.
@@ -41,17 +41,17 @@ from espalier.kernels.tree.draft_topk import process_and_add_noise
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and factor values (of `rank`) per step.  A step's column factors take 64 kB in bfloat16, so three
-# programs fit in the shared memory of a multiprocessor.
+# Columns per program, and factor values per step (a factor has `rank` values).  A step's column factors take 64 kB in
+# bfloat16, so three programs fit in the shared memory of a multiprocessor.
 MAX_SPLIT_SIZE, BLOCK_RANK = 128, 256
 NUM_WARPS = 8
 # Requests per program, which share the columns that the program has read.
 REQUESTS_PER_PROGRAM = 8
-# The fewest rows per program, which tensor cores need, and the most, whose logits stay in registers.
+# The fewest rows per program, because tensor cores need 8.  The most rows, because their logits stay in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
 MIN_SPLIT_SIZE, MIN_RANK = 16, 16
-# Values per warp when a program searches for the best values.  With few warps, a step needs little synchronisation.
+# Values per warp when a program searches for the best values.  With few warps, a step of the search needs few barriers.
 VALUES_PER_WARP = 1024
 
 
@@ -70,11 +70,11 @@ def edge_topk_triton(
 ) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
-    factors_and_states: the rows' factors and states, from edge_factors; None: a row has the factor of its token.
-    first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
-    that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
-    adds_noise: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
-    and dtypes.
+    factors_and_states: the rows' factors and states, from edge_factors_triton; None: a row's factor is token_factors
+    of its token.  The children have position first_positions [B] + depth.  mask: [B, 1, ceil(V / 32)] int32, the bits
+    of target ids that may be drafted; None allows all.  forced_tokens: [B, 1] int64, the only token that may be
+    drafted, or -1 if there are several.  d2t, slots, adds_noise: see draft_topk_triton; penalties count no drafted
+    token.  Raises EspalierError for other shapes and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
     factors, states = factors_and_states or (None, None)
@@ -87,7 +87,7 @@ def edge_topk_triton(
     )
     if not out.tokens.numel():
         return next_depth
-    # If all requests have the same columns, expand gives these tensors stride 0 along the batch.
+    # If all requests have the same columns, `expand` makes the batch stride of these tensors 0.
     has_own_columns = edges.ids is not None
     column_factors = (edges.column_factors[:, depth] if has_own_columns else edges.column_factors).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
@@ -178,8 +178,8 @@ def _edge_topk_kernel(
 ):  # fmt: skip
     """Write the logits x [SPLIT_SIZE, ROWS] of one split of the columns, for ROWS rows of the depth.
 
-    The split's columns are weights, so they are read before the wait.  Every second depth takes the splits in reverse,
-    because the columns that the previous depth read last may still be in the L2.
+    If the columns are weights, they are read before the wait, because no kernel writes weights.  Every second depth
+    takes the splits in reverse order, because the columns that the previous depth read last may still be in the L2.
     """
     pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
@@ -191,7 +191,7 @@ def _edge_topk_kernel(
         split = splits - 1 - split
     index = split * SPLIT_SIZE + index_in_split
     inside = index < num_columns
-    # Columns past the end read the last column; their logits become -inf.
+    # For indices past the last column, the last column is read; their logits become -inf.
     column_ptrs = column_factors_ptr + first_request * column_factors_batch_stride
     column_ptrs += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not COLUMNS_ARE_WEIGHTS:
@@ -212,7 +212,7 @@ def _edge_topk_kernel(
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
         if ids_ptr is not None:
-            # A row whose logits do not change needs no token ids.
+            # Rows whose logits do not change need no token ids.
             needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         row_values = tl.load(row_ptrs[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
@@ -244,7 +244,7 @@ def _merge_rows_kernel(
     forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row.  The row's topk best columns are in the topk splits with the largest maxima."""
+    """Find the topk best children of one row.  They are in the topk splits with the largest maxima."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
@@ -260,7 +260,7 @@ def _merge_rows_kernel(
     SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT_SIZE
     values, columns = _topk_values(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
-    # False for NaN as well.
+    # The comparison is also False for NaN.
     is_valid = scores > float("-inf")
     scores = tl.where(is_valid, tl.minimum(scores, 0.0), float("-inf"))
     tokens = columns.to(tl.int64)
@@ -287,7 +287,7 @@ def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
     # The keys are integers, because the maximum of integers over a warp is one instruction.
     keys, no_key = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
     best_keys, best_index = tl.zeros([BLOCK_CHILDREN], tl.int32) + no_key, tl.zeros([BLOCK_CHILDREN], tl.int32)
-    # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
+    # topk is not constexpr, because Triton would unroll the loop, and the steps would not fit in the instruction cache.
     for k in range(topk):
         best = tl.max(keys, 0)
         best_at = tl.min(tl.where(keys == best, index, 2147483647), 0)
@@ -305,8 +305,8 @@ def _rank_rows_kernel(
 ):  # fmt: skip
     """Make the rows of the next depth, and write for each candidate the row that it leads to.
 
-    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with its token lead to
-    this row.
+    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with the same token lead
+    to this row.
     """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
+"""Edges of a block draft (a Markov head): logits that depend on earlier drafted tokens, by a product of low rank.
 
-A depth is scored row by row.  Depth 1 has the roots as rows.  Each depth's candidates become the next depth's rows
-(`choose_next_rows`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
+A depth is scored row by row.  Depth 1 has one row, the root.  The best candidates of a depth become the rows of the
+next depth (`choose_next_rows`).  edge_topk.py and edge_factors.py have the kernels; this file has the references.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from espalier.kernels.ops.tree import comparable_scores, ordered_topk
 
 
 class DepthRows(NamedTuple):
-    """The rows of a depth.  The depth's candidates continue these rows.
+    """The rows of a depth: the tokens or paths of the previous depth that the depth's candidates continue.
 
-    tokens: [B, R] int64, the previous token; 0 for a row that no candidate leads to.  scores: [B, R] float32, the score
-    of the best path to each row; -inf for a row that no candidate leads to.
+    tokens: [B, R] int64, the last token of each row; 0 for an unused row.  scores: [B, R] float32, the score of the
+    best path to each row; -inf for an unused row.
     Two fields are only for recurrent edges from depth 2 on.  parents: [B, R] int64, the row of the previous depth that
-    each row continues; 0 if no candidate leads to the row.  states: [B, rows of the previous depth, rank].
+    each row continues; 0 for an unused row.  states: [B, rows of the previous depth, rank], the states after them.
     """
 
     tokens: Tensor
@@ -32,22 +32,22 @@ class DepthRows(NamedTuple):
 
     @classmethod
     def for_roots(cls, root: Tensor) -> DepthRows:
-        """Returns the rows of depth 1.  root: [B]."""
+        """Returns the rows of depth 1: one row per request.  root: [B] int64, the root's token."""
         return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
 
 
 @dataclass(frozen=True)
 class FactorProjection:
-    """Factors that depend on more than one token: DSpark's gated head, and its recurrent head (`rnn`).
+    """Factors that depend on more than a row's last token: DSpark's gated head, and its recurrent head (`rnn`).
 
-    Let e be a token's row of token_factors, and p a projection of e, of the block's hidden state at the depth and of
-    the recurrent state, if any.  A gated factor is sigmoid(p) * e.  A recurrent head's p is gate, candidate and
-    output.  The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is
-    tanh(output).  The state before depth 1 is 0.
+    Let e be the last token's row of token_factors, and p a linear projection of e, of the block's hidden state at the
+    depth and, in a recurrent head, of the state.  The factor of a gated head is sigmoid(p) * e.  In a recurrent head, p
+    has three parts: gate, candidate and output.  The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) *
+    tanh(candidate), and the factor is tanh(output).  The state before depth 1 is 0.
 
-    hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
-    depth.  weight: the other columns of the projection: [rank, rank] for e, or [3 * rank, 2 * rank] for the state and
-    then e.
+    hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the hidden state's part of p at each depth, with the
+    bias.  weight: the other columns of the projection: [rank, rank], for e; if recurrent, [3 * rank, 2 * rank], for the
+    state and then e.
     """
 
     hidden_part: Tensor
@@ -70,11 +70,11 @@ def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: boo
 class LowRankEdges:
     """Logits of a block that depend on earlier drafted tokens.
 
-    At one depth, the logit of column c after a row is base_logits[c] + factor of the row · column_factors[c].
-    base_logits: [B, S, C], by depth.  token_factors: [V, rank].  A row's factor is token_factors[token]; with
-    `projection`, see FactorProjection.  column_factors: [C, rank] without ids, where the columns are the draft
-    vocabulary; or [B, S, C, rank] with ids [B, S, C] int64 in ascending order, where the columns are these tokens, and
-    no other token is a candidate.
+    At one depth, the logit of column c after a row is base_logits[c] + (factor of the row) · column_factors[c].
+    base_logits: [B, S, C], for S depths.  token_factors: [V, rank].  A row's factor is token_factors[token]; with
+    `projection`, see FactorProjection.
+    ids: None if the columns are the draft vocabulary; column_factors is then [C, rank].  Otherwise [B, S, C] int64 in
+    ascending order: the columns are these tokens, no other token is a candidate, and column_factors is [B, S, C, rank].
     """
 
     base_logits: Tensor
@@ -85,11 +85,11 @@ class LowRankEdges:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a row is one path.  If not, all paths that end in the same token share a row."""
+        """Whether a row stands for one path.  If not, all paths that end in the same token share a row."""
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-        """Returns (factors of the rows [B, R, rank], states after the rows [B, R, rank]; None if not recurrent)."""
+        """Returns the rows' factors and new states, [B, R, rank] each (no states: None).  depth: counted from 0."""
         embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
@@ -105,7 +105,7 @@ class LowRankEdges:
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
     def logits(self, depth: int, factors: Tensor) -> Tensor:
-        """Return logits [B, R, draft vocabulary], given the rows' factors [B, R, rank]."""
+        """Returns the logits [B, R, draft vocabulary] at `depth` (from 0).  factors: [B, R, rank], from `factors`."""
         column_factors = self.column_factors if self.ids is None else self.column_factors[:, depth]
         columns = self.base_logits[:, depth, None] + factors @ column_factors.mT
         if self.ids is None:
@@ -119,9 +119,9 @@ def choose_next_rows(
 ) -> DepthRows:
     """Write the candidates of a depth to `out`.  Choose and return the rows of the next depth.
 
-    tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row and their log-probabilities.
+    tokens: [B, R, K] int64, scores: [B, R, K] float32, the best children of each row and their log-probabilities.
     out: [B, R, K] each.  The next rows are the K best distinct tokens; a token's score is the score of the best path to
-    it.  With rows_are_paths the next rows are the K best candidates.  Scores are ordered as in select_beams.
+    the token.  With rows_are_paths, the next rows are the K best candidates.  NaN scores count as -inf.
     """
     topk = tokens.shape[2]
     path_scores = comparable_scores(comparable_scores(rows.scores)[..., None] + comparable_scores(scores)).flatten(1)

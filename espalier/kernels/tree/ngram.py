@@ -1,8 +1,8 @@
 """The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
 Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history, so one
-CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel merges the matches of
-all blocks, one program per request.
+CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel has one program per
+request, which merges the matches of all blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _block_matches_kernel(
     index_stride, root_stride, history_stride, width, blocks,
     TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a block's TOPK best matches: keys, length · width + position, and the tokens after the matches."""
+    """Find a block's TOPK best matches.  Write their keys (length · width + position) and the tokens after them."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)

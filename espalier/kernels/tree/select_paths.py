@@ -1,13 +1,13 @@
-"""Selects the tree of a block draft: the best paths among all paths that its single pass proposes.
+"""Selects the tree of a block draft: the best paths among all paths that the draft's single pass proposes.
 
 A block draft gives candidates for every depth at once (`Candidates`); a path takes one candidate per depth.  The best
 paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score is the sum of its candidates'
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
-Grid: one program of one warp per request.  Each step selects one node.  The frontier has two entries per selected node:
-its next sibling and its first child.  An entry is a score and 32 bits that break ties.  So a step takes a maximum and
-a minimum over the entries, in registers.  The reads of a step depend on one another, so they should hit the
-L1: all candidates are read once before the first step.
+Grid: one program per request, with one warp for trees of up to MAX_ONE_WARP_KEYS nodes.  Each step selects one node.
+For each selected node, the frontier has its next sibling and its first child as entries.  An entry is a score and 32
+bits that break ties.  So a step takes a maximum and a minimum over the entries, in registers.  The reads of a step
+depend on one another, so they should hit the L1: the first MAX_PREFETCHED_CANDIDATES candidates are read beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most keys that one warp holds in registers.
+# The most keys (one per node) that one warp holds in registers.
 MAX_ONE_WARP_KEYS = 256
 # The most candidates that are read before the first step: as many as fit in registers, and at least MAX_CANDIDATES.
 MAX_PREFETCHED_CANDIDATES = 2048
@@ -33,7 +33,7 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
     if batch:
         # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
         block = max(next_power_of_2(num_nodes), 32)
-        # A path has at most steps + 1 nodes.
+        # A path has at most steps + 1 nodes, which limits NUM_DOUBLINGS (_write_tree).
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
@@ -48,7 +48,7 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
 
 @kernel
 def _pack_tie_break(depth, parent, sibling, row):
-    """Returns a uint32 that breaks ties of scores: lower depth first, then lower parent, then lower sibling."""
+    """Returns a uint32 that orders paths of equal score: lower depth first, then lower parent, then lower sibling."""
     return ((depth << 26) | (parent << 16) | (sibling << 8) | row).to(tl.uint32, bitcast=True)
 
 
@@ -63,10 +63,10 @@ def _unpack_tie_break(tie_break):
 def _path_key(parent_score, logp):
     """Returns the integer key of a path's score; for no path, a key below that of -inf.
 
-    parent_score: the comparable score of the path's parent, so the sum is not -0.0.
+    parent_score: the score of the path's parent, which is not -0.0.  So the sum is not -0.0.
     """
     score = parent_score + logp
-    # False for NaN as well.
+    # The comparison is also False for NaN.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
 
 
@@ -125,10 +125,10 @@ def _select_paths_kernel(
 def _prefetch_candidates(
     scores_ptr, next_rows_ptr, STEPS: tl.constexpr, NUM_CANDIDATES: tl.constexpr, NUM_PREFETCHED: tl.constexpr
 ):
-    """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of the first row are among them.
+    """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of depth 1 are among them.
 
     The compiler would drop a read whose value is not used, so the values are used.  Returns (whether any of these
-    candidates exists, the deepest depth: 1 if no candidate has children).
+    candidates exists, the deepest depth: STEPS, or 1 if none of these candidates has children).
     """
     i = tl.arange(0, NUM_PREFETCHED)
     score = tl.load(scores_ptr + i, mask=i < NUM_CANDIDATES, other=float("-inf"))
@@ -163,9 +163,9 @@ def _write_tree(
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
         bits = tl.where(node // 64 == word, one << (node % 64).to(tl.int64), 0)
-        # A void node's ancestor is itself.
+        # A void node has no other ancestor, so it points to itself.
         ancestor = tl.where(is_void, node, parent)
-        # Each iteration doubles the number of known ancestors.
+        # Each iteration doubles the number of known ancestors of each node.
         for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)

@@ -1,10 +1,10 @@
-"""Selects the beams of a tree's next level, and the nodes of the tree to verify, among the draft's candidates.
+"""Selects, among a draft's candidates, the beams of the next level (select_beams) and the nodes of the tree to verify.
 
-The best candidates become nodes, in pool order, so a parent comes before its children.  A candidate's index in the pool
-shows its level and the beam that is its parent.  So a pool stores only tokens and scores, and for each beam the index
-of the candidate that became the beam.
+All candidates of all levels are the pool.  The best candidates become nodes, in the order of the pool, so a parent
+comes before its children.  A candidate's index in the pool shows its level and the beam that is its parent.  So the
+pool has only tokens and scores, and for each beam the index of the candidate that became the beam.
 
-Grid: one program per request, which holds all candidates in registers.
+Grid of both kernels: one program per request, which holds all candidates in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-# Comparisons per step of the ranking, whose results stay in registers.
+# Pairs of candidates that select_beams compares in one step.  The results of a step stay in registers.
 COMPARISONS_PER_STEP = 16384
 
 
@@ -58,7 +58,7 @@ def select_beams(
 
 @kernel
 def comparable_score(score):
-    """Returns scores that can be compared, see ops/tree.py:comparable_scores."""
+    """Returns the score for comparisons: NaN becomes -inf, and -0.0 becomes 0.0."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
 
@@ -84,9 +84,9 @@ def _select_beams_kernel(
         other_key = float_to_key(comparable_score(other_key))
         is_tie = (other_key[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other_key[None, :] > key[:, None]) | is_tie).to(tl.int32), 1)
-    # The block's padding scores -inf and comes last, so the ranks of padding are at least TOPK.
+    # Padding of the block has score -inf and the highest indices, so its ranks are at least TOPK.
     is_beam = rank < TOPK
-    # The divisor is the argument, not the constant TOPK, for the reason in _select_tree_kernel.
+    # The divisor is the argument topk, not the constant TOPK, for the reason in _select_tree_kernel.
     parent = i // topk
     beam = request * TOPK + rank
     token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
@@ -116,7 +116,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     if batch:
         block, word_block = next_power_of_2(size), next_power_of_2(tree.num_ancestor_words)
         # Without beams, the kernel gets placeholder tensors, which it does not read.
-        # At most 32 int64 words of ancestor bits per thread.
+        # num_warps: so many that a thread holds at most 32 int64 words of ancestor bits, up to 16 warps.
         _select_tree_kernel[(batch,)](
             root.contiguous(),
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
@@ -133,7 +133,7 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load the values `index` of a request's pool: FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
+    """Load the values at `index` of a request's pool, which is `parts` one after another."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(
@@ -155,10 +155,10 @@ def _select_tree_kernel(
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest selected score by a binary search over the bits of its key: 32 passes over the pool.
+    """Find the lowest selected score by a binary search over the bits of its key, in 32 passes over the pool.
 
-    topk equals TOPK and is the divisor.  Division of a small number by a constant compiles to 16-bit arithmetic, in
-    which ptxas 12.8 drops an addition (docs/log.md).
+    topk: equal to TOPK, and used as divisor instead of the constant.  Division of a small number by a constant compiles
+    to 16-bit arithmetic, in which ptxas 12.8 drops an addition (docs/log.md).
     """
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -185,7 +185,7 @@ def _select_tree_kernel(
     # The pool index of each candidate's parent beam; candidates of level 1 have no parent beam.
     has_beam = exists & (i >= TOPK)
     beam_index = (i - TOPK) // topk
-    # Beams have one part less than the candidates.
+    # `beams` has one part less than the candidates, because the last level has no beams.
     BEAM_PARTS: tl.constexpr = PARTS - 1 if PARTS > 1 else 1
     BEAMS: tl.constexpr = SIZE // TOPK - 1 if PARTS == 1 else TOPK
     beam = _load_from_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)

@@ -1,7 +1,7 @@
 """Tests on tiny random models, without a checkpoint's weights, whether a class of transformers can be a target.
 
 A class can be a target if a pass over the nodes of a tree, after a prefix, computes the same logits as the plain model
-computes for each path.  Nothing else is known about a class.
+computes for each path.  There is no list of supported classes.
 """
 
 import copy
@@ -37,11 +37,12 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS
 
 # An attention call: the module, K and V [B, kv_heads, Q, size], and the spec of the layer.
 AttentionCall = tuple[nn.Module, Tensor, Tensor, LayerSpec]
-# The largest difference of logits, relative to the largest logit, in float32.
+# The largest allowed difference of logits in float32, as a share of the largest logit.
 LOGITS_TOLERANCE = 1e-4
-# The sizes of a tiny model, and the largest model that counts as tiny.
+# The sizes of a tiny model, and its largest number of layers and of weights.
 TINY_HEADS, TINY_HEAD_SIZE, MAX_TINY_LAYERS, MAX_TINY_WEIGHTS = 4, 16, 12, 50_000_000
-# Sizes that classes compute from one another.  They get the tiny values even if the config has smaller values.
+# A pattern for the names of sizes that must fit together, because classes compute one from another.  These sizes get
+# the tiny values even if the config has smaller values.
 DERIVED_SIZES = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
 # The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
 TINY_SIZES: tuple[tuple[str, int], ...] = (
@@ -54,15 +55,16 @@ TINY_SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * TINY_HEADS * TINY_HEAD_SIZE),
     (r"(?<!layers)$", TINY_HEADS * TINY_HEAD_SIZE),
 )
-# The parents of rows 1 to 18 of two requests.  The first rows are a prefix, and the others are the nodes of a tree.
+# The parents of rows 1 to 18 of two requests.  The first rows are a prefix; the rows after them are a tree's nodes.
 TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
 
 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
-    """Returns a config of the same class with tiny sizes, and only the first layers, with one layer of each type.
+    """Returns a config of the same class with tiny sizes and only the first layers: as many as are needed for one layer
+    of each type (4 to MAX_TINY_LAYERS, or all layers of a smaller model).
     Raises EspalierError if the class refuses the tiny config."""
-    # The config's RoPE is left out, because its factors may only fit the true sizes.  The class then uses its default.
+    # The config's RoPE is left out, because its factors may only fit the true sizes.  So the class uses a default RoPE.
     ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
     num_layers = config.num_hidden_layers
@@ -83,7 +85,7 @@ def tiny_config(config: Any) -> Any:
         if value == num_layers and re.search(r"layers?$", name):
             return layers
         if value == heads and name.endswith("heads"):
-            return TINY_HEADS  # of K and V too, because some classes do not group queries
+            return TINY_HEADS  # also for K and V heads: some classes need as many of them as query heads
         size = next((size for pattern, size in TINY_SIZES if re.search(pattern, name)), value)
         return size if value and re.search(DERIVED_SIZES, name) else min(value, size)
 
@@ -111,7 +113,7 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
     """Whether the forward that `make` returns computes the same as the module's own forward.
-    args: the arguments of a call.  Both run with these rows, and with small rows, for which a norm's eps matters."""
+    args: the arguments of a call.  Both forwards run on these rows and on small rows, where a norm's eps matters."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
         return all(ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-5, 1e-5) for ours, theirs in pairs)
@@ -122,7 +124,7 @@ def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> boo
 def run_with_mask(
     target: TransformersTarget, tokens: Tensor, seen: Tensor
 ) -> tuple[Tensor, dict[int, Tensor], list[AttentionCall]]:
-    """Runs a pass of tokens [B, Q].  seen: [B, Q, Q] bool, whether a row attends to another row.
+    """Runs a pass of tokens [B, Q].  seen: [B, Q, Q] bool; seen[b, i, j]: whether row i attends to row j.
 
     Returns the results of TransformersTarget.run, and the attention calls.
     Raises EspalierError, with the reason, for attention that no backend computes.
@@ -146,7 +148,7 @@ def run_with_mask(
         calls.append((module, k, v, spec))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         if k.shape[1] != seen.shape[2]:
-            # The class attends to other rows than those of the pass.  It is refused later, for its calls or logits.
+            # The class attends to other rows than the pass has.  Later checks of its calls or logits refuse the class.
             return q.new_zeros(*q.shape[:3], v.shape[3])
         distances = positions[:, :, None] - positions[:, None]
         visible = seen if window is None else seen & (distances < window)
@@ -190,8 +192,8 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
     """
     from transformers import AttentionInterface
 
-    # The name is not registered as a mask function too.  So transformers makes no mask, and does not search the
-    # positions for packed sequences, which it would do on the host.
+    # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  For a
+    # mask, it would search the positions for packed sequences, on the host.
     AttentionInterface.register(ATTENTION_NAME, attend)
     seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
     for request_rows, parents in zip(seen, TREE_PARENTS, strict=True):
@@ -226,7 +228,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
     expected_logits = torch.stack(logits).view(*tokens.shape, -1)
     model.set_attn_implementation(ATTENTION_NAME)
     captured_layers = tuple(range(model.config.num_hidden_layers + 1))
-    # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
+    # The rows run in reverse order.  So the test fails for a class that treats the first rows of a pass differently.
     for replaced in (({}, {}), (replacements, stacked)):
         target = TransformersTarget(copy.deepcopy(model), *replaced, captured_layers)
         hidden, inputs, calls = run_with_mask(target, tokens.flip(1), seen.flip(1, 2))
@@ -243,7 +245,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The properties of a class with a config.
+    """What the probe found about a model class of transformers with a config.
     replacements, stacked: see TransformersTarget.
     replaced_modules: the number of replaced modules of each class, in words.
     can_capture: whether the input of every layer is one row [H] for each token.
@@ -286,7 +288,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     replacements, stacked, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
     meta_config = copy.deepcopy(config)
     meta_config._attn_implementation = ATTENTION_NAME
-    # This is the only implementation of experts that never reads on the host.
+    # This is the only implementation of experts that never reads a tensor's values on the host.
     meta_config._experts_implementation = "batched_mm"
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         meta_model = model_class(meta_config).eval()
@@ -372,7 +374,7 @@ def read_by_transformers(
 
 
 def longest_context(config: Any) -> Any:
-    """Returns the largest number of positions: those of a learned embedding, or of LongRoPE's short frequencies."""
+    """Returns the longest context, in tokens: max_position_embeddings, or LongRoPE's limit of short frequencies."""
     ropes = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
     limits = [rope["original_max_position_embeddings"] for rope in by_layer_type if rope.get("rope_type") == "longrope"]

@@ -119,8 +119,8 @@ def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
     """Returns an RMS norm over the last dimension.  offset: a number that is added to the weight."""
     weight = module.weight.data
     eps = next(value for value in vars(module).values() if isinstance(value, float))
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    norm = RMSNorm(weight.to(exact) + offset if offset else weight, eps)
+    exact_dtype = torch.promote_types(weight.dtype, torch.float32)
+    norm = RMSNorm(weight.to(exact_dtype) + offset if offset else weight, eps)
     return lambda x: norm(x.contiguous())
 
 
@@ -136,8 +136,8 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        context, exact = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
-        live, weights = None if context is None else context.live, top_k_weights.to(exact)
+        context, exact_dtype = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
+        live, weights = None if context is None else context.live, top_k_weights.to(exact_dtype)
         parts = grouped_experts(
             hidden_states, gate_up, down, top_k_index, weights, live_rows=live, activation=activation
         )
@@ -146,7 +146,8 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     return run_experts
 
 
-# Each function may compute the same as a norm, an MLP or the experts of transformers.
+# Makers of possible replacements for norms, MLPs and experts.  probe.py tests which of them compute the same as their
+# module.
 REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
     *(partial(norm_of, offset=offset) for offset in (0.0, 1.0)),
     *(partial(mlp_of, activation=activation) for activation in (SILU, GELU_TANH, RELU2)),
@@ -193,11 +194,13 @@ class TransformersTarget:
                     linear.forward = partial(product.output, index)
                 copied.update(linears)
             if module in copied:
-                # Other code reads only dtype and device of the weight.
+                # The original weight is freed, because its replacement may hold a copy.  Other code reads only dtype
+                # and device of the original.
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
             if (kind := getattr(module, "rope_type", None)) is not None:
-                # A RoPE that changes with the longest position would read positions on the host.  max_position limits
-                # the model to short texts: in longer ones, every new token would change all cached keys.
+                # A RoPE that changes with the longest position would read positions on the host.  So the RoPE stays as
+                # it is for short texts, and max_position excludes longer texts, in which every new token would change
+                # all cached keys.
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
         self.layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layers)
@@ -205,15 +208,15 @@ class TransformersTarget:
             self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
         self._decoder, self._decoder_forward = decoder, decoder.forward
-        # With this forward, the whole model computes logits from hidden states.  Copies of this object share the
-        # decoder, so the decoder holds the class of its outputs.
+        # With this forward, the whole model takes hidden states as `inputs_embeds` and computes logits.  The class of
+        # the decoder's outputs is an attribute of the decoder, because shallow copies of this object share the decoder.
         decoder.forward = lambda *args, inputs_embeds, **options: decoder.output_class(last_hidden_state=inputs_embeds)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
         tokens, positions: [B, Q].  attend: see ForwardContext."""
         live = tokens >= 0
-        # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
+        # A void or padding row (a negative token) runs with the first token of its request, as in Espalier's families.
         input_ids = torch.where(live, tokens, tokens[:, :1].clamp(min=0))
         context = ForwardContext(attend, live.flatten())
         previous_context = FORWARD_CONTEXT.set(context)
@@ -241,10 +244,10 @@ class TransformersTarget:
         return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def _attend(
-        self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *inputs: Tensor, **options: Any
+        self, p: Pass, pending: Iterator[tuple[int, LayerSpec]], module: nn.Module, *inputs: Tensor, **options: Any
     ) -> Tensor:
-        """Computes an attention call through the pass.  layers: the layers that have not attended yet."""
-        (layer, spec), (q, k, v, _), sink = next(layers), inputs, options.get("s_aux")
+        """Computes an attention call through the pass.  pending: the layers that have not attended yet."""
+        (layer, spec), (q, k, v, _), sink = next(pending), inputs, options.get("s_aux")
         if spec.shares_with is not None:
             # A layer that shares rows writes no heads.
             k, v = k[:, :0], v[:, :0]
@@ -283,7 +286,7 @@ def load_by_transformers(
             "read them; use speculation algorithm 'ngram'"
         )
     if state is None:
-        Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
+        Weights(path, dtype, "cpu")  # raises errors that name the file and a remedy
         num_stored = count_weights_in(path, config.formats).num_cast_values
         # from_pretrained allocates memory for missing weights before it reports them.
         if probed.num_weights > 2 * num_stored:
@@ -304,7 +307,7 @@ def load_by_transformers(
             # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
             device_map={"": device} if device.type != "cpu" and find_spec("accelerate") else None,
             attn_implementation=ATTENTION_NAME,
-            # "eager" loops over experts and reads their rows on the host.  A captured pass cannot do that.
+            # "eager" loops over experts and reads their rows on the host.  A pass in a CUDA graph cannot do that.
             experts_implementation="eager" if device.type == "cpu" else None,
             use_safetensors=True,
             local_files_only=True,

@@ -1,8 +1,8 @@
 """A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
-Row q of every module belongs to token q.  The row's inputs are token q and a hidden state (see feeds.py).  In module k
-the row's RoPE position is q - k, as in training, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
-true ancestors.
+A draft has one or more modules, such as MTP layers.  Row q of every module belongs to token q.  The row's inputs are
+token q and a hidden state (see feeds.py).  In module k the row's RoPE position is q - k, as in training, and rows 0 ..
+k-1 do not exist.  Inside a tree, a beam attends to its ancestors in the tree.
 
 Module l proposes level l.  It has run over no beam before, so it runs over the beams of all earlier levels,
 [B, (l-1) · K].  The last module also proposes all deeper levels.  At those levels, the hidden state that a beam reads
@@ -66,7 +66,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         self.row_depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
         self.row_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
-        # Entry d: the bits of all rows deeper than d.
+        # Entry d: the bits of all draft rows at depths greater than d.
         depths = range(self.spec.num_modules)
         self.deeper_row_bits = torch.stack(
             [self.row_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths]
@@ -85,7 +85,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _grow_tree(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
-        """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
+        """Grows the tree level by level.  out, logits: the draft's output and logits that propose level 1."""
         pool, path_scores = CandidatePool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: DraftedAncestors | None = None
         for level in range(1, self.layout.steps + 1):
@@ -189,10 +189,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         is_split: bool,
         needed: Tensor | None = None,
     ) -> Tensor:
-        """Run one module over the new tokens, in as many rows for each request as `feed` has.
+        """Runs one module over the new tokens, in as many rows for each request as `feed` has.
 
-        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: needed_row of
-        Pass."""
+        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: [B], the only
+        row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
         length = rows.length(length)
@@ -226,5 +226,6 @@ def rope_positions(positions: Tensor, module: int) -> Tensor:
 
 
 def extend_rows(slots: BatchState, length: Tensor, width: int) -> TokenChain:
-    """Returns the draft rows of tokens n+1 .. n+length, padded to `width`.  The padding is not committed."""
+    """Returns the draft rows of tokens n+1 .. n+length, where token n is the root, padded to `width`.  The padding is
+    not committed."""
     return read_chain(slots, 1, length, width)

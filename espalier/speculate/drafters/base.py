@@ -24,7 +24,7 @@ GrowTree = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
-    """Proposes token trees, and runs its model over the tokens that were decided.
+    """Proposes token trees, and runs its model over the tokens that the target has decided.
 
     spec: the inputs and layers that the draft declares (DraftSpec); root_trees: makes trees of the roots alone;
     captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass."""
@@ -44,17 +44,18 @@ class Drafter(Protocol):
         ...
 
     def begin(self, slots: BatchState) -> GrowTree:
-        """Begin to propose a tree under the root of each slot: run the model up to the first logits.
+        """Begins to propose a tree for each request: runs the model up to the logits of depth 1.
 
-        No mask of a grammar changes this part.  Returns the function that grows the tree of layout.num_draft_tokens
-        nodes, at least two.
+        The masks of grammars are not needed for this part.  Returns the function that grows the trees, which have
+        layout.num_draft_tokens nodes, at least two.
         """
         ...
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
-        """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
+        """Runs the draft over the new tokens n+1 .. n+length, where token n is the root of `slots`.  The history in the
+        slot table already holds these tokens.
 
         target_features: [B, W, F], the features that `spec.target_output` names, at tokens n .. n+W-1; None if it names
         none.  length: [B], the number of new tokens, at most W.
@@ -108,8 +109,8 @@ class NoDrafter(DrafterWithoutFiles):
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
-# How much of each layer of a draft a rank holds.  "whole": all.  "as target": a part, as of the target's layers; a
-# number of ranks that cannot divide the draft is refused.  "if divisible": a part if the ranks can divide it, else all.
+# How much of each layer of a draft a rank holds.  "whole": all of it.  "as target": a part, as of the target's layers;
+# if the number of ranks cannot divide the draft, startup fails.  "if divisible": a part if the number can, else all.
 DraftSharding = Literal["whole", "as target", "if divisible"]
 
 

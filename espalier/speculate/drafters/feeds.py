@@ -1,7 +1,9 @@
 """Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
-A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
-Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, hidden_source decides:
+A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature (hidden state) of
+token n.
+Module k > 1 reads the hidden state feed{k}, which the slot keeps from the launch before.  At later tokens,
+hidden_source decides:
 
 "chain": module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation
 21).  "target": module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN,
@@ -49,7 +51,8 @@ def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
     """Returns the rows of each module in a pass.  num_modules: the number of modules of the draft."""
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first_position=1))]
     if num_modules > 1:
-        # Pages hold the rows below commit_from.  The target ran again from `num_modules` rows before that, or earlier.
+        # Cached pages hold the rows below commit_from.  In this pass, the target ran again from row commit_from -
+        # num_modules on, or from an earlier row on.
         num_unknown = (slots.commit_from - num_modules).clamp(min=0) - slots.prefix_len
     for max_missing in range(1, num_modules):
         num_missing = (num_unknown + max_missing).clamp(min=0, max=max_missing)
@@ -63,7 +66,8 @@ def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
 
 
 class ModuleFeeds(ABC):
-    """The feeds of one `extend`.  Modules run in order; after each, its output [B, W, H] is appended to `outputs`."""
+    """The feeds (hidden states that modules read) of one `extend`.  Modules run in order.  The caller appends the
+    output [B, W, H] of each module to `outputs`."""
 
     def __init__(
         self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
@@ -77,12 +81,13 @@ class ModuleFeeds(ABC):
 
     @abstractmethod
     def feed_of(self, module: int) -> Feed:
-        """Returns the feed of a module (2 to N) in this pass."""
+        """Returns the hidden states that a module (2 to N) reads in this pass."""
         ...
 
     @abstractmethod
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        """Returns (values [B, R, H], count [B]).  The module (2 to N) first reads row count - 1 in the next launch."""
+        """Returns (values [B, R, H], count [B]).  In the next launch, the module (2 to N) reads row count - 1 of the
+        values at its first token."""
         ...
 
     @staticmethod
@@ -90,7 +95,7 @@ class ModuleFeeds(ABC):
     def tree_feed(
         slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
-        """Returns the feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
+        """Returns the hidden states that a module (2 to N) reads at the beams of all levels so far.
 
         previous_output: [B, R, H], the output of the module before, over the beams of all levels but the last; for
         module 2, at the root.
@@ -129,7 +134,7 @@ class ChainFeeds(ModuleFeeds):
 class TargetFeeds(ModuleFeeds):
     @cached_property
     def hidden(self) -> Tensor:
-        """The hidden states that the slots carry (feedN, ..., feed2), followed by the target's features."""
+        """The hidden states that the slots keep (feedN, ..., feed2), followed by the target's features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
             first = _from_previous_piece(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])

@@ -23,7 +23,7 @@ class ModelDrafter(Generic[Model]):
         self.allocate_tensors()
 
     def allocate_tensors(self) -> None:
-        """Make the tensors that depend on the layout alone.  Subclasses override this."""
+        """Makes the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
         # A drafter of each layout is kept, because a CUDA graph replays with the tensors of its capture.

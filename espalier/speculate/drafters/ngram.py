@@ -42,7 +42,7 @@ class NgramDrafter(DrafterWithoutFiles):
         """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
         steps, topk, num_forced = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced_tokens = guide.forced_tokens[:, :steps]
-        # After the root, history holds nothing until tokens are decided.
+        # History holds no decided token after the root, so the forced tokens may be written there.
         places = slots.index[:, None], slots.prefix_len[:, None] + 1 + torch.arange(steps, device=forced_tokens.device)
         history = slots.table.history
         history[places] = torch.where(forced_tokens >= 0, forced_tokens, history[places])

@@ -1,9 +1,9 @@
 """A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
-A token's context row is computed from the target's features at that token.  The root's features come only with the next
-verify pass, so the root has no context row yet: with the root at position n, rows 0 .. n-1 are committed, as in the
-target.  `begin` runs the block (the root and mask tokens) over the committed rows, and keeps none of the block's rows.
-`extend` only projects features to context rows.
+A token's context row (its K and V in the draft's layers) is computed from the target's features (hidden states) at that
+token.  The root's features come only with the next verify pass, so the root has no context row yet.  If the root is at
+position n, rows 0 .. n-1 are committed, as in the target.  `begin` runs the block (the root and mask tokens) over the
+committed rows, and keeps none of the block's rows.  `extend` only projects features to context rows.
 
 A draft with edges scores a token given the token before, or given all tokens before.  So depths are scored in order.
 Each depth is scored after the best distinct tokens of the depth before, or after its best paths
@@ -90,7 +90,7 @@ def best_paths(
 ) -> Tree:
     """Returns the tree of the best paths.
 
-    roots: [B, 1]; logits: [B, steps, draft vocabulary], used if the draft has no edges."""
+    roots: [B, 1]; edges: logits that depend on the tokens before; None to use logits [B, steps, draft vocabulary]."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = plain_candidates(
@@ -102,7 +102,8 @@ def best_paths(
 
 
 def plain_candidates(tokens: Tensor, scores: Tensor) -> Candidates:
-    """Returns candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
+    """Returns candidates [B, S, K] whose scores do not depend on the tokens before.  So all candidates of a depth are
+    followed by the same row of the next depth."""
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 

@@ -1,7 +1,8 @@
 """Adds other sources to a drafter: the paths of the sources are merged into the drafter's trees.
 
-The drafter itself does not change.  The drafter's scores become survival probabilities, like the scores of the paths.
-A drafter without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
+The drafter itself does not change.  The scores of the drafter's nodes and of the paths become log-probabilities of
+acceptance, so that they can be compared (calibrate.py).  A drafter without a model, such as n-gram lookup, may have
+sources too.  In a round without a draft pass, the tree is made of the paths alone.
 """
 
 from functools import partial
@@ -32,7 +33,7 @@ from espalier.speculate.tree import VOID, Tree
 
 
 class PathMergingDrafter:
-    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: the rounds' layout."""
+    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: sets the sizes of the trees."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
@@ -70,7 +71,7 @@ class PathMergingDrafter:
         paths, table = self._source_paths(slots), slots.table
         paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
-            # The scores are compared with no other scores, so they need no calibration.
+            # Only the draft's own scores are compared with one another, so they need no calibration.
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
         if self.layout.drafts:

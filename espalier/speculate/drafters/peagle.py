@@ -1,7 +1,8 @@
 """A drafter for P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
 
-`extend` is the method of EAGLE-3.  `extend` commits the rows of decided tokens up to the root, and the slot carries the
-root's output.  `begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
+`extend` works as for EAGLE-3: it commits the rows of decided tokens up to the root, and stores the root's output in the
+slot.  `begin` computes depth 1 from this output.  For the other depths it runs one pass over mask tokens, one for each
+depth.  The best paths become the tree.
 """
 
 from functools import partial

@@ -231,7 +231,7 @@ def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | N
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
-    """Parse a draft's config.json and check it against its target's config.  Loads no weights.
+    """Parses a draft's config.json and checks it against its target's config.  Loads no weights.
 
     Raises EspalierError for an unknown format, and for a draft that does not fit this target.
     """
@@ -281,7 +281,7 @@ def load_draft(
 
 
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
-    """Make the drafter of an algorithm.  cache: the cache of the draft's layers; it has no layers without a draft.
+    """Makes the drafter of an algorithm.  cache: the cache of the draft's layers; without a draft, it has no layers.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """

@@ -2,7 +2,7 @@
 matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses: the same paths as
-plain values, which a launch carries to the device, where sent.py makes Paths of them.  merge_paths.py joins all paths
+plain values, which a launch sends to the device, where sent.py makes Paths of them.  merge_paths.py joins all paths
 with the draft's tree.
 """
 
@@ -22,8 +22,8 @@ def path_kind(source: str, strength: int) -> int:
 
 
 def match_strength(num_matching: int) -> int:
-    """Returns the strength of a guess, 1 to MATCH_STRENGTHS.  num_matching: at the place from which the guess was
-    copied, how many tokens before it equal the last tokens of the request's text."""
+    """Returns the strength of a guess, 1 to MATCH_STRENGTHS.  num_matching: how many tokens before the place from
+    which the guess was copied equal the last tokens of the request's text."""
     return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 
 

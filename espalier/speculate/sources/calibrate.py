@@ -1,9 +1,10 @@
 """Replaces the draft's scores by the share of recent nodes of the same kind that were accepted.
 
-The draft counts as one more source.  The kind of a draft's node is a number made of three values: the node's rank among
-its siblings, the draft's confidence level (its probability for the node's last step, in NUM_CONFIDENCE_LEVELS classes),
-and whether the request samples.  The new score of a step is the survival of the node's kind at its depth, times the
-skill of the request's draft (survival.py counts both).  All sizes are static, so a CUDA graph captures this."""
+The kind of a draft's node is a number made of three values: the node's rank among its siblings, the class of the
+draft's probability for the node's token (one of NUM_CONFIDENCE_LEVELS), and whether the request samples.
+The new probability of a node after its parent is the survival of the node's kind at its depth (the share of such nodes
+that were accepted), times the skill of the draft in this request (survival.py counts both).  The sum of these
+logarithms from the root down is the new score.  All sizes are static, so that a CUDA graph can capture this."""
 
 import math
 from typing import NamedTuple, Self
@@ -24,7 +25,7 @@ from espalier.slots import (
     BatchState,
 )
 
-# No step has a higher probability, so a child never scores as high as its parent.
+# The highest probability of a node after its parent.  It is below 1, so that a child scores lower than its parent.
 MAX_STEP_PROBABILITY = 0.98
 # The confidence level of probability p is this times the square root of -log p, rounded down; 0 is the surest.  So the
 # levels are separated by p = 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
@@ -106,7 +107,7 @@ class CandidateNodes(NamedTuple):
 
 
 def requests_that_sample(slots: BatchState) -> Tensor:
-    """Returns [B] bool: whether the draft's scores for a request contain noise, because it samples."""
+    """Returns [B] bool: whether the draft's scores for a request contain noise, because the request samples."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
@@ -121,7 +122,7 @@ def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tr
 
 
 def _step_log_probability(tree: Tree) -> Tensor:
-    """Returns [B, D]: the draft's log-probability of a node's last step, at most 0; -inf for a void node."""
+    """Returns [B, D]: the draft's log-probability of a node's token after the parent; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

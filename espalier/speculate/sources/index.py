@@ -1,8 +1,8 @@
 """A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
 
-The texts stand in a ring of tokens.  Hash tables map an n-gram to the ring index of its last token where it was added
-last.  Ring and tables have a fixed size.  Another text may stand at that index by now, so the tokens there are compared
-before a guess.  A request sees only texts of its own client.
+The texts are kept in a ring buffer of tokens.  For the latest occurrence of each n-gram, a hash table holds the ring
+index of the n-gram's last token.  Ring and tables have a fixed size, so another text may have replaced the text at that
+index.  Therefore the tokens there are compared before a guess is made.  A request sees only texts of its own client.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class IndexSource(HostSource):
         """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of the client."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
-        # In the ring, the newest token stands before the oldest token, and may belong to the same text.
+        # The comparison stops at the oldest token of the ring.  The newest token is before it, maybe of the same text.
         text = text[-((place - self.ring_end) % self.ring_size + 1) :]
         places = (place - np.arange(len(text))) % self.ring_size
         equal = (self.tokens[places] == text[::-1]) & (self.text_ids[places] == self.text_ids[place])

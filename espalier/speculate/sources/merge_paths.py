@@ -12,7 +12,7 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import UNDRAFTED_OFFSET
 from espalier.speculate.sources.base import Paths
 
-# Fills a node's sequence of tokens after the node's depth.  This number differs from every token and from VOID.
+# Pads a node's sequence of tokens after the node's depth.  This number differs from every token and from VOID.
 SEQUENCE_PADDING = -2
 
 
@@ -21,9 +21,9 @@ def merge_paths(
 ) -> tuple[Tree, Tensor]:
     """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
-    node_kinds: [B, D], the kinds of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a
-    node of a kind is right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft
-    made the trees.
+    node_kinds: [B, D], the kinds of the draft's nodes (calibrate.py); survival: [NODE_KINDS, S] float32, the
+    log-probability that a node of a kind is right at a depth if its parent is right; steps: the greatest depth;
+    is_drafted: whether a draft made the trees.
     Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
     parent comes before its children."""
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)

@@ -34,7 +34,8 @@ class IndexedText:
             self.tokens.append(token)
 
     def find_continuations(self, num_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns (number of matching tokens, `num_tokens` tokens that followed) for each place, longest n-grams first.
+        """Returns (number of matching tokens, `num_tokens` tokens that followed) for each place with the same last
+        tokens.  The places of longer n-grams come first.
 
         If the text ends before `num_tokens` tokens, the text from the place on is repeated."""
         tokens, end, by_place = self.tokens, len(self.tokens), {}

@@ -55,7 +55,7 @@ def _add_guess_path(
     kind: int,
     survival: list[float],
 ) -> None:
-    """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
+    """Adds a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
     node_indices: the index in `tree_nodes` of each node, by its token and parent.
     """

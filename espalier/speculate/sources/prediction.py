@@ -14,7 +14,7 @@ REJOIN_TOKENS = 3
 
 @dataclass
 class PredictionProgress:
-    """A prediction and how far the output has followed it.
+    """A predicted text, and how far the output has followed the text.
 
     tokens: the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences, in
     order; next_position: the position in `tokens` of the expected next token; num_matching: how many tokens in a row

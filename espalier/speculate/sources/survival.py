@@ -1,5 +1,6 @@
-"""Counts how often guesses are correct, by kind and depth, over all requests, and for the draft also by request.
+"""Counts how often guesses are correct, by kind (the source and how well the guess matched: slots.py) and by depth.
 
+The counts are over all requests, and for the draft also by request.
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
 its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
 weight.
@@ -34,15 +35,16 @@ INITIAL_SURVIVAL = {
 UNDRAFTED_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
-# The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after GUESS_HALF_LIFE later guesses
-# of its kind.
+# INITIAL_SURVIVAL has the weight of PRIOR_WEIGHT counted guesses.  A guess's weight is halved after GUESS_HALF_LIFE
+# later guesses of the same kind.
 PRIOR_WEIGHT = 4.0
 GUESS_HALF_LIFE = 256.0
-# The table is sent again once a probability has changed by MIN_PROBABILITY_CHANGE, checked after every
-# MIN_COUNTS_TO_SEND counts.
+# The device gets the probabilities again once one of them has changed by MIN_PROBABILITY_CHANGE.  This is checked after
+# every MIN_COUNTS_TO_SEND counts.
 MIN_PROBABILITY_CHANGE, MIN_COUNTS_TO_SEND = 0.02, 8
 # A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
-# halved after REQUEST_HALF_LIFE rounds.  The ratio in `draft_skill` is at most MAX_DRAFT_SKILL, at least its inverse.
+# halved after REQUEST_HALF_LIFE rounds.  The ratio in `draft_skill` is at least 1 / MAX_DRAFT_SKILL, and at most
+# MAX_DRAFT_SKILL.
 REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_DRAFT_SKILL = 2.0, 8.0, 50.0
 
 
@@ -91,7 +93,7 @@ class SurvivalCounts:
         num_drafted: int | None = None,
         is_sampled: bool = False,
     ) -> int:
-        """Count a path of a source.  Returns how many of its tokens the target picked too.
+        """Counts a path of a source.  Returns how many tokens at the path's start the target picked too.
 
         emitted: the tokens that the target picked at the depths of the path; num_drafted: how many of the path's tokens
         the draft proposed too; None without a draft."""
@@ -113,7 +115,8 @@ class SurvivalCounts:
         return num_followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """Returns for each depth the probability that a path of this kind is right down to it, drafted or not."""
+        """Returns, for each depth, the probability that a path of this kind is right at all depths down to this one,
+        whether or not the draft proposes the same tokens."""
         above, steps = float(self.initial_survival[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for num_tried, num_followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (num_followed + PRIOR_WEIGHT * above) / (num_tried + PRIOR_WEIGHT)
@@ -123,7 +126,7 @@ class SurvivalCounts:
     def count_draft_nodes(
         self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]
     ) -> None:
-        """Count the draft's nodes of a round.
+        """Counts the draft's nodes of a round.
 
         request_ids: [B]; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request."""
         exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)

@@ -1,7 +1,7 @@
 """GPT-OSS's format (harmony): messages in channels.
 
 A message in the channel `analysis` is reasoning, a message to functions.NAME is a call, and other messages are content.
-GPT-OSS sometimes addresses a message to `assistant` that is for the user.
+GPT-OSS sometimes addresses a message for the user to `assistant`.
 
 The package openai-harmony is not used, because it reads token ids of its own vocabulary, which it downloads.
 """
@@ -26,7 +26,7 @@ HEADER_PATTERN = re.compile(
     rf"(?: *{re.escape(CONSTRAIN)}\w*| json)?"
 )
 FUNCTIONS_PREFIX = "functions."
-# Messages to these recipients are no calls.
+# A message to one of these recipients is no tool call.
 NON_TOOL_RECIPIENTS = ("assistant", "user", "system", "developer", "all")
 
 
@@ -69,7 +69,9 @@ def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) 
 def _read_call(
     reader: TextReader, writer: DeltaWriter, header: str, marker: str | None, recipient: str
 ) -> Steps[str | None]:
-    """Read a call after its header.  marker: the header's end.  Returns like _read_message."""
+    """Read a call after its header.  marker: the marker that ended the header, None at the end of the output.
+
+    Returns the marker at the call's end; None if plain text follows."""
 
     def read(call: CallWriter) -> Steps[None]:
         call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))

@@ -36,13 +36,13 @@ def _read_call_list(reader: TextReader, writer: DeltaWriter, opening_marker: str
 
 
 def _read_named_call(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
-    """Read a call that begins with its name.  Arguments may follow without [ARGS], which some servers leave out."""
+    """Read a call that begins with its name.  The marker [ARGS] may be missing, because some servers leave it out."""
 
     def read(call: CallWriter) -> Steps[None]:
         name = yield from reader.read_word("{[")
         call.write_name(name.strip())
         if (yield from reader.read_literal(ID_BEGIN)):
-            # The model's id is dropped: the server makes ids, which must be unique in a conversation.
+            # The model's id is dropped.  The server makes the ids, because they must be unique in a conversation.
             yield from reader.read_word("{[")
         yield from reader.read_literal(ARGUMENTS_BEGIN)
         yield from reader.read_space()

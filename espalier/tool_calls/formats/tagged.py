@@ -1,4 +1,4 @@
-"""Calls between <tool_call> and </tool_call>.
+"""Tool calls between <tool_call> and </tool_call>.  The text between the tags depends on the model family.
 
 Hermes and Qwen: {"name": ..., "arguments": {...}}.
 GLM-4.5 to 4.7: name<arg_key>key</arg_key><arg_value>value</arg_value>.
@@ -19,12 +19,12 @@ VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 # The tags of Qwen-Coder.
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
-# Some outputs lack <tool_call> before the function.
+# In some outputs, <tool_call> is missing before <function=.
 CALL_OR_FUNCTION_MARKERS = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, read_body: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
-    """Read a whole answer.  read_body: reads a call after its opening tag."""
+    """Read a whole answer with its calls.  read_body: reads a call after <tool_call>."""
     while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
         if (yield from read_call(reader, writer, CALL_BEGIN, read_body)):
             yield from reader.read_space()
@@ -35,7 +35,7 @@ def parse_hermes(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
         yield from reader.read_space()
-        # Some models leave out the last closing tag.
+        # Some models leave out </tool_call> at the end of the output.
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
 
@@ -102,7 +102,7 @@ def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
     while True:
         yield from reader.read_space()
         marker = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
-        # Some outputs lack </function> before the closing tag.
+        # In some outputs, </function> is missing before </tool_call>.
         if marker == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
             return arguments.finish()
         if marker is None:
