@@ -1,6 +1,5 @@
 """Espalier: an LLM inference engine that decodes with lossless tree speculation."""
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +48,6 @@ PUBLIC_NAMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use.  So the command line starts at once, and Ctrl-C prints no traceback."""
-    if name == "Piece":
-        warnings.warn("espalier.Piece is now espalier.OutputChunk", DeprecationWarning, stacklevel=2)
-        name = "OutputChunk"
     if name == "__version__":
         value = _version()
     elif name in PUBLIC_NAMES:

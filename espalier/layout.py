@@ -168,8 +168,8 @@ class RoundLayout:
     num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, because the draft
     needs their hidden states.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
-    text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
-    sent_paths: how many of the host's guesses are merged into each tree."""
+    num_text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
+    num_sent_paths: how many of the host's guesses are merged into each tree."""
 
     max_batch: int
     steps: int
@@ -183,8 +183,8 @@ class RoundLayout:
     busy_chunk_size: int | None = None
     block_rows: int = 0
     choices: tuple[tuple[int, tuple[TreeShape, ...]], ...] = ()
-    text_paths: int = 0
-    sent_paths: int = 0
+    num_text_paths: int = 0
+    num_sent_paths: int = 0
     shared_rows: int = 0
     drafts: bool = True
     extends: bool = True
@@ -226,7 +226,7 @@ class RoundLayout:
     def calibrates_scores(self) -> bool:
         """Whether nodes of different sources or requests compete by their scores.  Then scores must be calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
-        return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
+        return bool(self.num_text_paths or self.num_sent_paths) or any(shape.shared_rows for shape in shapes)
 
     @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":

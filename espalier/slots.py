@@ -129,7 +129,7 @@ def max_guess_length(layout: RoundLayout) -> int:
 
 def guess_numbers_per_slot(layout: RoundLayout) -> int:
     """Returns how many int64 numbers the guesses of one slot take."""
-    return layout.sent_paths * (GUESS_HEADER_COLUMNS + max_guess_length(layout))
+    return layout.num_sent_paths * (GUESS_HEADER_COLUMNS + max_guess_length(layout))
 
 
 class ScatterUpdate(NamedTuple):
@@ -150,10 +150,10 @@ class SlotTable:
     Single numbers of a request are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each
     column is also an attribute, a view [num_slots], such as `table.root`.
     page_table: [num_slots, table_width] int32.  carried: the tensors that the drafter passes on to its next round.
-    guesses: [num_slots, sent_paths, GUESS_HEADER_COLUMNS + max_guess_length], the host's guesses.
+    guesses: [num_slots, num_sent_paths, GUESS_HEADER_COLUMNS + max_guess_length], the host's guesses.
     survival: [NODE_KINDS, steps], for all requests the log-probability that a node of a kind at a depth is right if its
     parent is right.  draft_skill: [num_slots, 1], added to this log-probability for a request's draft nodes.
-    own_text_paths: [num_slots, text_paths, 1 + steps], kind and tokens of the paths that the last round found in
+    own_text_paths: [num_slots, num_text_paths, 1 + steps], kind and tokens of the paths that the last round found in
     the request's prompt and output.
     candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, even those that got none of the
     batch's shared rows, packed into numbers (speculate/sources/calibrate.py:pack_nodes)."""
@@ -186,8 +186,8 @@ class SlotTable:
         self.bias_ids = zeros(MAX_BIASES)
         self.bias_values = zeros(MAX_BIASES, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
-        self.guesses = zeros(layout.sent_paths, GUESS_HEADER_COLUMNS + max_guess_length(layout))
-        self.own_text_paths = zeros(layout.text_paths, 1 + layout.steps)
+        self.guesses = zeros(layout.num_sent_paths, GUESS_HEADER_COLUMNS + max_guess_length(layout))
+        self.own_text_paths = zeros(layout.num_text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.draft_skill = zeros(1, dtype=torch.float32)
         self.survival = torch.zeros(NODE_KINDS, layout.steps, dtype=torch.float32, device=device)

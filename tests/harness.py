@@ -146,8 +146,8 @@ class Setup:
     draft_kv_dtype: str = "float64"
     model_impl: str = "auto"
     num_snapshots: int = 12
-    text_paths: int = 0
-    sent_paths: int = 0
+    num_text_paths: int = 0
+    num_sent_paths: int = 0
     shared_rows: int = 0
     drafts: bool = True
 
@@ -163,7 +163,7 @@ class Setup:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
         tree = (self.steps, self.topk, nodes)
         sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.num_recomputed_tokens, self.chunk_size)
-        sources = {"text_paths": self.text_paths, "sent_paths": self.sent_paths}
+        sources = {"num_text_paths": self.num_text_paths, "num_sent_paths": self.num_sent_paths}
         return RoundLayout(*sizes, trees=self.trees, **sources, shared_rows=self.shared_rows, drafts=self.drafts)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:

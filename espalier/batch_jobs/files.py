@@ -159,7 +159,7 @@ def id_prefix(digest: str) -> str:
     return f"batch_req_{digest}_"
 
 
-def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
+def output_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
     """Returns the output line with the answer to input line `number`.  digest: the input file's hash (InputScan)."""
     response, error = None, None
     if isinstance(answer, LineError):
@@ -277,7 +277,7 @@ class Journal:
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if the file cannot be written."""
-        data = line = answer_line(self.scan.digest, number, custom_id, answer)
+        data = line = output_line(self.scan.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]

@@ -191,7 +191,7 @@ class ModelShape:
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductGroup, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
         Routed experts have no ProductGroup of their own, but are the `experts` of their router's ProductGroup."""
-        lm_head = self._lm_head("lm_head", self.vocab_size, rows, head_rows)
+        lm_head = self._lm_head(rows if head_rows is None else head_rows)
         return (*self._layer_products("", self.hidden_size, rows), lm_head)
 
     def draft_pass(
@@ -380,10 +380,10 @@ class ModelShape:
             lm_head = self.vocab_size, self.hidden_size
             return self.mtp.layer_shape._product(f"draft {module} lm_head", lm_head, 1, rows)
         # A shared head has the target head's name, so a chain of passes uses the same weight.
-        return self._lm_head("lm_head", self.vocab_size, rows, None)
+        return self._lm_head(rows)
 
-    def _lm_head(self, name: str, vocab_size: int, rows: int, head_rows: int | None) -> ProductGroup:
-        return ProductGroup(name, (vocab_size, self.hidden_size), 1, rows if head_rows is None else head_rows)
+    def _lm_head(self, rows: int) -> ProductGroup:
+        return ProductGroup("lm_head", (self.vocab_size, self.hidden_size), 1, rows)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:

@@ -47,7 +47,7 @@ class Load:
     @property
     def max_tokens(self) -> int:
         """The tokens of the longest conversation, outputs included."""
-        talks = map(self.only_conversation, range(self.num_conversations))
+        talks = map(self.load_of_conversation, range(self.num_conversations))
         return self.shared_prefix_tokens + max(sum(talk.input_lengths + talk.output_lengths) for talk in talks)
 
     @property
@@ -55,7 +55,7 @@ class Load:
         """The number of tokens of a shared beginning; 0 if no beginning is shared."""
         return self.prefix_tokens if self.num_prefixes else 0
 
-    def only_conversation(self, index: int) -> "Load":
+    def load_of_conversation(self, index: int) -> "Load":
         """Returns a load with only this conversation."""
         turns = slice(index * self.num_turns, (index + 1) * self.num_turns)
         return Load(self.input_lengths[turns], self.output_lengths[turns], self.num_turns)
@@ -69,7 +69,7 @@ class Load:
     @property
     def prompt_lengths(self) -> list[int]:
         """Returns the lengths of the prompts that `user_texts` takes, in tokens."""
-        lengths = [sum(self.only_conversation(i).input_lengths) for i in range(self.num_conversations)]
+        lengths = [sum(self.load_of_conversation(i).input_lengths) for i in range(self.num_conversations)]
         return [self.prefix_tokens] * self.num_prefixes + lengths
 
 
@@ -328,7 +328,7 @@ class RandomConversations:
         return self.load.num_turns
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        turn, talk = len(earlier), self.load.only_conversation(index)
+        turn, talk = len(earlier), self.load.load_of_conversation(index)
         begin = self.load.shared_prefix_tokens + sum(talk.input_lengths[:turn]) if turn else 0
         end = self.load.shared_prefix_tokens + sum(talk.input_lengths[: turn + 1])
         tokens_before = earlier[-1].prompt + earlier[-1].output if earlier else []

@@ -202,7 +202,7 @@ def _results_by_variant(
 def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
     count = min(batch_size, bench.config.layout.max_batch)
     count = count if load is None else min(count, load.num_conversations)
-    lengths = [INPUT_BOUNDS[0] if load is None else load.only_conversation(i).input_lengths[0] for i in range(count)]
+    lengths = [INPUT_BOUNDS[0] if load is None else load.load_of_conversation(i).input_lengths[0] for i in range(count)]
     serve_random(bench.engine, bench.make_prompts(lengths), Load(tuple(lengths), (WARM_UP_TOKENS,) * count), Arrivals())
 
 

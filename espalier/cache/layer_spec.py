@@ -292,9 +292,8 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
             )
         return cache_spec
 
-    size_name = "number of attention heads"
     return tuple(
-        replace(spec, heads=len(shards.part(spec.heads, size_name)), cache_spec=spec_of_rank(spec.cache_spec))
+        replace(spec, heads=len(shards.heads_part(spec.heads)), cache_spec=spec_of_rank(spec.cache_spec))
         for spec in specs
     )
 

@@ -26,14 +26,14 @@ class PagePool:
     pages that are not needed are never written.  Consecutive pages stay together, so that attention can copy their rows
     as one block (kernels/attention/kv_splits.py).
 
-    on_page_shared: a function that is called with (page, True) when a page gets its second holder, and with
+    on_sharing_changed: a function that is called with (page, True) when a page gets its second holder, and with
     (page, False) when only one holder is left.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.num_release_calls = 0
-        self.on_page_shared: Callable[[int, bool], None] | None = None
+        self.on_sharing_changed: Callable[[int, bool], None] | None = None
         self._reference_counts = [0] * num_pages
         self._free_pages = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
@@ -56,8 +56,8 @@ class PagePool:
         for page in pages:
             self._require_held(page, "shared")
             self._reference_counts[page] += 1
-            if self._reference_counts[page] == 2 and self.on_page_shared is not None:
-                self.on_page_shared(page, True)
+            if self._reference_counts[page] == 2 and self.on_sharing_changed is not None:
+                self.on_sharing_changed(page, True)
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
@@ -70,8 +70,8 @@ class PagePool:
             self._reference_counts[page] -= 1
             if not self._reference_counts[page]:
                 self._free_pages.append(page)
-            elif self._reference_counts[page] == 1 and self.on_page_shared is not None:
-                self.on_page_shared(page, False)
+            elif self._reference_counts[page] == 1 and self.on_sharing_changed is not None:
+                self.on_sharing_changed(page, False)
 
     def reference_count(self, page: int) -> int:
         """Returns the number of holders of a page; 0 for a free page and for the dummy page."""

@@ -55,7 +55,7 @@ class PrefixTree:
         self._queued_pages: set[int] = set()
         self._clock = 0
         self._num_pinned = 0
-        pool.on_page_shared = self._on_page_shared
+        pool.on_sharing_changed = self._on_page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.

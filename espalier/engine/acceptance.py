@@ -39,7 +39,7 @@ PRIOR_DECAY = 0.9
 RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 
 
-class AcceptSample(NamedTuple):
+class AcceptanceSample(NamedTuple):
     """The result of one request in one round, or the result that the round would have had without a draft.
 
     max_depth: the greatest depth at which the request may accept nodes.
@@ -126,15 +126,15 @@ class TreeCounts:
     """What the rounds of one tree showed.
 
     first_child_counts: how often the first child was accepted, by depth.
-    samples_by_max_depth: [depth + 1], the number of samples for each AcceptSample.max_depth, which is cut to the tree's
-    depth.
+    samples_by_max_depth: [depth + 1], the number of samples for each AcceptanceSample.max_depth, which is at most the
+    tree's depth.
     gained_tokens: the tokens of these samples beyond the first of each round."""
 
     first_child_counts: list[DecayingRate]
     samples_by_max_depth: list[float]
     gained_tokens: float = 0.0
 
-    def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
+    def add(self, sample: AcceptanceSample, max_depth: int, weight: int) -> None:
         _count_first_children(self.first_child_counts, sample, max_depth, weight)
         self.samples_by_max_depth[max_depth] += weight
         self.gained_tokens += weight * len(sample.sibling_ranks)
@@ -210,7 +210,7 @@ class Acceptance:
         predicted = sum(map(mul, counts.samples_by_max_depth, gains(tree, own_rates)))
         return (counts.gained_tokens + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
-    def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
+    def add(self, tree: TreeShape, samples: Sequence[AcceptanceSample]) -> None:
         """Counts a round of this tree.  samples: one for each request that can accept guesses."""
         depth = depth_of(tree)
         if not samples or not depth:
@@ -228,7 +228,7 @@ class Acceptance:
             counts.add(sample, max_depth, weight)
         self._update_first_child()
 
-    def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
+    def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptanceSample]) -> None:
         """Reduces the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
         by_depth, ratio = gains(tree, self.first_child_rates), self._gain_ratio(tree)
@@ -242,7 +242,7 @@ class Acceptance:
 
 
 def _count_first_children(
-    counts_by_depth: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int
+    counts_by_depth: Sequence[DecayingRate], sample: AcceptanceSample, max_depth: int, weight: int
 ) -> None:
     """Counts at each depth whether the first child was accepted, as long as the path follows first children."""
     ranks = sample.sibling_ranks

@@ -96,13 +96,13 @@ class GuessSources:
         by_token: dict[int, Guess] = {}
         for guess in guesses:
             by_token.setdefault(guess.tokens[0], guess)
-        return tuple(by_token.values())[: self.layout.sent_paths]
+        return tuple(by_token.values())[: self.layout.num_sent_paths]
 
     def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
         """Returns the expected gain of the next round if it verifies these guesses alone.
 
         None if the host does not know the gain, because a round is in flight or the device has a source too."""
-        if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
+        if self.layout.num_text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
         samples = {request.slot: request.params.temperature > 0 for request in batch}

@@ -166,7 +166,8 @@ class RequestResult:
     logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
     prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
     it has no such rows.
-    sibling_ranks, is_leaf: as in acceptance.py:AcceptSample; () and True if LaunchInput.tree is None or has no steps.
+    sibling_ranks, is_leaf: as in acceptance.py:AcceptanceSample; () and True if LaunchInput.tree is None or has no
+    steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
     candidates: [D] int64, all nodes of the request's tree, even those that got none of the batch's shared rows, packed
     by `pack_nodes`; None if no tree of the batch has such nodes.

@@ -64,7 +64,7 @@ class MaskThreadPool:
         used_s: for each piece, the processor seconds of earlier calls in this round; this call adds its own seconds.
         overrun_s: maps the length of a share to the seconds that other work of this round used beyond such shares."""
         time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
-        call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_more_threads=all_threads)
+        call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_several_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
         while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_TIME_SHARES):
             self._handle_slow(call, overrun_s)
@@ -96,12 +96,12 @@ class MaskThreadPool:
                     call.used_s_of_ended_pieces.append(call.used_s[job.index])
                     self._abandon(thread)
                     call.num_unfinished -= 1
-            elif call.has_more_threads and all(job.is_slow for _, job in slow):
+            elif call.has_several_threads and all(job.is_slow for _, job in slow):
                 return
             for _, job in slow:
                 job.is_slow = True
         self._queue_call(call, call.num_unfinished if slow else min(call.num_unfinished, available_cores()))
-        call.has_more_threads = True
+        call.has_several_threads = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
         self.threads.remove(thread)
@@ -181,13 +181,13 @@ class _PoolCall:
     indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
     used_s_of_ended_pieces: the seconds that each ended or abandoned piece has used in this round.
-    has_more_threads: whether several threads were started for this call."""
+    has_several_threads: whether several threads were started for this call."""
 
     def __init__(
-        self, work: IndexedWork, num_pieces: int, time_share_s: float, used_s: list[float], has_more_threads: bool
+        self, work: IndexedWork, num_pieces: int, time_share_s: float, used_s: list[float], has_several_threads: bool
     ):
         self.work = work
-        self.has_more_threads = has_more_threads
+        self.has_several_threads = has_several_threads
         self.time_share_s = time_share_s
         self.used_s = used_s
         self.used_s_of_ended_pieces: list[float] = []

@@ -56,7 +56,7 @@ class ResultColumns:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes["own_text_paths"] = layout.text_paths * (1 + layout.steps)
+        sizes["own_text_paths"] = layout.num_text_paths * (1 + layout.steps)
         sizes["candidates"] = nodes * layout.calibrates_scores
         # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * row_words(MAX_LOGPROBS)

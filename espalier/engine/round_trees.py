@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from espalier.engine.acceptance import AcceptSample
+from espalier.engine.acceptance import AcceptanceSample
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.tree_choice import LookupGain, TreeChooser
 from espalier.layout import RoundLayout, TreeShape
@@ -81,7 +81,8 @@ class RoundTrees:
         ]
         counted = [(i, result) for i, result in enumerate(results) if max_depths[i] > 0 and result.is_finite]
         samples = [
-            AcceptSample(max_depths[i], result.sibling_ranks, result.is_leaf, lacks_guesses[i]) for i, result in counted
+            AcceptanceSample(max_depths[i], result.sibling_ranks, result.is_leaf, lacks_guesses[i])
+            for i, result in counted
         ]
         looked_up = counted if self.has_lookup_trees else ()
         lookup_samples = [_lookup_sample(max_depths[i], num_correct[i], len(result.tokens)) for i, result in looked_up]
@@ -94,9 +95,9 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, num_correct: int, emitted: int) -> AcceptSample:
+def _lookup_sample(max_depth: int, num_correct: int, emitted: int) -> AcceptanceSample:
     """Returns the sample that the guesses of the host's and the device's sources would have given without the draft.
 
     If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count."""
     depth = num_correct if num_correct == emitted else max_depth
-    return AcceptSample(depth, (0,) * min(max_depth, num_correct), True, True)
+    return AcceptanceSample(depth, (0,) * min(max_depth, num_correct), True, True)

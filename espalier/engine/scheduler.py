@@ -60,20 +60,20 @@ class Scheduler:
         prefix_tree: PrefixTree | None,
         rounds_in_flight: int,
         vocab_size: int,
-        captured_passes: tuple[LaunchForm, ...] = (),
-        round_trees: RoundTrees | None = None,
-        state_keeper: NoStateKeeper | None = None,
-        guess_sources: GuessSources | None = None,
+        captured_passes: tuple[LaunchForm, ...],
+        round_trees: RoundTrees,
+        state_keeper: NoStateKeeper,
+        guess_sources: GuessSources,
     ):
         self.layout = layout
-        self.round_trees = round_trees or RoundTrees(layout)
+        self.round_trees = round_trees
         self.captured_passes = captured_passes
         self.mask_builder = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefix_tree = prefix_tree
         self._page_budget = PageBudget(pool, prefix_tree)
-        self.state_keeper = state_keeper or NoStateKeeper()
-        self.guess_sources = guess_sources or GuessSources(layout, ())
+        self.state_keeper = state_keeper
+        self.guess_sources = guess_sources
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []

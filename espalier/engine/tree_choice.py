@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from espalier.config import RoundCosts
-from espalier.engine.acceptance import Acceptance, AcceptSample, DecayingRate
+from espalier.engine.acceptance import Acceptance, AcceptanceSample, DecayingRate
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
@@ -84,7 +84,9 @@ class TreeChooser:
         tokens of a request; lookup_gain: None if the host does not know the guesses before the round."""
         return None
 
-    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+    def record(
+        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+    ) -> None:
         """Counts the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
 
         samples: one for each request that can accept guesses; rows: the rows that were verified, without void rows;
@@ -135,7 +137,7 @@ class BucketState:
         return next((tree for tree in self.trees if not tree.drafts), None)
 
 
-class TreeChoice(TreeChooser):
+class MeasuredTreeChooser(TreeChooser):
     """Chooses by measurement.  clock: returns the time in seconds.  is_lookup: whether the drafter is n-gram lookup."""
 
     def __init__(
@@ -202,7 +204,9 @@ class TreeChoice(TreeChooser):
         lookup_tokens = 1 + gain.tokens + saved_time * tokens_per_time
         return lookup_tree if lookup_tokens > tokens + MIN_LOOKUP_GAIN else draft_tree
 
-    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+    def record(
+        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+    ) -> None:
         in_flight = self._in_flight.popleft()
         self._count_time(in_flight, rows)
         if in_flight.knows_guesses:

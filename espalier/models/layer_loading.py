@@ -33,7 +33,6 @@ from espalier.shards import RankPart, Shards, as_rank_part, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
 ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
-HEADS_SIZE_NAME = "number of attention heads"
 FULL_ATTENTION = "full_attention"
 
 
@@ -83,7 +82,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
     count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
         return _load_separate_experts(weights, experts, prefix, hidden)
-    part = _rank_part_of_size(weights, experts)
+    part = _intermediate_part_of_rank(weights, experts)
     _, halves = stored_matrices([gate_up], (part, part))
     if weights.formats(gate_up).name != DENSE and not weights.has_plain_dtype(gate_up):
         return (
@@ -101,7 +100,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
 def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     if experts.has_biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
-    count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    count, size = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
     halves = [f"{name}{half}" for name in names for half in experts.names.gate_up]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
@@ -115,7 +114,7 @@ def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
-    count, part, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
+    count, part, name = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts), f"{prefix}experts."
     size = part.size
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _load_stacked_quantised(weights, experts, f"{prefix}experts", hidden)
@@ -135,7 +134,7 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
 def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.has_biases:
         return None
-    count, part = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
     interleaved_bias = weights.load(f"{name}gate_up_proj_bias", count, 2 * part.size)
     gate_up_bias = _split_gate_and_up(interleaved_bias[:, part.scaled(2).slice]).flatten(1)
     down_bias = weights.bias_on_first_rank(weights.load(f"{name}down_proj_bias", count, hidden))
@@ -148,13 +147,13 @@ def _load_stacked_quantised(
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
     In the checkpoint, rows of gate and rows of up alternate.  In the result, all rows of gate come first."""
-    count, part = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [part.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], part)
     return gate_up.permute_rows_in_place(torch.arange(2 * len(part)).view(-1, 2).T.flatten()), down
 
 
-def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
+def _intermediate_part_of_rank(weights: Weights, experts: Experts) -> RankPart:
     """Returns this rank's part of the intermediate size of each expert."""
     return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
@@ -224,7 +223,7 @@ def load_attention(
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
-    heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads_part(config.kv_heads)
+    heads, kv_heads = shards.heads_part(config.heads), shards.kv_heads_part(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
     names_and_rows = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *names_and_rows, columns, config.attention_bias)
@@ -267,7 +266,7 @@ def _load_latent_attention(
     layer: int,
 ) -> LatentAttention:
     """Loads the latent attention block under `prefix`.  columns, layer: see load_attention."""
-    hidden, heads, q_rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
+    hidden, heads, q_rank = config.hidden_size, weights.shards.heads_part(config.heads), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if q_rank is None else whole_part(q_rank)
     names, row_size = ("q_proj" if q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.cache_row_size

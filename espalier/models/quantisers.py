@@ -63,8 +63,8 @@ DENSE_IN_DRAFTS = (*DENSE_NAMES, *EDGE_MATRICES, "kernel_projection")
 E2M1_MAX_EXPONENT = 2
 
 # The stored tensors of one matrix, by the suffix that is added to the matrix's name.
-StoredTensors = dict[str, Tensor]
-CopyFormat = Literal["fp8", "int4"]
+TensorsBySuffix = dict[str, Tensor]
+QuantisedCopyFormat = Literal["fp8", "int4"]
 
 
 def _names_pattern(names: Sequence[str]) -> str:
@@ -83,7 +83,7 @@ class Quantiser:
     quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
     dense."""
 
-    quantise: Callable[[Tensor, torch.device], StoredTensors]
+    quantise: Callable[[Tensor, torch.device], TensorsBySuffix]
     make_config: Callable[[str, Sequence[str]], Mapping[str, Any]]
     group_sizes: tuple[int, ...] = (1,)
     quantises_only_experts: bool = False
@@ -162,7 +162,7 @@ def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> 
         yield block.to(device, torch.float32)
 
 
-def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
+def to_fp8(matrix: Tensor, device: torch.device) -> TensorsBySuffix:
     """Quantises a matrix to E4M3 with a scale for each row."""
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
@@ -172,7 +172,7 @@ def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
     return {".weight": _join_codes(codes), ".weight_scale": torch.cat(scales)}
 
 
-def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
+def to_fp8_block(matrix: Tensor, device: torch.device) -> TensorsBySuffix:
     """Quantises a matrix to E4M3 with a scale per block of FP8_BLOCK rows and columns.  Last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
@@ -199,7 +199,7 @@ def _encode_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
-def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
+def to_int4(matrix: Tensor, device: torch.device) -> TensorsBySuffix:
     """Quantises a matrix to int4, with a symmetric scale (_best_scales) for each group of columns (GROUP_SIZES)."""
     # Other engines expect the scales in the model's dtype.
     dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
@@ -229,7 +229,7 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     return best
 
 
-def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
+def to_mxfp4(experts: Tensor, device: torch.device) -> TensorsBySuffix:
     """Quantises experts [count, out, in] to GPT-OSS's MXFP4: E2M1 with a power of two for each block of columns.
     The power of two comes from the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  Each scaled value is
     rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6."""
@@ -245,7 +245,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
 
 
-def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
+def to_nvfp4(matrix: Tensor, device: torch.device) -> TensorsBySuffix:
     """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and one divisor of all scales."""
     max_magnitude = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(max_magnitude == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / max_magnitude)
@@ -342,7 +342,7 @@ class QuantiseReport:
 def quantise(
     path: Path,
     out: Path,
-    format_name: CopyFormat,
+    format_name: QuantisedCopyFormat,
     device: torch.device,
     on_file_done: Callable[[], None],
     is_draft: bool = False,

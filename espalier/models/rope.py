@@ -26,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "pro
 # Types that need a factor.
 TYPES_WITH_FACTOR = ("linear", "dynamic", "llama3", "yarn")
 # The parameters that RopeConfig has under the same names.
-RAMP_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+COPIED_PARAMETERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 POSITIVE_FIELDS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
@@ -36,7 +36,7 @@ BOOL_FIELDS = ("truncate", "finetuned")
 DIVISOR_FIELDS = ("short_factor", "long_factor")
 NON_NUMBER_FIELDS = ("rope_type", *BOOL_FIELDS, *DIVISOR_FIELDS)
 ROPE_PARAMETERS = (
-    *RAMP_FIELDS,
+    *COPIED_PARAMETERS,
     "rope_type",
     "rope_theta",
     "original_max_position_embeddings",
@@ -264,7 +264,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         longrope_factors=_longrope_factors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
         partial_rotary_factor=_partial_rotary_factor(parameters) if kind == "proportional" else 1.0,
-        **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
+        **{name: parameters[name] for name in COPIED_PARAMETERS if parameters.get(name) is not None},
     )
     scaled_length = int(original_max_position * rope.factor) if kind == "yarn" else max_position_embeddings
     return rope, max(max_position_embeddings, scaled_length)

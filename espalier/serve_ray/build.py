@@ -252,7 +252,7 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
     deployment = serve.deployment(EngineReplica).options(
         name=name,
         **_scaling_options(model),
-        ray_actor_options=resources_of(model),
+        ray_actor_options=ray_resources(model),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -283,7 +283,7 @@ def _scaling_options(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def resources_of(model: ServedModel) -> dict[str, Any]:
+def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     The default is a GPU for each rank; on a CPU nothing, so that replicas share the cores.  All resources of a replica

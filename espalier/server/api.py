@@ -71,7 +71,7 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
         params = frontend.resolve(requested_params)
         plan = ChatPlan(frontend.inputs.tokenizer, frontend.formats, body.checked_request_tools())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
-    frontend.report_no_effect(ignored_fields := body.fields_without_effect() + unread)
+    frontend.report_fields_without_effect(ignored_fields := body.fields_without_effect() + unread)
     if body.prediction is not None:
         text, run = body.prediction.text, frontend.tokenizer_threads.run
         params = await run(InputProcessor.with_prediction, params, text, size=len(text), field="prediction")
@@ -192,7 +192,7 @@ def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
             requested_params = body.params()
             params = frontend.resolve(requested_params)
             sent_prompts = body.prompts()
-        frontend.report_no_effect(ignored_fields := body.fields_without_effect())
+        frontend.report_fields_without_effect(ignored_fields := body.fields_without_effect())
         with frontend.reserve_capacity(len(sent_prompts) * params.n):
             run, size = frontend.tokenizer_threads.run, sum(map(len, sent_prompts))
             work = body, sent_prompts, requested_params, frontend.require_tokenizable
@@ -216,7 +216,7 @@ def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
 
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         frontend = frontends.frontend_for(body.model)
-        frontend.report_no_effect(ignored_fields := body.fields_without_effect())
+        frontend.report_fields_without_effect(ignored_fields := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
             chat = body.as_chat_request()
             prepared = await prepare_chat(frontend, chat)

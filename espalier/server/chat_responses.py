@@ -354,8 +354,8 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         return self.items.pop_events()
 
     def full_response(self) -> dict[str, Any]:
-        is_cut = self.finish_reason == "length"
-        response = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        is_cut_off = self.finish_reason == "length"
+        response = self._response_object("incomplete" if is_cut_off else "completed") | {"usage": self.usage()}
         if self.tool_call_errors:
             response["tool_call_errors"] = [{"message": error} for error in self.tool_call_errors]
         return response

@@ -84,17 +84,18 @@ class ClientShares:
         self._generations: dict[str, set[Generation]] = {}
         self._reserved: Counter[str] = Counter()
 
-    def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
+    def may_submit(self, num_samples: int, num_open_samples: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
 
-        num_held: the samples of all clients that are being tokenized, wait or run.  capacity: slots plus max_queue.
+        num_open_samples: the samples of all clients that are being tokenized, wait or run.
+        capacity: slots plus max_queue.
         Above the capacity, only clients with at most max_queue / SHARE_DIVISOR samples may submit, and no batch.
         """
-        if num_held + num_samples <= capacity:
+        if num_open_samples + num_samples <= capacity:
             return True
         share, name = -(-max_queue // SHARE_DIVISOR), client_name.get()
         is_small = self.num_samples_of(name) + num_samples <= share
-        return is_small and name != BATCH_CLIENT and num_held + num_samples <= capacity + share
+        return is_small and name != BATCH_CLIENT and num_open_samples + num_samples <= capacity + share
 
     def num_samples_of(self, name: str) -> int:
         """Returns the number of a client's samples: reserved (being tokenized), waiting or running."""
@@ -210,7 +211,7 @@ class ModelFrontend:
             raise unknown_model_error(model, self.names)
         return self
 
-    def report_no_effect(self, names: Sequence[str]) -> None:
+    def report_fields_without_effect(self, names: Sequence[str]) -> None:
         """Log each field without effect once.  With strict_fields, raises ApiError instead."""
         if names and self.options.strict_fields:
             why = f"{names[0]} has no effect, and this server runs with --strict-fields; leave it out"
@@ -290,9 +291,11 @@ class ModelFrontend:
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.engines.open_samples + self.client_shares.num_reserved
-        if not self.client_shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
-            raise queue_full_error(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
+        num_open_samples = self.engines.open_samples + self.client_shares.num_reserved
+        if not self.client_shares.may_submit(num_samples, num_open_samples, capacity, self.options.max_queue):
+            raise queue_full_error(
+                f"the queue is full ({num_open_samples} of {capacity} samples are running or waiting)"
+            )
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)

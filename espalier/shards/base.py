@@ -121,6 +121,10 @@ class Shards:
         part_size = size // self.count
         return RankPart(self.rank * part_size, (self.rank + 1) * part_size, size)
 
+    def heads_part(self, num_heads: int) -> RankPart:
+        """Returns the rank's attention heads.  Raises IndivisibleError."""
+        return self.part(num_heads, "number of attention heads")
+
     def kv_heads_part(self, num_kv_heads: int) -> RankPart:
         """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises IndivisibleError."""
         if self.count % num_kv_heads:

@@ -14,7 +14,7 @@ from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import CpuExecutor, Executor
-from espalier.engine.tree_choice import TreeChoice, TreeChooser
+from espalier.engine.tree_choice import MeasuredTreeChooser, TreeChooser
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -148,7 +148,7 @@ def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_sta
     Raises EspalierError if a backend cannot run a layer."""
     config, runner = loaded.config, make_runner(loaded)
     executor = make_executor(runner, config.overlap, config.graph_batch, keep_graphs, capture_stages)
-    sources = make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0)
+    sources = make_host_sources(config.sources, config.index_bytes, config.layout.num_text_paths == 0)
     return Engine(executor, config.overlap, config.prefix_cache, make_tree_chooser(config), sources)
 
 
@@ -161,7 +161,7 @@ def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
     """Returns the object that chooses trees while the engine runs; None if the tree of each batch size is fixed."""
     if config.round_costs is None or not config.layout.choices:
         return None
-    return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
+    return MeasuredTreeChooser(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:

@@ -29,7 +29,7 @@ def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, An
     searches the requests' own texts."""
     num_text_paths = TEXT_PATHS * ("text" in sources)
     num_sent_paths = SENT_PATHS * ("prediction" in sources or "index" in sources) + num_text_paths * searches_on_host
-    return {"text_paths": num_text_paths * (not searches_on_host), "sent_paths": num_sent_paths}
+    return {"num_text_paths": num_text_paths * (not searches_on_host), "num_sent_paths": num_sent_paths}
 
 
 def choose_sources(

@@ -34,7 +34,7 @@ SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), Tr
 # the share of the bandwidth at which the cache is read, and OVERLAP_EXPONENT, which says how well reading and
 # multiplying overlap: the exponent of a power mean of both times.  With exponent 1 the times would add up; with
 # infinity the longer time would hide the shorter.
-LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP_EXPONENT = 1.3e-5, 1e-4, 0.8, 2.25
+LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_BANDWIDTH_SHARE, OVERLAP_EXPONENT = 1.3e-5, 1e-4, 0.8, 2.25
 # A tree replaces the tree of smaller batches if it is predicted to be at least this many times as fast.
 MIN_SPEEDUP = 1.03
 # The assumed number of committed tokens of a request.  A round reads their K/V once.
@@ -104,7 +104,7 @@ class PassWeights:
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = ASSUMED_CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""
-        cache = (2 * self.kv_values * context + 3 * self.state_bytes) * batch / (CACHE_SHARE * chip.bandwidth)
+        cache = (2 * self.kv_values * context + 3 * self.state_bytes) * batch / (CACHE_BANDWIDTH_SHARE * chip.bandwidth)
         verify = self.target_seconds(batch * tree.rows, chip) + cache
         if not tree.steps:
             return verify

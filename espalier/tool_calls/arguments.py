@@ -80,7 +80,7 @@ def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
 
 
 @dataclass
-class XmlArguments:
+class TaggedArguments:
     """Writes the arguments of one call, read from tagged text, as a JSON object."""
 
     call: CallWriter
@@ -207,6 +207,6 @@ def call_ends_here(reader: TextReader, *end_markers: str) -> Steps[bool]:
     """Returns whether the call ends here, at a marker or the output's end.  Raises BrokenCall for a cut-off output."""
     if (yield from reader.peek()):
         return (yield from reader.peek_literal(*end_markers)) is not None
-    if reader.is_cut:
+    if reader.is_cut_off:
         raise BrokenCall(CUT_OFF_REASON)
     return True

@@ -58,7 +58,7 @@ class MessageStream:
             self.text_stream.push_tokens(tokens)
         self._parse_text(is_last)
         if is_last:
-            self._add_deltas(self.parser.finish(is_cut=output.finish_reason != "stop"))
+            self._add_deltas(self.parser.finish(is_cut_off=output.finish_reason != "stop"))
             self._end_content_piece()
         deltas, self._texts, self._deltas = self._deltas, [], []
         return deltas
@@ -130,7 +130,7 @@ def chat_output(
         message = message_of(stream.read_deltas(output))
         values["finish_reason"], values["stop_reason"] = stream.finish_reasons(output)
     elif parser is not None:
-        message = message_of(parser.feed(output.text) + parser.finish(is_cut=output.finish_reason != "stop"))
+        message = message_of(parser.feed(output.text) + parser.finish(is_cut_off=output.finish_reason != "stop"))
     if message.tool_calls and values["finish_reason"] == "stop":
         values["finish_reason"] = "tool_calls"
     return ChatOutput(**values | {"choices": choices}, message=message)

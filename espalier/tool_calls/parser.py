@@ -44,9 +44,9 @@ class OutputParser:
         self._reader.buffer += text
         return self._parse_new_text()
 
-    def finish(self, is_cut: bool = False) -> list[Delta]:
-        """Returns the deltas of the held-back text.  is_cut: whether the output ended without a stop token."""
-        self._reader.has_ended, self._reader.is_cut = True, is_cut
+    def finish(self, is_cut_off: bool = False) -> list[Delta]:
+        """Returns the deltas of the held-back text.  is_cut_off: whether the output ended without a stop token."""
+        self._reader.has_ended, self._reader.is_cut_off = True, is_cut_off
         return self._parse_new_text()
 
     def _parse_new_text(self) -> list[Delta]:

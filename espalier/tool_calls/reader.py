@@ -55,11 +55,11 @@ class Markers:
 @dataclass
 class TextReader:
     """The text of an output, with methods to read it.  buffer: text that has arrived and is not yet read.  has_ended:
-    whether all text has arrived.  is_cut: whether the output ended without a stop token."""
+    whether all text has arrived.  is_cut_off: whether the output ended without a stop token."""
 
     buffer: str = ""
     has_ended: bool = False
-    is_cut: bool = False
+    is_cut_off: bool = False
     _recorded_texts: list[str] | None = None
 
     def start_recording(self, text: str) -> None:

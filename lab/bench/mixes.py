@@ -16,7 +16,7 @@ import torch
 
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
-from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
+from espalier.engine.tree_choice import LookupGain, MeasuredTreeChooser, TreeChooser
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, padded_batch
 from espalier.request import Request
@@ -137,7 +137,7 @@ def measure_mixes(
     """Yields a cell for each batch, in this order, and each of `mixes`.  shares: whether trees with shared rows run."""
     layout, chosen = make_layouts(recipe, sizes, costs, shares)
     models = SyntheticModels(recipe, dtype_on(device), device, layout.position_rows)
-    adaptive = {name: TreeChoice(of_name, costs, is_lookup=False) for name, of_name in chosen.items()}
+    adaptive = {name: MeasuredTreeChooser(of_name, costs, is_lookup=False) for name, of_name in chosen.items()}
     on_gpu = device.type == "cuda"
     with models.engine(layout, None, on_gpu, all_buckets=True, prefix_cache=True) as (engine, start):
         stdout().print(f"{models.title}; started in {start.seconds:.0f} s", soft_wrap=True)

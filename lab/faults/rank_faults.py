@@ -65,7 +65,7 @@ RANK_FAULTS = {
         Fault(
             "experts-one-part-off",
             "each rank but the last holds the next rank's part of the experts",
-            "espalier.models.layer_loading:_rank_part_of_size",
+            "espalier.models.layer_loading:_intermediate_part_of_rank",
             _experts_of_next_rank,
         ),
         Fault(

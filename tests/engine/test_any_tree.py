@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from espalier.engine.acceptance import AcceptSample
+from espalier.engine.acceptance import AcceptanceSample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
@@ -39,9 +39,9 @@ DRAFTERS = [
     PEagleSetup(**TREE),
     BlockSetup(form="dspark", **TREE),
     Setup(keeps="hybrid", **TREE),
-    Setup(text_paths=2, **TREE),
-    MTPSetup(form=(2, "chain"), text_paths=2, **TREE),
-    BlockSetup(form="dspark", text_paths=1, **TREE),
+    Setup(num_text_paths=2, **TREE),
+    MTPSetup(form=(2, "chain"), num_text_paths=2, **TREE),
+    BlockSetup(form="dspark", num_text_paths=1, **TREE),
 ]
 
 
@@ -52,14 +52,16 @@ class AnyTree:
     forms: Sequence[TreeShape]
     random: Random = field(default_factory=lambda: Random(5))
     picked: list[TreeShape] = field(default_factory=list)
-    samples: list[Sequence[AcceptSample]] = field(default_factory=list)
+    samples: list[Sequence[AcceptanceSample]] = field(default_factory=list)
     num_changes: int = 0
 
     def choose(self, batch: int, num_drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+    def record(
+        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+    ) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -70,7 +72,7 @@ class AnyTree:
 def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
     setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
     engine, requests = setup.engine(), mixed(4, max_tokens=11)
-    chooser = AnyTree((*(SOURCED if setup.text_paths else SMALL), setup.layout.tree))
+    chooser = AnyTree((*(SOURCED if setup.num_text_paths else SMALL), setup.layout.tree))
     engine.scheduler.round_trees.chooser = chooser
     run_staggered(engine, requests, every=2)
     for r in requests:
@@ -88,7 +90,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
 STAYING = [
     (Setup(**TREE), PLAIN_TREE),
     (MTPSetup(form=(2, "chain"), **TREE), PLAIN_TREE),
-    (Setup(text_paths=2, **TREE), ALONE),
+    (Setup(num_text_paths=2, **TREE), ALONE),
 ]
 
 
@@ -116,7 +118,7 @@ def test_any_tree_crosses_to_every_rank() -> None:
 
 
 def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(**TREE, attention="reference", overlap=True, text_paths=1)
+    setup = Setup(**TREE, attention="reference", overlap=True, num_text_paths=1)
     requests, sets = mixed(6, max_tokens=6), ((1, (setup.layout.tree, PLAIN_TREE)), (3, (SHARED, ALONE, PLAIN_TREE)))
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.engine.acceptance import Acceptance, AcceptSample, depth_of, gains
+from espalier.engine.acceptance import Acceptance, AcceptanceSample, depth_of, gains
 from espalier.engine.round_times import RoundTimes
-from espalier.engine.tree_choice import TreeChoice
+from espalier.engine.tree_choice import MeasuredTreeChooser
 from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.startup.tree_cost import smaller_trees
 from espalier.startup.tree_policy import tree_sets
@@ -27,8 +27,8 @@ OTHERS, FEW_OTHERS = 0.3, 0.1
 
 
 @cache
-def sample_of(depth: int, ranks: tuple[int, ...]) -> AcceptSample:
-    return AcceptSample(depth, ranks, len(ranks) == depth, False)
+def sample_of(depth: int, ranks: tuple[int, ...]) -> AcceptanceSample:
+    return AcceptanceSample(depth, ranks, len(ranks) == depth, False)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Texts:
         self.is_first = random.random(skill.shape) < skill
         self.is_other = random.random(skill.shape) < (OTHERS, FEW_OTHERS)[self.seed]
         self.factors = {tree: random.uniform(0.87, 1.15) for tree in CANDIDATES}
-        self.choice = TreeChoice(LAYOUT, COSTS, is_lookup=False, clock=lambda: self.now)
+        self.choice = MeasuredTreeChooser(LAYOUT, COSTS, is_lookup=False, clock=lambda: self.now)
         self.requests = np.arange(self.batch)
 
     def seconds(self, tree: TreeShape) -> float:

@@ -122,7 +122,9 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
-    into = SlotTable(replace(SETUP, text_paths=1, sent_paths=2).layout, VOCAB, {}, torch.float64, torch.device("cpu"))
+    into = SlotTable(
+        replace(SETUP, num_text_paths=1, num_sent_paths=2).layout, VOCAB, {}, torch.float64, torch.device("cpu")
+    )
     shape = tuple(into.survival.shape)
     sent = np.linspace(-2, 0, into.survival.numel(), dtype=np.float32).reshape(shape)
     sent[0] = 0

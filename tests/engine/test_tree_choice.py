@@ -12,13 +12,13 @@ import pytest
 
 from espalier.engine.acceptance import (
     Acceptance,
-    AcceptSample,
+    AcceptanceSample,
     assumed_accept_length,
     depth_of,
     gains,
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
-from espalier.engine.tree_choice import MAX_INTERVAL, LookupGain, TreeChoice
+from espalier.engine.tree_choice import MAX_INTERVAL, LookupGain, MeasuredTreeChooser
 from espalier.layout import PLAIN_TREE, TARGET_ONLY, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
@@ -55,7 +55,7 @@ class Simulation:
         sets = tree_sets(TREE, COSTS, 96, self.found is not None)
         shared = (replace(TREE, shared_rows=4),) if self.shared else ()
         layout = layout_of(tuple((least, (*trees, *shared)) for least, trees in sets))
-        self.choice = TreeChoice(layout, COSTS, is_lookup=False, clock=lambda: self.now)
+        self.choice = MeasuredTreeChooser(layout, COSTS, is_lookup=False, clock=lambda: self.now)
 
     def chances(self, tree: TreeShape, depth: int) -> tuple[float, float]:
         """Of the first child, and of another where the first is not accepted."""
@@ -76,7 +76,7 @@ class Simulation:
         factor = self.factors.setdefault(tree, self.random.uniform(0.87, 1.15))
         return max(COSTS.seconds(tree, next_bucket(batch), 1024) * factor * self.slowness, self.host)
 
-    def sample(self, tree: TreeShape) -> AcceptSample:
+    def sample(self, tree: TreeShape) -> AcceptanceSample:
         ranks: list[int] = []
         for depth in range(1, depth_of(tree) + 1):
             first, other = self.chances(tree, depth)
@@ -86,12 +86,12 @@ class Simulation:
                 ranks.append(1 + self.random.randrange(tree.topk - 1))
             else:
                 break
-        return AcceptSample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
+        return AcceptanceSample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
 
-    def lookup_sample(self, tree: TreeShape, emitted: int) -> AcceptSample:
+    def lookup_sample(self, tree: TreeShape, emitted: int) -> AcceptanceSample:
         found = len(self.sample(replace(tree, drafts=False)).sibling_ranks)
         depth = depth_of(tree)
-        return AcceptSample(
+        return AcceptanceSample(
             min(emitted, depth) if found >= emitted else depth, (0,) * min(found, emitted, depth), True, True
         )
 
@@ -193,7 +193,7 @@ def test_what_is_assumed_is_the_table() -> None:
     assert gains(TREE, [0.0] * 5) == [0.0] * 6
 
 
-def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
+def paced(accepts: bool, rounds: int, choice: MeasuredTreeChooser) -> list[TreeShape]:
     """Rounds of a request on a CPU, whose guesses are all accepted, or none."""
     chosen = []
     for _ in range(rounds):
@@ -201,13 +201,13 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         assert tree is not None
         chosen.append(tree)
         ranks = (0,) * depth_of(tree) if accepts else ()
-        samples = [AcceptSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN_TREE else []
+        samples = [AcceptanceSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN_TREE else []
         choice.record(samples, tree.num_draft_tokens, samples)
     return chosen
 
 
 def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> None:
-    choices = [TreeChoice(layout_of(((1, (TREE, PLAIN_TREE)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
+    choices = [MeasuredTreeChooser(layout_of(((1, (TREE, PLAIN_TREE)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
     chosen = paced(False, 2000, choices[0])
     drafted = [number for number, tree in enumerate(chosen) if tree != PLAIN_TREE]
     # All of a trial's rows cost half a round.
@@ -221,7 +221,7 @@ def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> 
     assert PLAIN_TREE in paced(False, 60, choices[0])
 
 
-def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
+def by_guesses(choice: MeasuredTreeChooser, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
     """Rounds of a request on a CPU.  tokens: what its guesses are expected to gain, over and over; accepted: of the
     draft's tree."""
     chosen = []
@@ -230,14 +230,18 @@ def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepte
         tree = choice.choose(1, 1, 100, LookupGain(gained, 6 if gained else 1))
         assert tree is not None
         chosen.append(tree)
-        samples = [AcceptSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN_TREE else []
+        samples = (
+            [AcceptanceSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN_TREE else []
+        )
         choice.record(samples, tree.num_draft_tokens, [])
     return chosen
 
 
 def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
     alone = TreeShape(5, 4, 16, drafts=False)
-    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft_cost=0.15), is_lookup=False)
+    choice = MeasuredTreeChooser(
+        layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft_cost=0.15), is_lookup=False
+    )
     assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
     known = choice.acceptance.accept_length(TREE)
     choice.restart()
@@ -277,17 +281,17 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
 
 def test_rounds_in_flight_are_read_in_order() -> None:
     chain = TreeShape(3, 1, 4)
-    choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
+    choice = MeasuredTreeChooser(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
     assert [choice.choose(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.record([AcceptSample(3, (0,), False, False)], 4, [])
+        choice.record([AcceptanceSample(3, (0,), False, False)], 4, [])
         assert [*choice.acceptance.counts_by_tree] == known
 
 
 def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
     """Rounds overlap: a round waits for the one before it, but not for one of another form or a prompt."""
     now = 0.0
-    choice = TreeChoice(layout_of(((1, (TREE,)),)), COSTS, is_lookup=False, clock=lambda: now)
+    choice = MeasuredTreeChooser(layout_of(((1, (TREE,)),)), COSTS, is_lookup=False, clock=lambda: now)
     taken = 2 * COSTS.seconds(TREE, 1, 1024)
     choice.choose(1, 1, 1024)
     for number in range(6):
@@ -319,16 +323,16 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 @pytest.mark.parametrize(
     ("sample", "counts"),
     [
-        (AcceptSample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
+        (AcceptanceSample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
         # Behind another child than the first, paths of first children say nothing.
-        (AcceptSample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (AcceptanceSample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
         # Other nodes were more probable than a child of this one; or the draft guessed nothing here.
-        (AcceptSample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
-        (AcceptSample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
-        (AcceptSample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
+        (AcceptanceSample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
+        (AcceptanceSample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (AcceptanceSample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
     ],
 )
-def test_what_a_path_says_of_first_children(sample: AcceptSample, counts: list[tuple[int, int]]) -> None:
+def test_what_a_path_says_of_first_children(sample: AcceptanceSample, counts: list[tuple[int, int]]) -> None:
     found = Acceptance(5, 1, 1)
     found.add(TREE, [sample])
     assert [(count.denominator, count.numerator) for count in found.first_child_counts[:4]] == counts

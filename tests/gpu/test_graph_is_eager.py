@@ -72,7 +72,11 @@ def test_requests_that_never_speculate(algorithm, put_on_record):
     assert list(one.scheduler.round_trees.num_rounds) == [setup.layout.tree_without_draft]
 
 
-SOURCED = [{"text_paths": 2, "sent_paths": 2, "shared_rows": 3}, {"shared_rows": 3}, {"text_paths": 2, "drafts": False}]
+SOURCED = [
+    {"num_text_paths": 2, "num_sent_paths": 2, "shared_rows": 3},
+    {"shared_rows": 3},
+    {"num_text_paths": 2, "drafts": False},
+]
 
 
 @pytest.mark.parametrize("changes", SOURCED, ids=["sources and shared rows", "shared rows", "without a draft pass"])

@@ -53,14 +53,14 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "steps": 5,
         "num_draft_tokens": 16,
         "shared_rows": 4,
-        "text_paths": 2,
+        "num_text_paths": 2,
     },
     "page 3, text without a draft pass": {
         "page_size": 3,
         "topk": 3,
         "steps": 4,
         "num_draft_tokens": 10,
-        "text_paths": 2,
+        "num_text_paths": 2,
         "drafts": False,
     },
 }

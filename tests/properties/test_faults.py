@@ -50,7 +50,7 @@ CHOOSING_DRAFT = replace(CHAIN, family="deepseek_v32", form=(1, "chain"))
 PEAGLE = PEagleSetup(**{**vars(SETUP), "algorithm": "peagle"})
 # Rows shared out over the batch; paths of the text beside the draft.
 SHARED = replace(SETUP, shared_rows=3)
-OWN_TEXT = replace(SETUP, text_paths=2)
+OWN_TEXT = replace(SETUP, num_text_paths=2)
 
 
 def traffic() -> list[Request]:
@@ -185,7 +185,7 @@ OTHER_DRAFTS = {"selector": SELECTOR, "peagle": PEAGLE}
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_unbroken_every_property_holds(setup):
     # The brute-force tree is the draft's alone.
-    holds(*(each for each in PROPERTIES if each != held.PROPOSAL or not setup.text_paths), setup=setup)
+    holds(*(each for each in PROPERTIES if each != held.PROPOSAL or not setup.num_text_paths), setup=setup)
 
 
 # test_ranks.py catches those of several ranks.

@@ -172,7 +172,7 @@ SMALLER = [
     Case("stacked-experts-ngram", family="gpt_oss", draft="ngram", traffic=hitting),
     Case("shared-gate-crowded", family="qwen2_moe", draft="none", traffic=crowding, setup=CROWDED),
     Case("fp8-block", kind="fp8-block", draft="none"),
-    Case("shared-rows-and-text", traffic=one_greedy, setup=(("shared_rows", 3), ("text_paths", 2))),
+    Case("shared-rows-and-text", traffic=one_greedy, setup=(("shared_rows", 3), ("num_text_paths", 2))),
     Case("latent-mtp", family="deepseek_v32", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),

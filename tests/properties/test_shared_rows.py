@@ -89,7 +89,7 @@ def test_tokens_are_plain_decodings_as_many_as_the_chosen_nodes_say(
 ):
     if sharing == "at random":
         monkeypatch.setattr(Tree, "best_nodes", at_random)
-    setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
+    setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, num_text_paths=rows % 2)
     watch = Watch(setup.engine(), algorithm, reference_of(setup), (TOKENS, CONSERVED))
     run_watched(watch, traffic(styles))
     assert watch.coverage.mean_accept_length > 1, "guesses are accepted"

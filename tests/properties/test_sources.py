@@ -18,7 +18,9 @@ from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
-TREE = Setup(steps=4, topk=2, num_draft_tokens=9, page_size=3, max_context=64, max_batch=3, text_paths=2, sent_paths=2)
+TREE = Setup(
+    steps=4, topk=2, num_draft_tokens=9, page_size=3, max_context=64, max_batch=3, num_text_paths=2, num_sent_paths=2
+)
 # Whether rounds overlap, what is said, and how many rows a request has if they are shared out (0: they are not).
 RUNS = ((False, "true", 0), (True, "true", 0), (True, "random", 3), (False, "late", 3))
 
@@ -76,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(("algorithm", "temperature"), CASES)
 def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
-    plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(temperature))
+    plain = run(replace(TREE, num_text_paths=0, num_sent_paths=0).plain().engine(), traffic(temperature))
     outputs = {r.id: r.output for r in plain.requests}
     setup = replace(TREE, algorithm=algorithm)
     lengths = {}
@@ -97,7 +99,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
     monkeypatch.setattr(of_round, "verify", lambda proposed: (verified.append(proposed.tree), verify(proposed))[1])
     found = []
     for sources in (("prediction",), ()):
-        setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
+        setup = replace(TREE, algorithm=algorithm, overlap=True, num_text_paths=0, num_sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
         config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
         engine, launches = assemble_engine(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
@@ -114,7 +116,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=FULL)])
 def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     """With a draft, with what the host found in the text alone, and plain."""
-    setup = replace(TREE, text_paths=0, sent_paths=4)
+    setup = replace(TREE, num_text_paths=0, num_sent_paths=4)
     config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft_cost=0.15), index_bytes=2**12)
     tree = config.layout.tree
     choices = ((1, (tree, replace(tree, drafts=False), PLAIN_TREE)),)
@@ -125,7 +127,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     )
     params = SamplingParams(temperature=temperature, max_tokens=30)
     asked = [[request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9, 4, 7, 6]))] for _ in range(2)]
-    plain = run(replace(setup, sent_paths=0).plain().engine(), asked[1])
+    plain = run(replace(setup, num_sent_paths=0).plain().engine(), asked[1])
     assert run(engine, asked[0]).tokens == plain.tokens
     assert (
         engine.scheduler.round_trees.num_rounds[choices[0][1][1]] > 10
@@ -138,7 +140,7 @@ def test_a_text_that_repeats_itself_is_merged_into_a_draft():
     params = SamplingParams(temperature=0.0, max_tokens=30)
     with_text, without = (
         run(
-            replace(TREE, text_paths=paths, sent_paths=0).engine(),
+            replace(TREE, num_text_paths=paths, num_sent_paths=0).engine(),
             [request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9]))],
         )
         for paths in (2, 0)
@@ -165,7 +167,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
     monkeypatch.setattr(SurvivalCounts, "count_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
     monkeypatch.setattr(GuessSources, "ask_sources", noted_ask)
     monkeypatch.setattr(GuessSources, "count_correct_guesses", noted_count)
-    plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
+    plain = run(replace(TREE, num_text_paths=0, num_sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)
     assert sent and found

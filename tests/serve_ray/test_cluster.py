@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import parse_service, resources_of
+from espalier.serve_ray.build import parse_service, ray_resources
 from espalier.serve_ray.cluster import _connect, _require_gpus
 
 
@@ -63,7 +63,7 @@ def service(ranks, replicas, device="auto", **more):
 def test_a_replica_has_a_gpu_for_each_rank(ranks, replicas, device, gpus, reserved, monkeypatch):
     ray, asked = cluster(monkeypatch, *gpus), service(ranks, replicas, device)
     _require_gpus(ray, asked)
-    assert resources_of(asked.models[0]) == {"num_cpus": 0, "num_gpus": reserved}
+    assert ray_resources(asked.models[0]) == {"num_cpus": 0, "num_gpus": reserved}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_more_gpus_than_the_machines_have_are_refused(ranks, replicas, device, g
 def test_reserved_gpus_that_are_not_those_of_the_ranks_are_refused(monkeypatch):
     cluster(monkeypatch, 8)
     with pytest.raises(EspalierError, match="resources has num_gpus=1, but tensor_parallel=2 needs 2; correct one"):
-        resources_of(service(2, 1, resources={"num_gpus": 1}).models[0])
+        ray_resources(service(2, 1, resources={"num_gpus": 1}).models[0])
     [model] = service(2, 1, resources={"num_gpus": 2, "num_cpus": 1}).models
-    assert resources_of(model) == {"num_gpus": 2, "num_cpus": 1}
+    assert ray_resources(model) == {"num_gpus": 2, "num_cpus": 1}

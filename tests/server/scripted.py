@@ -50,8 +50,8 @@ class ScriptedClient(EngineClient):
         params = submit.params
         text = self.script(self.tokenizer.decode(submit.prompt, skip_special_tokens=False), params)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        is_cut = params.max_tokens is not None and params.max_tokens <= len(tokens)
-        tokens = tokens[: params.max_tokens] if is_cut else [*tokens, self.tokenizer.hf.eos_token_id]
+        is_cut_off = params.max_tokens is not None and params.max_tokens <= len(tokens)
+        tokens = tokens[: params.max_tokens] if is_cut_off else [*tokens, self.tokenizer.hf.eos_token_id]
         for index in range(params.n):
             sink = make_detokenizer(self.tokenizer, submit.prompt, params)
             for start in range(0, len(tokens), self.size):
@@ -66,7 +66,7 @@ class ScriptedClient(EngineClient):
                             part = part[: at + 1]
                             break
                     text = sink.take_text(final=is_last or stopped is not None)
-                reason = "stop" if stopped else ("length" if is_cut else "stop") if is_last else None
+                reason = "stop" if stopped else ("length" if is_cut_off else "stop") if is_last else None
                 piece = OutputChunk(
                     f"{submit.name}.{index}",
                     index,

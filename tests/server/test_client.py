@@ -244,7 +244,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         def frontend_for(self, name):
             return self
 
-        def report_no_effect(self, names):
+        def report_fields_without_effect(self, names):
             pass
 
         def require_tokenizable(self, text):

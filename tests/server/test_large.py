@@ -260,7 +260,7 @@ def test_a_conversation_is_as_long_as_all_its_texts():
         raise ApiError(400, "messages")
 
     frontend = SimpleNamespace(
-        resolve=lambda params: SimpleNamespace(n=1), report_no_effect=lambda names: None, formats=Formats()
+        resolve=lambda params: SimpleNamespace(n=1), report_fields_without_effect=lambda names: None, formats=Formats()
     )
     frontend.inputs, frontend.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
     frontend.reserve_capacity, frontend.require_tokenizable = lambda samples: nullcontext(), None

@@ -129,7 +129,7 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_merges(data, seed):
         torch.nn.functional.pad(survival(layout.steps, seed), (0, 0, 0, len(table.survival) - PATH_KINDS))
     )
     for slot in slots.tolist():
-        for path in range(layout.sent_paths):
+        for path in range(layout.num_sent_paths):
             start = int(table.prefix_len[slot]) - data.draw(st.integers(-1, 2))
             known = table.history[slot, start + 1 : int(table.prefix_len[slot]) + 1].tolist()
             said = known + data.draw(st.lists(st.integers(-1, 1), max_size=layout.steps + 1))
@@ -145,5 +145,5 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_merges(data, seed):
         assert one.dtype == other.dtype and torch.equal(one, other), (got, wanted)
 
 
-SENT = Setup(sent_paths=2)
+SENT = Setup(num_sent_paths=2)
 RUNNER = SENT.engine().executor.runner

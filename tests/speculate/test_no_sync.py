@@ -15,7 +15,7 @@ from espalier.speculate.drafters import path_merging
 from tests.harness import Setup, prompts, request
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
-SHARED = replace(SETUP, text_paths=2, sent_paths=2, shared_rows=3)
+SHARED = replace(SETUP, num_text_paths=2, num_sent_paths=2, shared_rows=3)
 aten = torch.ops.aten
 # Their results' values or shapes are read by the host, or their values come from it.
 READERS = {

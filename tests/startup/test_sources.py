@@ -33,7 +33,7 @@ def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
     assert {*chosen} == {*sources}
     # A CPU's host knows all tokens before a round, and searches them itself.
     got = source_sizes(chosen, searches_on_host=device == "cpu")
-    assert (got["text_paths"], got["sent_paths"]) == sizes
+    assert (got["num_text_paths"], got["num_sent_paths"]) == sizes
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
 from espalier.startup import tree_cost
 from espalier.startup.tree_cost import (
-    CACHE_SHARE,
+    CACHE_BANDWIDTH_SHARE,
     LAYER_OVERHEAD_S,
     PASS_OVERHEAD_S,
     ChipFigures,
@@ -108,7 +108,7 @@ def test_a_pass_reads_multiplies_and_launches():
     both = replace(weights, expert=0, dense=10**9)
     reading, multiplying = 2e9 / 4.4e12, 150 * 2e9 / 6.9e14
     assert max(reading, multiplying) < both.target_seconds(150, H200) - fixed < reading + multiplying
-    cache = 2 * 7 * 1024 / (CACHE_SHARE * 4.4e12)
+    cache = 2 * 7 * 1024 / (CACHE_BANDWIDTH_SHARE * 4.4e12)
     assert weights.round_seconds(PLAIN_TREE, 3, H200) == pytest.approx(weights.target_seconds(3, H200) + 3 * cache)
     # Four levels and the extend.
     levels = 4 * weights.draft_seconds(8, H200) + weights.draft_seconds(6, H200)

@@ -196,8 +196,8 @@ def test_what_is_written_is_read(name, data):
 )
 def test_arguments_that_were_cut_off_are_not_empty_ones(name, text):
     """Where an output ends by itself they are absent; where it was cut off the call is broken."""
-    for is_cut in (False, True):
+    for is_cut_off in (False, True):
         parser = OutputParser(Formats(TOOL_FORMATS[name], REASONING_FORMATS.get(name)), SCHEMAS)
-        message = message_of(parser.feed(text) + parser.finish(is_cut))
-        assert [call.arguments for call in message.tool_calls] == ["{}"] * (not is_cut)
-        assert len(message.errors) == is_cut
+        message = message_of(parser.feed(text) + parser.finish(is_cut_off))
+        assert [call.arguments for call in message.tool_calls] == ["{}"] * (not is_cut_off)
+        assert len(message.errors) == is_cut_off

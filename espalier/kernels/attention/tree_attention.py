@@ -44,7 +44,7 @@ from espalier.kernels.ops.attention import (
     MAX_HEAD_SIZE,
     AttentionInputs,
     PartialResults,
-    is_too_wide_latent,
+    is_wide_latent,
     latent_attention,
     merge_splits,
 )
@@ -239,4 +239,4 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     k, v = inputs.staged
     # The pages are not read.  One staged row takes their place, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
-    return (latent_attention.triton if is_too_wide_latent(k, v) else tree_attention)(inputs)
+    return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)

@@ -196,7 +196,7 @@ def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
     return Prefix(table[:, 1:2], length), KVSplits(table, starts, KVSplitPolicy(1, 1))
 
 
-def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
+def is_wide_latent(k: Tensor, v: Tensor) -> bool:
     """Returns whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
@@ -206,7 +206,7 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
     """Returns whether staged_attention has a kernel for the sizes, dtype, window and softcap of `inputs`."""
     assert inputs.staged is not None
     (k, v), has_no_options = inputs.staged, inputs.window is None and inputs.softcap is None
-    is_supported = has_no_options if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
+    is_supported = has_no_options if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
     return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and is_supported
 
 

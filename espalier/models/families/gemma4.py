@@ -25,7 +25,7 @@ from espalier.models.config import Experts, Family, Json, LayerWindows, ModelCon
 from espalier.models.config_values import kv_heads_and_head_size, path_in_errors
 from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS_SIZE_NAME, layer_specs_of, load_embedding, load_experts
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
@@ -311,7 +311,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     shards, size, eps = weights.shards, spec.cache_spec.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
-        shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
+        shards.heads_part(spec.heads).scaled(size),
         shards.kv_heads_part(spec.cache_spec.kv_heads).scaled(size),
     )
     [rank_spec] = specs_of_rank([spec], shards)

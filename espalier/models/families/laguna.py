@@ -20,7 +20,7 @@ from espalier.models.families.by_type import (
     windows_by_type,
 )
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import HEADS_SIZE_NAME, load_layer
+from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
@@ -87,7 +87,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     heads = _heads_by_layer(config.raw)[layer]
     decoder_layer = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(decoder_layer.attention, Attention)
-    heads_part = weights.shards.part(heads, HEADS_SIZE_NAME)
+    heads_part = weights.shards.heads_part(heads)
     rows = heads_part if config.raw["gating"] in PER_HEAD_GATING else heads_part.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     decoder_layer.attention.output_gate = OutputGate(project, _softplus)

@@ -12,7 +12,7 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import positive_number
 from espalier.models.families.by_type import layer_types_of, windows_by_type
-from espalier.models.layer_loading import HEADS_SIZE_NAME, load_embedding, load_layer
+from espalier.models.layer_loading import load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.linear import Embedding
@@ -63,7 +63,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     new_layer.post_mlp_norm = RMSNorm(new_layer.post_mlp_norm.weight, eps)
     ones, q_scale = torch.ones_like(weights.empty(size)), positive_number(config.raw, "qk_scale_factor")
     new_layer.attention.norms = HeadNorms(ones * q_scale, ones, config.rms_norm_eps)
-    rows = weights.shards.part(config.heads, HEADS_SIZE_NAME).scaled(size)
+    rows = weights.shards.heads_part(config.heads).scaled(size)
     project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     new_layer.attention.output_gate = OutputGate(project, torch.sigmoid)
     return new_layer

@@ -145,7 +145,7 @@ class StoredTensor:
 class WeightFormat(ABC):
     """A storage format of matrices.  Matrices may be stacked if their formats compare equal.
 
-    supports_shards: whether ranks may hold parts of a matrix.  StoredTensors then declare row_dim and column_dim.
+    supports_shards: whether ranks may hold parts of a matrix.  TensorsBySuffix then declare row_dim and column_dim.
     """
 
     name: ClassVar[str]

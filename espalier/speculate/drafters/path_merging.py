@@ -55,7 +55,7 @@ class PathMergingDrafter:
         if layout.drafts:
             grow = self.drafter.begin(slots)
             return lambda sampler: self._merge_paths(slots, grow(sampler))
-        if slots.root.device.type == "cpu" and not layout.text_paths:
+        if slots.root.device.type == "cpu" and not layout.num_text_paths:
             return partial(self._tree_of_guesses, slots)
         return partial(
             self._merge_paths, slots, root_only_trees(slots.root, layout.num_draft_tokens, layout.ancestor_words)
@@ -86,13 +86,13 @@ class PathMergingDrafter:
 
     def _source_paths(self, slots: BatchState) -> Paths | None:
         steps, paths = self.layout.steps, []
-        if self.layout.sent_paths:
+        if self.layout.num_sent_paths:
             paths.append(paths_of_guesses(slots, steps))
-        if self.layout.text_paths:
-            text_paths = paths_of_text(slots, self.layout.text_paths, steps)
-            packed = torch.cat((text_paths.kinds[..., None], text_paths.tokens), -1)
+        if self.layout.num_text_paths:
+            num_text_paths = paths_of_text(slots, self.layout.num_text_paths, steps)
+            packed = torch.cat((num_text_paths.kinds[..., None], num_text_paths.tokens), -1)
             slots.table.own_text_paths.index_copy_(0, slots.index, _pad_to_field(packed, slots.table.own_text_paths))
-            paths.append(text_paths)
+            paths.append(num_text_paths)
         return Paths.join(paths) if paths else None
 
     def extend(

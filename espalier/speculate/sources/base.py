@@ -15,6 +15,9 @@ from torch import Tensor
 from espalier.request import Request
 from espalier.slots import MATCH_STRENGTHS, SOURCES, Guess
 
+# At most this many tokens are compared to find how well a place matches.
+MAX_MATCHING = 16
+
 
 def path_kind(source: str, strength: int) -> int:
     """Returns the number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""

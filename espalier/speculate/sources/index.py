@@ -12,14 +12,12 @@ import numpy as np
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import HostSource, match_strength, path_kind
+from espalier.speculate.sources.base import MAX_MATCHING, HostSource, match_strength, path_kind
 
 # The lengths of the n-grams that are looked up, the longest first.
 NGRAM_LENGTHS = (12, 6, 3)
 # The memory of one token: its id (4 bytes), its entry of `text_ids` (8), and one entry in each hash table (8).
 BYTES_PER_TOKEN = 4 + 8 + 8 * len(NGRAM_LENGTHS)
-# At most this many tokens are compared to find how well a place matches.
-MAX_MATCHING = 16
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 

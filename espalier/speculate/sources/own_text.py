@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import HostSource, match_strength, path_kind
+from espalier.speculate.sources.base import MAX_MATCHING, HostSource, match_strength, path_kind
 
 # The lengths of the n-grams that are looked up, the longest first.
 NGRAM_LENGTHS = (4, 2, 1)
-# At most this many tokens are compared to find how well a place matches.
-MAX_MATCHING = 16
 
 
 class IndexedText:

@@ -7,7 +7,7 @@ Qwen3-Coder and Qwen3.5: <function=name><parameter=key>value</parameter></functi
 
 from collections.abc import Callable
 
-from espalier.tool_calls.arguments import XmlArguments, read_call_object
+from espalier.tool_calls.arguments import TaggedArguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, DeltaWriter, ToolFormat, read_call
 from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
@@ -55,7 +55,7 @@ def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         name, marker = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
         call.write_name(name.strip())
-        arguments = XmlArguments(call)
+        arguments = TaggedArguments(call)
         while marker == KEY_BEGIN:
             key, _ = yield from reader.read_text_before(KEY_END)
             yield from reader.read_space()
@@ -98,7 +98,7 @@ def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
-    arguments = XmlArguments(call)
+    arguments = TaggedArguments(call)
     while True:
         yield from reader.read_space()
         marker = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
