@@ -1,7 +1,7 @@
 """The folder of --learn: a sample of the served texts, the drafts learned from it, and digests of target and draft.
 
 The sample has only token ids, 4 bytes a token.  A training also needs hidden states and the target's distribution,
-hundreds of kilobytes a token.  The trainer computes them again.  No file is ever partly written.
+hundreds of kilobytes a token.  The trainer computes both again.  A crash leaves no incomplete file in the sample.
 """
 
 import fcntl
@@ -23,13 +23,13 @@ from espalier.errors import EspalierError
 from espalier.train.work import replace_file, require_folder
 
 DISK_REMEDY = "free some space there"
-# One of HELD_BACK_INTERVAL prompts is held back: its texts measure drafts and do not train them.  They get the same
-# share of the bytes.
+# One of HELD_BACK_INTERVAL prompts is held back: texts with this prompt measure drafts, and do not train drafts.
+# Held-back texts get the same share of the bytes.
 HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
-# A kind of texts has about NUM_FILES files of equal size.  The oldest files are removed until a new file fits.
+# A file has at most 1 / NUM_FILES of the bytes of its kind.  The oldest files are removed until a new file fits.
 NUM_FILES = 16
-# Outputs of fewer tokens are not kept, because they say little about a draft.
+# Texts with shorter outputs are not kept, because they say little about a draft.
 MIN_OUTPUT_TOKENS = 16
 HEADER_LENGTH = 2
 MANIFEST = "manifest.json"
@@ -54,7 +54,7 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Text:
-    """A served text.  tokens: of prompt and output.  output_start: the index of the output's first token."""
+    """A served text.  tokens: the ids of prompt and output.  output_start: the index of the output's first token."""
 
     tokens: np.ndarray
     output_start: int
@@ -64,7 +64,7 @@ class KeptTexts:
     """The sample of served texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
-    max_bytes: by kind of texts, the limit of its files and its queue.
+    max_bytes: for each kind of texts, the maximum size of its files and its queue together.
     Counted since startup: texts_per_kind, the kept texts; num_tokens, their tokens; num_held_back_tokens, the output
     tokens of held-back texts."""
 
@@ -149,7 +149,7 @@ def read_texts(files: Sequence[Path]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts about a learned draft.  digest: of the draft's files.
+    """The facts about a learned draft.  digest: the digest of the draft's files.
 
     given, before, after: accept lengths on the same held-back texts, of the draft given at startup, of the draft that
     was served during the training, and of this draft.  num_tokens, seconds: the size and the time of the training."""

@@ -43,7 +43,7 @@ POLL_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 # A draft is swapped in if it accepts MIN_GAIN more tokens a round.  A smaller gain may be chance.
 MIN_GAIN = 0.02
-# Drafts are compared on at least this number of held-back output tokens.
+# A training starts only after this number of new held-back output tokens, because drafts are compared on them.
 MIN_HELD_BACK_TOKENS = 512
 TRAINER_COMMAND = (sys.executable, "-m", "espalier.learn.trainer")
 
@@ -52,7 +52,7 @@ TRAINER_COMMAND = (sys.executable, "-m", "espalier.learn.trainer")
 class TrainerMachine:
     """The device on which the trainer runs.
 
-    description: for the log.  environment: the variables with which the trainer finds the device.
+    description: the device in words, for the log.  environment: the variables with which the trainer finds the device.
     idle_only: the trainer computes only while the engine has no work, because both share a GPU."""
 
     description: str
@@ -103,8 +103,8 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
 
 
 def trainer_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
-    """Returns another GPU if there is one, else the engine's device.  num_pages: the setting.  Raises EspalierError if
-    the engine's pages take the whole memory of the only GPU."""
+    """Returns another GPU if there is one, else the engine's device.  num_pages: the setting of the engine.
+    Raises EspalierError if the engine has the only GPU and num_pages is not set: the pages then take all its memory."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     gpu, count = device.index or 0, torch.cuda.device_count()
@@ -144,8 +144,8 @@ class Candidate:
 class Learner:
     """Keeps the texts that one engine serves, and trains its draft on them.
 
-    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: for metrics.
-    trainer: the command of the training process, to which the folder is appended.
+    A Learner is made before the weights are loaded, and attached to the engine afterwards.
+    figures: the Learner's metrics.  trainer: the command of the training process, to which the folder is appended.
     given_draft: the draft given at startup.  draft_dir: the draft that is served."""
 
     def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER_COMMAND) -> None:

@@ -40,7 +40,7 @@ ROW_LENGTHS = MappingProxyType({"cpu": 256, "cuda": 1024})
 # How often a training reads the sample, and the optimizer steps of one reading, if the sample has enough rows.  With
 # fewer steps, on larger batches, the draft learns nothing.
 SAMPLE_PASSES, STEPS_PER_PASS = 3, 50
-# Of a measured text, the most tokens before the output and of the output; and the most measured texts.
+# The maximum number of tokens before an output, and of the output, that are measured; the maximum of measured texts.
 MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
 # A training reads REPLAY_FACTOR times as many texts as are new, so that the draft keeps what it learned from old texts.
 REPLAY_FACTOR = 2
@@ -70,8 +70,8 @@ class TrainSignal:
 def newest_texts(
     path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
-    """Returns the newest texts of a kind.  tokens_before, tokens_after: of a text, the most tokens before
-    its output and of its output; None for all."""
+    """Returns the newest texts of a kind.  tokens_before: the maximum number of tokens of a text before its
+    output.  tokens_after: the maximum number of tokens of the output; None for all."""
     cut_texts, output_starts = [], []
     for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)
@@ -83,7 +83,7 @@ def newest_texts(
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
     """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError for too few tokens."""
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
-    # TextRows may leave out a rest of almost a row after each row, so one row may need the tokens of two.
+    # After each row, TextRows may leave out almost a row of tokens.  So one row may need the tokens of two rows.
     if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
     sizes = {"length": length, "batch": batch, "num_tokens": max(SAMPLE_PASSES * num_tokens, batch * length)}
@@ -92,8 +92,8 @@ def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds
 
 def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """Trains a draft further: the served draft, or the one given at startup if it accepts more on the newest held-back
-    texts.  run.json names both.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
-    OSError, no directory has the new draft's name."""
+    texts.  run.json has the paths of both drafts.  Returns the new draft's directory, with its manifest.  If it raises
+    EspalierError or OSError, no directory has the new draft's name."""
     started_at, config = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = DRAFT_KINDS[config["kind"]], Path(config["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)

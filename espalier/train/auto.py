@@ -33,7 +33,8 @@ from espalier.train.target import training_device
 from espalier.train.work import require_same_origin, target_digest
 from espalier.train.writer import TargetWriter
 
-# The flags of all trainings, by device, and of a kind of draft; and on a GPU, the rows of a kind's batch.
+# SIZE_FLAGS: flags of all trainings, by device.  RECIPE_FLAGS: further flags, by kind of draft.
+# BATCH_ROWS: the rows of a batch on a GPU, by kind of draft.
 SIZE_FLAGS = {"cuda": "--length 1024 --save-every 400", "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100"}
 RECIPE_FLAGS = {"eagle3": "", "mtp": "--layers 3 --ttt-steps 5", "block": "--edge-kind rnn"}
 BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
@@ -54,7 +55,7 @@ MAX_CONTEXT = 1024
 class DraftSpeed:
     """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding.
 
-    Plain decoding is that of an engine without the draft, if it was measured."""
+    If plain decoding was measured several times, the fastest measurement counts."""
 
     tokens_per_second: float
     plain_tokens_per_second: float

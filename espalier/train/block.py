@@ -1,7 +1,7 @@
 """Creates, saves, loads and measures block drafts for a frozen target, and makes their loss.
 
-A draft is saved in the `dspark` format of vLLM's speculators.  Its Markov head has the rank `edge_rank`; 0: there is no
-Markov head.  It has no confidence head, and uses the embedding and the lm_head of the target.
+A draft is saved in the `dspark` format of vLLM's speculators.  `edge_rank` is the rank of the draft's Markov head; 0 if
+the draft has no Markov head.  The draft has no confidence head, and uses the target's embedding and lm_head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A block draft as a training module in DSpark's format, in which the root's row proposes depth 1.
+"""A block draft as a training module in DSpark's format, in which the root's row proposes the token at depth 1.
 
 The module's parameters have the same names as in the saved file (espalier/train/block.py).  A block at position a
 consists of the root (token a) and of S - 1 mask tokens, at positions a .. a+S-1.  Row j of the block proposes token
@@ -27,8 +27,8 @@ from espalier.train.settings import EdgeKind
 class BlockShape(LlamaShape):
     """The sizes of a block draft.
 
-    num_features: how many target layers it reads.  edge_rank: the rank of the edges, which score a token by the token
-    before it; 0: the draft has none."""
+    num_features: the number of target layers whose inputs the draft reads.  edge_rank: the rank of the Markov head
+    (MarkovHead); 0 if the draft has no Markov head."""
 
     block_size: int
     num_features: int

@@ -27,7 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """Returns the sizes of a draft layer: the target's, but `intermediate_size` if it is not None."""
+    """Returns the target's sizes as those of a draft layer, except `intermediate_size` if it is not None."""
     hidden, heads = int(target_config["hidden_size"]), int(target_config["num_attention_heads"])
     return {
         "vocab_size": int(target_config["vocab_size"]),

@@ -29,7 +29,7 @@ KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# A target needs at least this number of layers, so that the three captured layers are different ones.
+# The minimum of target layers for EAGLE-3 and block drafts.  With 6, they read layers 2, 3 and 3; with 5, only layer 2.
 MIN_CAPTURED_LAYERS = 6
 
 
@@ -69,6 +69,6 @@ def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def read_draft_kind(directory: Path) -> str | None:
-    """Returns the kind of the draft in a directory; None if the directory contains no draft."""
+    """Returns the kind of the draft in a directory; None if it has no draft of a kind in KIND_FIELDS."""
     config = read_config(directory)
     return next((kind for kind, (name, value) in KIND_FIELDS.items() if config.get(name) == value), None)

@@ -16,8 +16,8 @@ def depth_loss(
 
     logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts the same
     token as row p + j of the target.  target_logits: [B, R, V].
-    target_choices: [B, R] int64, the target's likeliest token as an index in the draft's vocabulary; -1 if it is not in
-    there.  Rows with -1 do not count in the loss, and never agree.
+    target_choices: [B, R] int64, the target's likeliest token as an index in the draft's vocabulary; -1 if the
+    vocabulary lacks it.  Rows with -1 do not count in the loss, and never agree.
     loss_mask: bool [B, R], the rows that count.  decay: the weight of a depth, relative to the preceding depth."""
     probabilities = target_logits.float().softmax(-1)
     losses, agreements = [], []

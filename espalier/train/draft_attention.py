@@ -1,4 +1,4 @@
-"""The attention of a draft during training: causal over the rows of the first step, and along a chain of later steps.
+"""A draft's attention during training: causal in the first step.  Later steps also attend to their own chain.
 
 In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs several times.  From the second step on, it reads
 its own output.  A row attends to keys of several steps, so this module computes the attention scores itself.

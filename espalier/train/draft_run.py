@@ -40,7 +40,7 @@ from espalier.train.windows import StreamWindows, TextList, TextRows, require_wi
 from espalier.train.work import origin_of, replace_file
 
 # (embeddings [B, R, H], or for a block draft tokens [B, R]; the target's features [B, R, F]; the target's logits
-# [B, R, V]; the loss mask [B, R]) -> (loss, top-1 agreement by depth)
+# [B, R, V]; the loss mask [B, R]) -> (loss, by depth: the share of rows whose likeliest token is the target's)
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (texts, for each text the index where its continuation begins) -> accept lengths by the trees' names
 MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
@@ -63,7 +63,7 @@ def prepare_run(
     kind: str, target: Path, data: UserText, out: Path, work_dir: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
     """Checks that all settings fit together, before the target is loaded.  Then generates the target's own text, if the
-    work folder has none.  Raises EspalierError for settings that do not fit."""
+    work folder has none.  min_layers: how many layers the target needs.  Raises EspalierError for unfit settings."""
     config.require_target(read_target(target, min_layers))
     origin, (training_data, _) = origin_of(target, data.all_tokens), data.split_held_out()
     num_tokens, own_rows = len(training_data.stream), count_own_rows(config, training_data)

@@ -24,8 +24,9 @@ from espalier.train.writer import TargetWriter, find_repeats
 
 @dataclass
 class Beams:
-    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].  on_path: whether the text agrees with the
-    path to the row.  features: what the row reads.  chain: (keys, values) of the row's ancestors, from depth 1 on."""
+    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].  scores: the sum of the log-probabilities
+    of the path to the row.  on_path: whether the text agrees with this path.  features: the draft's output, before
+    run_beams for the row's parent, after it for the row.  chain: (keys, values) of the ancestors, from depth 1 on."""
 
     tokens: Tensor
     scores: Tensor
@@ -99,8 +100,8 @@ def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
     """Returns the outputs of one draft pass over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
-    embeds: of the beams' tokens.  positions: [N], the RoPE position of each tree's rows.  keys, values: of causal_rows;
-    beams attend to the rows before the root.  roots: [N], positions in the text."""
+    embeds: the embeddings of the beams' tokens.  positions: [N], the RoPE position of each tree's rows.  keys, values:
+    see causal_rows; beams attend to the rows before the root.  roots: [N], positions in the text."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
@@ -160,7 +161,7 @@ def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
     """Generates greedy continuations.  Returns (texts, index where each continuation begins).  Continuations of at most
-    max(MIN_MEASURED_TOKENS, steps) tokens are left out; prints how many.  Raises EspalierError if all are left out."""
+    max(MIN_MEASURED_TOKENS, steps) tokens are left out, with a message.  Raises EspalierError if all are left out."""
     shortest = max(MIN_MEASURED_TOKENS, steps)
     with TargetWriter(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
         texts = writer.continuations(prompts, num_tokens, 0.0)

@@ -46,7 +46,7 @@ class DraftKind:
     trees: (draft) -> the trees to measure, by name.  depth: (draft, tree) -> tokens of the tree's longest path.
     save: (draft, target, the target's directory, out).
     config: (draft, common settings) -> the settings with which online learning trains the draft further.
-    print_details: prints the other results of `evaluate`.  dtype: for evaluating a draft; None: the target's dtype."""
+    print_details: prints the other results of `evaluate`.  dtype: a draft's dtype in `evaluate`; None: the target's."""
 
     load: Callable[[Path], Any]
     target: type[FrozenTarget]

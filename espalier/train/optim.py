@@ -1,7 +1,7 @@
 """Muon for matrices between hidden states, AdamW for all other weights, and one learning-rate schedule for both.
 
 Muon (Jordan et al., 2024) orthogonalises a matrix's momentum by a few Newton-Schulz iterations.  Then it scales the
-step to the root mean square that steps of AdamW usually have (Liu et al., arXiv 2502.16982).
+step to the root mean square of a usual AdamW step (Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Matrices with one of these texts in their names have a row for each token of the vocabulary.
+# If a matrix's name contains one of these texts, the matrix has a row for each token of the vocabulary.
 TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 

@@ -1,4 +1,4 @@
-"""The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
+"""The target's own text: text that the target generates, as answers to conversations or continuations of documents.
 
 A training run generates the text once and saves it in the work folder.  `espalier train own-text` generates the text
 before training; processes with different seeds may do so at the same time.  A run reads the text of all seeds in its
@@ -129,7 +129,7 @@ def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_p
 
 
 def _conversation_prompts(data: UserText, config: OwnTextConfig, num_done: int, num_prompts: int) -> list[np.ndarray]:
-    """Returns the conversations of a batch.  Their order is the same for all seeds: seed n begins after seed n - 1."""
+    """Returns the conversations of a batch.  All seeds have the same order; seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     positions = config.seed * config.continuations + num_done + np.arange(num_prompts)
     return [data.conversations[order[position % len(order)]].tokens for position in positions]
@@ -172,7 +172,7 @@ def write_own_text(
 
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Returns the most tokens that a prompt has with its continuation.  prompts: more prompts than those of `data`."""
+    """Returns the most tokens that a prompt has with its continuation.  prompts: further prompts, not in `data`."""
     conversations = [each.tokens for each in data.conversations]
     cut_lengths = [] if conversations else [length for length, _ in config.prompt_batches()]
     return max([*map(len, conversations), *map(len, prompts), *cut_lengths]) + config.continuation_tokens

@@ -14,7 +14,7 @@ from espalier.terminal.flags import flag_of
 
 HiddenForm = Literal["chain", "target"]
 FORMS: tuple[str, ...] = get_args(HiddenForm)
-# The same values as in espalier/models/block.py, which imports PyTorch.
+# The same values as in espalier/models/block.py, which cannot be imported here because it imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # The lengths, in tokens, of the prompts that the target continues.  Batches have these lengths in turn.
@@ -26,7 +26,7 @@ MAX_DEPTH = 256
 
 
 def length_advice(prompt_tokens: int, max_positions: int) -> str:
-    """Returns the advice of an error: the largest length of continuations after a prompt, in a target's positions."""
+    """Returns the advice in an error message: how many tokens may follow a prompt in a target of max_positions."""
     if prompt_tokens >= max_positions:
         return "use shorter prompts, or another target"
     return f"use at most {max_positions - prompt_tokens}, or shorter prompts"

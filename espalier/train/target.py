@@ -47,7 +47,7 @@ class FrozenTarget:
 
 
 class Eagle3Target(FrozenTarget):
-    """A target for EAGLE-3 and block drafts, whose feature is the joined inputs of its layers 2, L / 2 and L - 3."""
+    """A target for EAGLE-3 and block drafts, whose feature joins the inputs of its layers 2, L / 2 and L - 3 (of L)."""
 
     min_layers = MIN_CAPTURED_LAYERS
 

@@ -97,7 +97,7 @@ class UnfinishedText:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line is complete.  After a power failure, a line may have its end and lack bytes before."""
+    """Whether a line is complete.  After a power failure, a line may have its newline, but lack earlier bytes."""
     try:
         json.loads(line)
     except ValueError:

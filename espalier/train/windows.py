@@ -13,13 +13,14 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, row_length: int) -> int:
-    """Returns how many windows a stream has, whatever the offset of the first one is.  Windows begin at each
+    """Returns how many windows fit into a stream at every offset of the first window.  Windows begin at each
     `row_length`-th token, and have `row_length + 1` tokens.  The offset is below `row_length`."""
     return max(0, (num_tokens - 1) // row_length - 1)
 
 
 def require_windows(text: str, num_tokens: int, row_length: int, num_rows: int, remedy: str) -> None:
-    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.  text: its name in the message."""
+    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.  text: how the message
+    names the text."""
     if (num_found := num_windows(num_tokens, row_length)) < num_rows:
         text_and_rows = f"{text}: {num_found} rows of {row_length} tokens"
         raise EspalierError(f"{text_and_rows}, and a batch takes {num_rows} of them; {remedy}")
@@ -84,8 +85,8 @@ class TextList:
 
 class TextRows:
     """Rows of `row_length + 1` tokens, each with one text or several.  A row begins at the beginning of a text, as in
-    decoding, because the target's hidden states would differ otherwise.  Only a text longer than a row goes on in the
-    next row.  A rest of a text that is shorter than a row is left out in this epoch.  Each epoch has its own order.
+    decoding, because the target's hidden states would differ otherwise.  A text goes on in the next row only if the
+    rest of the text fills that row.  A shorter rest is left out in this epoch.  Each epoch has its own order.
     """
 
     def __init__(self, texts: TextList, row_length: int, device: torch.device, seed: int) -> None:

@@ -82,7 +82,7 @@ def require_folder(flag: str, path: Path) -> None:
 @contextmanager
 def replace_file(path: Path, remedy: str) -> Iterator[Path]:
     """Yields a temporary path, to write a file there.  At the end of the block, the file replaces `path`.  If writing
-    fails, the old file stays, and OSError is raised.  remedy: the end of its message."""
+    fails, the old file stays, and OSError is raised.  remedy: the end of the error's message."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         yield unfinished

@@ -6,7 +6,7 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Json, LayerWindows
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-# Layer type -> (the field of the RoPE base in older configs, the default base).
+# Layer type -> (the field that has the RoPE's base, rope_theta, in older configs; the default base).
 RopeBases = Mapping[str, tuple[str, float]]
 
 

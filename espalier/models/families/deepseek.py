@@ -20,7 +20,7 @@ EXPERT_FIELDS = (
     "topk_method",
     "routed_scaling_factor",
 )
-# The scoring_func that goes with each topk_method.
+# The scoring_func for each topk_method.
 SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 

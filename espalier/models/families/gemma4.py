@@ -36,7 +36,7 @@ from espalier.models.weight_formats.sharded import UnsummedOutput
 from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
-# The default RoPE of each layer type.
+# The RoPE of each layer type, if config.json has no rope_parameters.
 DEFAULT_ROPES: Mapping[str, Json] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -94,7 +94,7 @@ class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  The MLP and the experts read the residual, each through its own
     norm.
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_output_norm: the norm of the
-    dense MLP's output.  experts_input_norm, experts_output_norm: of the experts' input and output."""
+    dense MLP's output.  experts_input_norm, experts_output_norm: the norms of the experts' input and output."""
 
     mlp: GatedMLP
     mixture: MixtureMLP
@@ -122,9 +122,9 @@ class Gemma4Layer:
     """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then PerLayerInputBlock.  The
     result is multiplied by scale.
 
-    index: the layer's index in the pass.  per_layer_input: None if the layer has no such input.  post_mlp_norm: the
-    norm of the MLP's output, whose weight includes `scale`; with per_layer_input, the norm of that block includes
-    `scale` instead."""
+    index: the layer's index in the pass.  per_layer_input: None if the layer has no second input.  post_mlp_norm: the
+    norm of the MLP's output, whose weight includes `scale`; with per_layer_input, the norm of PerLayerInputBlock
+    includes `scale` instead."""
 
     index: int
     attention_norm: RMSNorm

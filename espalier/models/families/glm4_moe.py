@@ -2,7 +2,7 @@
 
 GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
 dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 attend to the rows that an indexer chooses
-(DeepSeek-AI 2025); from GLM-5 on, some layers attend to the rows that an earlier layer chose.
+(DeepSeek-AI 2025).  In GLM-5 and later, some layers attend to the rows that an earlier layer's indexer chose.
 """
 
 from dataclasses import replace

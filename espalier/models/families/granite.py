@@ -80,7 +80,7 @@ INFINITY = {"__float__": "Infinity"}
 
 
 def _normalise_fields(config_json: Json) -> Json:
-    """Returns the fields, with the names of layer types in other families, and the size of a Mamba-2 head."""
+    """Returns the fields, with other families' names of layer types, and with the size of a Mamba-2 head."""
     fields, types = dict(config_json), config_json.get("layer_types") or config_json.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]

@@ -46,7 +46,7 @@ def _checked_windows(fields: Json) -> LayerWindows:
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """Returns the intermediate size of the MLP.  The size in the config may need an adjustment."""
+    """Returns the MLP's intermediate size.  With block_auto_adjust_ff_dim, it is derived from the config's size."""
     size, fields = config.intermediate_size, config.raw
     if not fields["block_auto_adjust_ff_dim"]:
         return size

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts in every layer, chosen by sigmoid with a correction bias.  One norm over all heads of q or of k.
+"""MiniMax-M2: experts in every layer, chosen by sigmoid with a correction bias.  Norms of q and k run over all heads.
 
 Experts have the names of Mixtral's experts.  RoPE rotates a part of each head.
 """

@@ -14,7 +14,7 @@ from espalier.models.config import Experts, Family, Json, LayerWindows, windows_
 from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
-# Older configs have these names for LongRoPE.
+# The rope_type of LongRoPE in older configs.
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 

@@ -79,7 +79,7 @@ def expert_layers(fields: Json) -> frozenset[int]:
 
 
 def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
-    """Returns the routing; None without experts.  default_num_experts: the default of the number of experts."""
+    """Returns the routing; None without experts.  default_num_experts: the number if no field sets it."""
     # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
     num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)

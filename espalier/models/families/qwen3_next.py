@@ -25,7 +25,7 @@ from espalier.models.weights import Weights
 LINEAR_LAYER, FULL_ATTENTION = "linear_attention", "full_attention"
 HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
 COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
-# Fields for the three position ids of images.  In text, all three position ids are equal.
+# Fields for image tokens, which have three position ids.  They are removed, because a text token's three ids are equal.
 IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 QWEN_MTP = MTPFamily(
     prefix="mtp.layers.{}.",

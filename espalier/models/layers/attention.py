@@ -102,7 +102,7 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        # With a gate, the norm is not rounded, because the gate may have another storage format than q, k and v.
+        # With a gate, the norm is not quantised, because the gate may have another storage format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:

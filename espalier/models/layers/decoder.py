@@ -99,7 +99,8 @@ class DecoderLayer:
 
 @dataclass(eq=False)
 class Decoder:
-    """The CausalLM of all families (espalier/models/base.py).  layers: DecoderLayers, or the family's own layers."""
+    """The CausalLM of all families (espalier/models/base.py).  layers: DecoderLayers, or the family's own layers.
+    captured_layers: the layers whose inputs a draft reads, by index; len(layers) stands for the last layer's output."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]

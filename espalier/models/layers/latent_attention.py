@@ -75,7 +75,7 @@ class Indexer:
     def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexerInputs:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
         partial_sums = router_logits(rows.normed_rows, self.score_weights)
-        # The factor of scores in the paper is left out, because it does not change which rows are chosen.
+        # The paper's constant factor of scores is left out, because it does not change which rows are chosen.
         weights = add_partial_sums(partial_sums, partial_sums.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
         return IndexerInputs(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)

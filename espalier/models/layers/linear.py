@@ -35,7 +35,7 @@ class Linear:
 
     @property
     def rounding(self) -> InputScales | None:
-        """How a norm must quantise RoundedRows for this layer; None if the layer takes only plain tensors."""
+        """How a norm must quantise this layer's input (RoundedRows); None if the layer takes only plain tensors."""
         return self.weight.rounding
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:

@@ -34,7 +34,7 @@ class Residual:
     live: [N] bool, whether a row has a token.  Experts skip rows without a token.
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
     per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; or None.
-    captured_inputs: the captured inputs of layers, by layer index."""
+    captured_inputs: [N, H], the inputs of the layers that a draft reads, by layer index."""
 
     __slots__ = ("x", "delta", "live", "first_input", "per_layer_inputs", "captured_inputs", "_captured_layer")
 

@@ -50,7 +50,7 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU for which plans were measured."""
+    """A dense weight on a GPU with measured plans, which choose the kernel by the number of rows."""
 
     __slots__ = ("_plans",)
 

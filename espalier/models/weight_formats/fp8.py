@@ -24,8 +24,8 @@ from espalier.models.weight_formats.quantised import (
 )
 
 FP8_NAME = "fp8"
-# The name suffixes of a matrix's scale and of the scale of its inputs: in most checkpoints, in transformers' copies of
-# Mistral's models, and in Mistral's own checkpoints.
+# Pairs (name suffix of a matrix's scale, name suffix of its inputs' scale).  The first pair is in most checkpoints, the
+# second in transformers' copies of Mistral's models, the third in Mistral's own checkpoints.
 SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),

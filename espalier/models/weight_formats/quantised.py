@@ -101,8 +101,8 @@ def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_
 
 
 def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
-    """Packs rows of nibbles in blocks.  Returns codes [num_rows, in / 2].  unpacked_rows(begin, end): returns uint8
-    [end - begin, in]."""
+    """Packs nibbles in blocks of `step` rows.  Returns codes [num_rows, in / 2].  unpacked_rows(begin, end): returns
+    the rows to pack, uint8 [end - begin, in]."""
     blocks = (pack_nibbles(unpacked_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
     return torch.cat(list(blocks))
 
