@@ -23,7 +23,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import kv_heads_and_head_size, path_in_errors
-from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
+from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of, windows_by_type
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
@@ -164,15 +164,12 @@ def _windows(fields: Json) -> LayerWindows:
     if fields["use_bidirectional_attention"] not in (None, False, "vision"):
         value = shown(fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
-    window = fields["sliding_window"]
-    if not isinstance(window, int) or window < 1:
-        raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
     kinds = _layer_types(fields)
     if kinds and kinds[-1] != FULL_ATTENTION:
         raise EspalierError(
             f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL_ATTENTION!r}; correct it"
         )
-    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+    return windows_by_type(fields, kinds)
 
 
 def _sizes_by_layer(fields: Json) -> list[Json]:
