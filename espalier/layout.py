@@ -24,8 +24,7 @@ MAX_ROUNDS_IN_FLIGHT = 2
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
-# The row of the KV cache for padding.  The row must stay zero, because attention may read it with a weight of zero, and
-# 0 · NaN would be NaN.
+# The KV cache's row for padding.  It must stay zero: attention may read it with weight zero, and 0 · NaN is NaN.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, "Tensor")
@@ -125,8 +124,7 @@ class LaunchForm(NamedTuple):
 
     batch: number of requests.  width: rows of each piece of a prompt in a prefill pass; 0 for a round.
     pieces: number of pieces; 0 if each request has one piece.
-    tree: the tree of a round; None for the layout's tree, and for a captured prefill pass, which always runs the
-    draft."""
+    tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft."""
 
     batch: int
     width: int = 0
@@ -165,8 +163,7 @@ class RoundLayout:
     instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
     does not choose trees while it runs.
     chunk_size: rows of one prefill pass.  busy_chunk_size: the same for a pass that streams wait for; None: chunk_size.
-    num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, because the draft
-    needs their hidden states.
+    num_recomputed_tokens: the last rows of a cached prefix that the target computes again for the draft.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
     num_text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
     num_sent_paths: how many of the host's guesses are merged into each tree."""
@@ -381,8 +378,7 @@ class RoundLayout:
         """Returns the number of pages that a request must hold before a launch.
 
         num_known: index of the newest root that the host has read.  rounds: the rounds in flight, and the next launch.
-        end: number of tokens at which the request finishes.  Rounds that are launched after the request has reached
-        `end`, before the host knows it, decide at most one token each."""
+        end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:

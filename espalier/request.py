@@ -3,8 +3,7 @@
 This module holds values only and knows of no tokenizer, device or model.
 
 SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Derived from them are
-command-line flags, the server's fields, docs, checks of values, and the slot table's columns with their offsets in
-kernels.
+command-line flags, the server's fields, docs, checks of values, the slot table's columns, and offsets in kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +25,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
     generation_config: the name of the field's default in generation_config.json; None if that file has none.
-    has_own_spelling: whether the command line and the server have their own form of the field.  If so, neither a flag
-    nor a body field is generated.
+    has_own_spelling: whether no flag and no body field is generated, because both have their own form of the field.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
@@ -172,7 +170,6 @@ class SamplingParams:
 PARAM_CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
 # The fields for which flags and fields of request bodies are generated.
 PARAMS_WITH_FLAGS: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
-# The fields of SamplingParams by their names in generation_config.json.
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
 }
@@ -203,10 +200,9 @@ class OutputForm:
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
-    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the end
-    tokens in stop_token_ids that are the model's own.  shown_special_tokens: special tokens whose names are always in
-    the text, because a parser of tool calls or reasoning reads them.  output_form: set if stop strings apply only to a
-    message's content.
+    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the model's own end tokens
+    in stop_token_ids.  shown_special_tokens: special tokens whose names are always in the text, because a parser of
+    tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
     """
 
     temperature: float = _slot_column(1.0)
@@ -320,8 +316,7 @@ class Request:
     turns (engine/queue.py).
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as the host has read them.
     num_predicted: how many tokens of params.prediction are in output.
-    generation: how often the request has left a slot.
-    The following fields are valid only while the request has a slot.
+    generation: how often the request has left a slot.  The next fields are valid only while it has a slot.
     prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
     num_known: the index of the newest root that the host has read.  The rows below this index are committed.
     rounds_in_flight: rounds that are launched, and whose results the host has not read."""
@@ -385,8 +380,7 @@ class Request:
     def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
-        A prefill always picks a token, so the number is above len(prompt) even if max_tokens=0.  The scheduler drops
-        that token."""
+        A prefill always picks a token.  If max_tokens=0, the token counts here too; the scheduler drops it."""
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 

@@ -149,8 +149,7 @@ class ModelShape:
     layer_specs: the heads and cache rows of each layer.  latent: the sizes of latent attention; None without it.
     experts: the sizes of the experts in the last layers; None for a dense model.
     draft_vocab_size: rows of the draft's lm_head.  num_captured_layers: how many target layers the draft reads.
-    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: the sizes of an MTP
-    or block draft; None for other drafts.
+    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: None for an EAGLE head.
     weight_format: the format of these layers' matrices (ProductGroup).  is_draft: whether these are a draft's layers.
     gates_attention: whether attention has a gate as wide as its queries.
     one_block_layers: whether a layer is only a mixer or only experts (Nemotron-H)."""
@@ -211,8 +210,7 @@ class ModelShape:
         return (*fuse, *draft.slice_layers(0, 1)._layer_products("draft ", 2 * draft.hidden_size, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a block draft's pass: layers over the block, the lm_head over one row of each depth,
-        and the Markov head."""
+        """Returns the products of a block draft's pass: layers, the lm_head over one row a depth, the Markov head."""
         block = self.block
         assert block is not None
         layers = block.layers_shape._layer_products("draft ", block.layers_shape.hidden_size, batch * block.block_rows)
@@ -220,8 +218,7 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a draft's extend pass, which has no lm_head.  A block draft runs no layers in this
-        pass, but only makes K and V of the context rows."""
+        """Returns the products of a draft's extend pass, without lm_head; of a block draft, only K and V."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]

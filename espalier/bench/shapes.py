@@ -303,9 +303,8 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-# The defaults of Transformers 5.24 are the 8B model's (34 layers, hidden size 4096, intermediate size 14336), with the
-# same heads, YaRN and vocabulary.  With the sizes here, the text model has 13.5 billion parameters, as its model card
-# states.
+# The defaults of Transformers 5.24 are the 8B model's (34 layers, hidden size 4096, intermediate size 14336).  With the
+# sizes here, the text model has 13.5 billion parameters, as its model card states.
 MINISTRAL3_14B = {
     **MINISTRAL3_FIELDS,
     "vocab_size": 131072,

@@ -108,8 +108,7 @@ class CudaStagedHandle:
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        All requests wait while the draft asks the host for masks.  So the draft asks only if at least half of the
-        requests have a grammar."""
+        All requests wait while the draft asks the host.  So it asks only if at least half have a grammar."""
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
@@ -243,8 +242,7 @@ class CudaExecutor:
     def _prepare_launch(
         self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
     ) -> None:
-        """Clears pages, copies recurrent states and prepares attention for the committed lengths, on the compute
-        stream."""
+        """On the compute stream: clears pages, copies recurrent states, prepares attention for committed lengths."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
         lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)

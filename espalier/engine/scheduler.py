@@ -47,11 +47,9 @@ class Scheduler:
 
     rounds_in_flight: how many rounds may be launched and not read: 2 with overlap, else 1.
     captured_passes: the forms of prefill passes that are CUDA graphs (Executor).
-    round_trees: gives the tree of each round; by default the fixed tree of each batch size.
-    state_keeper: None for a model without recurrent states.
-    guess_sources: the sources that propose tokens beside the draft; by default none.
-    num_rounds: how many rounds were launched, by batch size.
-    on_round: called with a RoundTrace for each request of each round; None by default."""
+    guess_sources: the sources that propose tokens beside the draft.
+    num_rounds: how many rounds were launched, by batch size.  on_round: called with a RoundTrace for each request of
+    each round; None by default."""
 
     def __init__(
         self,
@@ -84,8 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._launches_in_flight = 0
         self._last_was_prefill = False
-        # The cost of delaying the next prefill pass: how many rows the rounds since the last pass would have run for
-        # the requests in prefill.
+        # The cost of delaying the next prefill pass: the rows that rounds since the last one lacked for its requests.
         self._idle_rows = 0.0
         self._output_chunks: list[OutputChunk] = []
         self._aborted_requests: list[Request] = []
@@ -95,8 +92,7 @@ class Scheduler:
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Marks a request to be ended: when its next result is read, or before the next launch if the request has no
-        slot or no launch is in flight."""
+        """Ends a request when its next result is read, or before the next launch if it has no slot or nothing runs."""
         request.aborted = True
         self._aborted_requests.append(request)
 
@@ -118,11 +114,8 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns each request's masker in a staged round; None for a request without a grammar.
-
-        All earlier results must have been processed.  A request that has left its slot since the launch gets None,
-        because its results will be dropped.
-        """
+        """Returns each request's masker in a staged round; None without a grammar.  All earlier results must have been
+        processed.  A request that has left its slot since the launch gets None: its results will be dropped."""
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.launched_requests)
 
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
@@ -176,8 +169,7 @@ class Scheduler:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Returns whether the request must wait until the first sample of the same prompt has ended its prefill.  Then
-        the request can share the pages of that prefill."""
+        """Returns whether the first sample of the same prompt is still in its prefill, whose pages will be shared."""
         leader = request.prefix_leader
         return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
@@ -187,8 +179,7 @@ class Scheduler:
         if self._unfit_request == (request, self.pool.num_release_calls):
             return False  # no page was released since the last try
         tokens = request.tokens
-        # The last token of a preempted request becomes the root of its next tree.  The next round computes the root's
-        # row, so the prefill ends before the root.
+        # The last token of a preempted request is its next root, whose row the next round computes.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
         has_draft_rows = self.round_trees.has_draft_rows(request)
         shared_pages = [] if self.prefix_tree is None else self.prefix_tree.match(tokens[:prefill_len], has_draft_rows)
@@ -290,8 +281,7 @@ class Scheduler:
         prompt_rows: PromptRows | None = None,
         guesses: SourceGuesses = NO_GUESSES,
     ) -> Launch:
-        # Slot inits go with a prefill pass, because a request with a new slot needs one first.  A round takes none,
-        # because its launch input has a fixed size.
+        # A request with a new slot needs a prefill pass first, which takes slot inits.  A round has a fixed form.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
@@ -339,13 +329,11 @@ class Scheduler:
             self._finish_request(request, "abort", self.mask_builder.why_no_token(request.masker) or NOT_FINITE_ERROR)
 
     def _read_round_result(self, request: Request, result: RequestResult) -> int:
-        """Processes a round's result for one request.  Returns the greatest depth at which the request could accept
-        nodes."""
+        """Processes a round's result for one request.  Returns the greatest depth at which it could accept nodes."""
         request.rounds_in_flight -= 1
         prefix_len, pages = request.num_known, request.pages
         request.num_known += len(result.tokens)
-        # The last token is the target's own; the tokens before it are accepted draft tokens.  If the logits were not
-        # finite, the last token is missing.
+        # The last token is the target's own, the others are the draft's.  Without finite logits the last is missing.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         num_kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
@@ -400,8 +388,7 @@ class Scheduler:
     # Ended and preempted requests
 
     def _drop_aborted(self) -> None:
-        """Finishes aborted requests without a slot.  If no launch is in flight, also finishes aborted requests with a
-        slot."""
+        """Finishes aborted requests without a slot.  If no launch is in flight, also those with a slot."""
         # The list is replaced before it is read, so a call of `abort` during this method goes to the new list.
         aborted, self._aborted_requests = self._aborted_requests, []
         for request in aborted:
@@ -431,8 +418,7 @@ class Scheduler:
         self.guess_sources.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
-        """Puts a running request back into the queue.  The request keeps its tokens.  Its full pages stay in the prefix
-        cache, if there is one."""
+        """Puts a running request back into the queue, with its tokens.  Its full pages stay in the prefix cache."""
         self.num_preempted += 1
         self._release_slot(request)
         self.waiting.add(request)

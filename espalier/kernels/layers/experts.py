@@ -134,8 +134,7 @@ def _gated_kernel(
     """Write activations to out [(K + NUM_PIECES) · N, num_out]: of sorted pairs, then of the shared experts' pieces.
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
-    shared: the shared experts' weight [2 · NUM_PIECES · num_out, num_in]; None if NUM_PIECES is 0.  A program of a
-    piece prefetches PREFETCHED_COLUMNS columns of it.
+    shared: [2 · NUM_PIECES · num_out, num_in], of which PREFETCHED_COLUMNS are prefetched; None without pieces.
     CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)

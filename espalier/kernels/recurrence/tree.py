@@ -78,8 +78,7 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state may be read before the wait: the previous kernel (inputs.py) waited for the kernels that write states
-    # before it let this kernel start.
+    # The state may be read before the wait: inputs.py's kernel waited for the kernels that write states.
     state_ptr += (tl.load(slots_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if USE_PDL:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
