@@ -210,7 +210,8 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip_factor: Tensor | None = None) -> Tensor:
-        """Returns the rows' outputs [B, width, heads, v_size].  A pass of known tokens also updates the slots' states.
+        """Returns the rows' outputs [B, width, heads, v_size].  A pass without a tree also advances the slots'
+        states, because its tokens are decided.
 
         skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output.
         """

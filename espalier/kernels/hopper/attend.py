@@ -62,7 +62,8 @@ def packed_queries(plan, work_item, first_packed, positions, CONSTANTS: gl.const
 
 @gluon_kernel
 def make_queries(plan, work_item, blocks, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
-    """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
+    """Returns the positions and mask pointers of a tile of 64 pairs of a query and one of its KV head's query heads.
+    packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = blocks.num_committed
     if CONSTANTS.STAGED_KIND == 1 and CONSTANTS.WINDOW == 0:

@@ -104,7 +104,7 @@ def _split_logprobs_kernel(
 @kernel
 def _merge_logprobs_kernel(
     words_ptr, floats_ptr, entry_ptr,
-    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
+    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, logits_rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -113,7 +113,7 @@ def _merge_logprobs_kernel(
     """Merge the splits of a token.  Among equal logits, candidates are in order of ids, so the lowest id comes first.
 
     words_ptr, floats_ptr: the ring, as int64 and as float64.  TOKEN to TOP_VALUES: offsets in a row, whose layout is in
-    espalier/logprobs.py.
+    espalier/logprobs.py.  logits_rows_ptr: the row of `logits` that each token was picked from.
     """
     pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -128,7 +128,7 @@ def _merge_logprobs_kernel(
         num_above = tl.load(split_stats_ptr + stats_offset + 2, mask=split < splits, other=0.0)
         top = tl.max(maxima, 0)
         log_sum = tl.log(tl.sum(sums * tl.exp(maxima - tl.where(top == float("-inf"), 0.0, top)), 0))
-        row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
+        row_ptr = logits_ptr + b * batch_stride + tl.load(logits_rows_ptr + place) * row_stride
         token = tl.load(tokens_ptr + place)
         token_logit = tl.load(row_ptr + token).to(exact)
         out = tl.load(entry_ptr) * ring_entry_stride + b * ring_batch_stride + w * WORDS

@@ -1,7 +1,8 @@
 """One depth of a block draft with edges (edges.py): finds the candidates of its rows, and the rows of the next depth.
 
-A row is a token, because the candidates after a path depend only on the path's last token and depth.  With recurrent
-edges, a row is a path.  There are three kernels.  The first has one program per (group of requests, tile of rows, split
+A row is one input of a depth, whose next candidates are scored.  Without recurrent edges the scores depend only on a
+path's last token and depth, so paths with the same last token share a row.  With recurrent edges each path has a row.
+There are three kernels.  The first has one program per (group of requests, tile of rows, split
 of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits, and
 each split's maximum and sum of exponentials.  The second kernel has one program per row.  The best columns are in the
 splits with the best maxima, so a program reads only these splits.  The third kernel has one program per request, which

@@ -80,7 +80,9 @@ class IndexSource(HostSource):
         return found_continuations
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of the client."""
+        """Returns how many tokens of the ring, up to index `place`, equal the last tokens of `text`.
+
+        The count ends where the stored text at `place` begins.  It is 0 if that text has another salt."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
         # The comparison stops at the oldest token of the ring.  The newest token is before it, maybe of the same text.
