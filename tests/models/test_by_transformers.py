@@ -13,17 +13,20 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    Gemma3nTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
 )
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.phi3.modeling_phi3 import Phi3MLP, Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
+from espalier.models.from_transformers import probe as probe_module
 from espalier.models.from_transformers.probe import probe_tiny_model, tiny_config, tiny_model
 from espalier.models.from_transformers.target import StackedLinears, TransformersTarget
 from scripts.any_model import ClassResult, compare, make_model
@@ -280,16 +283,49 @@ class OtherMLP(Phi3MLP):
         return super().forward(hidden_states) * 1.01
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_only_what_computes_the_same_is_replaced(is_changed: bool) -> None:
+class LimitedMLP(Phi3MLP):
+    """Differs only for large values."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).clamp(-1e3, 1e3)
+
+
+class NormWithoutWeight(Phi3RMSNorm):
+    """Some of its modules have a weight."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden_states, (64,), self._parameters.get("weight"), self.variance_epsilon)
+
+
+@pytest.mark.parametrize("mlp", [Phi3MLP, OtherMLP, LimitedMLP])
+def test_only_what_computes_the_same_is_replaced(mlp: type) -> None:
     tiny = tiny_model(Phi3ForCausalLM, tiny_config(Phi3Config()))
     tiny.model.norm = OtherNorm(64)
-    if is_changed:
-        for layer in tiny.model.layers:
-            layer.mlp.__class__ = OtherMLP
+    for layer in tiny.model.layers:
+        layer.mlp.__class__ = mlp
+        layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = NormWithoutWeight
+        del layer.post_attention_layernorm.weight
     replacements, stacked, _ = probe_tiny_model(tiny)
-    assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm", *(() if is_changed else ("Phi3MLP",))]
+    assert set(replacements) == {nn.Linear, NormWithoutWeight, *([mlp] if mlp is Phi3MLP else [])}
     assert stacked == {}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_modules_that_the_tiny_model_lacks_are_not_replaced(is_sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n may have an MLP of another kind in a late layer.  The tiny model has that layer; here it is left out."""
+
+    def config_of(sparsity: list[float]) -> Gemma3nTextConfig:
+        sizes = {"num_hidden_layers": len(sparsity), "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64}
+        return Gemma3nTextConfig(activation_sparsity_pattern=sparsity, vocab_size=64, **sizes)
+
+    config = config_of([0.0] * 13 + [0.95 * is_sparse, 0.0, 0.0])
+    tiny = tiny_config(config)
+    assert (0.95 in tiny.activation_sparsity_pattern) == is_sparse and tiny.num_hidden_layers < 12
+    dense = tiny_config(config_of([0.0] * 5))
+    monkeypatch.setattr(probe_module, "tiny_config", lambda config: dense)
+    replacements = probe_module.probe("gemma3n_text", json.dumps(config.to_dict())).replacements
+    assert (Gemma3nTextMLP in replacements) == (not is_sparse)
+    assert nn.Linear in replacements
 
 
 class OwnInputs(LlamaMLP):

@@ -55,15 +55,17 @@ TINY_SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * TINY_HEADS * TINY_HEAD_SIZE),
     (r"(?<!layers)$", TINY_HEADS * TINY_HEAD_SIZE),
 )
+# The factors by which a replacement's rows are multiplied.
+TRIED_SCALES = (1.0, 1e-3, 1e3)
 # The parents of rows 1 to 18 of two requests.  The first rows are a prefix; the rows after them are a tree's nodes.
 TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
 
 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
-    """Returns a config of the same class with tiny sizes and only the first layers: as many as are needed for one layer
-    of each type (4 to MAX_TINY_LAYERS, or all layers of a smaller model).
-    Raises EspalierError if the class refuses the tiny config."""
+    """Returns a config of the same class with tiny sizes and few layers, with one layer of each type: the first layers,
+    or, if these would be more than MAX_TINY_LAYERS, the first four and the first layer of each other type.
+    Raises EspalierError for too many types, or if the class refuses the tiny config."""
     # The config's RoPE is left out, because its factors may only fit the true sizes.  So the class uses a default RoPE.
     ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
@@ -71,13 +73,19 @@ def tiny_config(config: Any) -> Any:
     heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     layer_types = [repr(values) for values in zip(*lists, strict=True)]
-    layers = min(max([3, *map(layer_types.index, layer_types)]) + 1, MAX_TINY_LAYERS, num_layers)
+    first_layers = {*range(min(4, num_layers)), *map(layer_types.index, layer_types)}
+    num_prefix = max(first_layers) + 1
+    kept_layers = sorted(first_layers) if num_prefix > MAX_TINY_LAYERS else list(range(num_prefix))
+    layers = len(kept_layers)
+    if layers > MAX_TINY_LAYERS:
+        raise EspalierError(f"its layers have more than {MAX_TINY_LAYERS} types, too many to try")
 
     def tiny_value(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
-            return [tiny_value(name, layer_value) for layer_value in value[:layers]]
+            return [tiny_value(name, value[layer]) for layer in kept_layers]
         if name == "per_layer_config" and value:
-            return {layer: fields for layer, fields in value.items() if int(layer) < layers}
+            places = {layer: place for place, layer in enumerate(kept_layers)}
+            return {type(layer)(places[int(layer)]): fields for layer, fields in value.items() if int(layer) in places}
         if name == "head_dim" and value is None:
             return TINY_HEAD_SIZE
         if not isinstance(value, int) or isinstance(value, bool):
@@ -113,10 +121,14 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
     """Whether the forward that `make` returns computes the same as the module's own forward.
-    args: the arguments of a call.  Both forwards run on these rows and on small rows, where a norm's eps matters."""
+    args: the arguments of a call.  Both forwards run on these rows, on small rows, where a norm's eps matters, and on
+    large rows, where a limit of an activation matters."""
     try:
-        pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
-        return all(ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-5, 1e-5) for ours, theirs in pairs)
+        pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in TRIED_SCALES]
+        return all(
+            ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 1e-5 * theirs.abs().max())
+            for ours, theirs in pairs
+        )
     except Exception:  # any exception: the module is not Espalier's code, and `make` may not fit the module
         return False
 
@@ -183,6 +195,19 @@ def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) ->
     return stacked
 
 
+def module_settings(model: nn.Module, kind: type) -> set[str]:
+    """Returns what tells the modules of a class apart, other than sizes and weights."""
+    public_fields = (
+        {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for module in model.modules()
+        if type(module) is kind
+    )
+    return {
+        repr(sorted((name, value) for name, value in fields.items() if isinstance(value, bool | float | str)))
+        for fields in public_fields
+    }
+
+
 @torch.no_grad()
 @refusal_reason("a small model of it does not run")
 def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tuple[str, ...]], bool]:
@@ -201,15 +226,14 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
             request_rows[row] |= request_rows[parent]
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
-    # For each class, the functions that fit every module of the class that was called.
+    # For each class, the functions that fit every module with parameters that was called.
     makers: dict[type, list[MakeForward]] = {}
-
     linear_calls: list[tuple[nn.Module, Tensor]] = []
 
     def record_call(module: Any, args: tuple[Any, ...], out: Any) -> None:
         if type(module) is nn.Linear:
             linear_calls.append((module, args[0]))
-        else:
+        elif next(module.parameters(), None) is not None:
             candidates = makers.get(type(module), REPLACEMENT_MAKERS)
             makers[type(module)] = [make for make in candidates if is_replacement(make, module, args)]
 
@@ -285,13 +309,20 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         raise EspalierError("its config describes several models (text and images or sound), not one of text")
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
-    replacements, stacked, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
+    tiny = tiny_model(model_class, tiny_config(config))
+    replacements, stacked, can_capture = probe_tiny_model(tiny)
     meta_config = copy.deepcopy(config)
     meta_config._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads a tensor's values on the host.
     meta_config._experts_implementation = "batched_mm"
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         meta_model = model_class(meta_config).eval()
+    # A layer that the tiny model does not have may have modules with other settings.  Their class is not replaced.
+    replacements = {
+        kind: make
+        for kind, make in replacements.items()
+        if module_settings(meta_model, kind) <= module_settings(tiny, kind)
+    }
     classes = [type(module) for module in meta_model.modules()]
     matrices = [parameter for parameter in meta_model.parameters() if parameter.ndim > 1]
     experts = [matrix for matrix in matrices if matrix.ndim == 3]
