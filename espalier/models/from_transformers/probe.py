@@ -64,8 +64,8 @@ TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
     """Returns a config of the same class with tiny sizes and few layers, with one layer of each type: the first layers,
-    or, if these would be more than MAX_TINY_LAYERS, the first four and the first layer of each other type.
-    Raises EspalierError for too many types, or if the class refuses the tiny config."""
+    or, if these would be more than MAX_TINY_LAYERS, the first four and the first layer of each other type; with more
+    types than that, the first MAX_TINY_LAYERS layers.  Raises EspalierError if the class refuses the tiny config."""
     # The config's RoPE is left out, because its factors may only fit the true sizes.  So the class uses a default RoPE.
     ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
@@ -75,10 +75,9 @@ def tiny_config(config: Any) -> Any:
     layer_types = [repr(values) for values in zip(*lists, strict=True)]
     first_layers = {*range(min(4, num_layers)), *map(layer_types.index, layer_types)}
     num_prefix = max(first_layers) + 1
-    kept_layers = sorted(first_layers) if num_prefix > MAX_TINY_LAYERS else list(range(num_prefix))
+    takes_prefix = num_prefix <= MAX_TINY_LAYERS or len(first_layers) > MAX_TINY_LAYERS
+    kept_layers = list(range(min(num_prefix, MAX_TINY_LAYERS))) if takes_prefix else sorted(first_layers)
     layers = len(kept_layers)
-    if layers > MAX_TINY_LAYERS:
-        raise EspalierError(f"its layers have more than {MAX_TINY_LAYERS} types, too many to try")
 
     def tiny_value(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
