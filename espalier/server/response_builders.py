@@ -337,7 +337,9 @@ class CompletionResponseBuilder(ResponseBuilder):
             "tokens": [self._token_text(token) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top_logprobs(entry) for entry in entries],
-            "text_offset": [self._advance_text_offset(choice, token) for token in tokens],
+            "text_offset": [
+                self._advance_text_offset(choice, token, i < len(echoed)) for i, token in enumerate(tokens)
+            ],
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
@@ -348,7 +350,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             by_text[f"token_id:{token}" if text in by_text else text] = value
         return by_text
 
-    def _advance_text_offset(self, choice: Choice, token: int) -> int:
+    def _advance_text_offset(self, choice: Choice, token: int, is_echoed: bool) -> int:
         """Returns the token's offset in the text, in characters.  Adds the token's length to choice.text_length.
 
         A token that continues an incomplete character has the offset of this character.
@@ -357,6 +359,9 @@ class CompletionResponseBuilder(ResponseBuilder):
         if self.tokenizer is None:
             return offset
         part = self.tokenizer.bytes_of(token)
+        if is_echoed and not part.is_text:
+            # The echo has the special tokens that the client wrote, but not those that the tokenizer added.
+            skip = not self._echoed_prompt(choice).startswith(part.bytes.decode(), offset)
         if part.is_text or not skip:
             length = len(choice.character_decoder.decode(part.bytes))
             if not choice.has_text:

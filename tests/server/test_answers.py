@@ -170,6 +170,27 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         assert found["logprobs"]["text_offset"] == lengths
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("sent", "tokens", "at"),
+    [("<end>x<end>x", "exex", [0, 5, 6, 11]), ("x<end>", "exe", [0, 0, 1]), ("<end>", "ee", [0, 5])],
+)
+def test_offsets_of_an_echo_count_the_special_tokens_that_the_client_wrote(sent, tokens, at, skip):
+    tokenizer = byte_level()
+    ids = {"e": tokenizer.hf.eos_token_id, "x": tokenizer.hf.convert_tokens_to_ids("x")}
+    prompt = [ids[name] for name in tokens]
+    body = CompletionRequest(model="m", prompt=sent, echo=True, logprobs=0)
+    builder = CompletionResponseBuilder(
+        "id", body, ResolvedParams(skip_special_tokens=skip), [prompt], tokenizer, [sent]
+    )
+    known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
+    own = [TokenLogprob(ids["x"], -1.0, [], 1)]
+    chunk = OutputChunk("x.0", 0, [ids["x"]], "x", logprobs=own, prompt_logprobs=known, finish_reason="length")
+    builder.add_output(0, OutputPart("x", chunk))
+    [found] = builder.full_response()["choices"]
+    assert (found["text"], found["logprobs"]["text_offset"]) == (f"{sent}x", [*at, len(sent)])
+
+
 def test_tokens_that_read_alike_stay_apart():
     tokenizer = sentencepiece()
     parts = [tokenizer.hf.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x78, 0xE6, 0xE7)]
