@@ -107,6 +107,9 @@ class ChatTemplate:
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.source:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
+        if options.get("continue_final_message") and messages and messages[-1].get("tool_calls"):
+            # transformers cuts the text after the content, so the calls would be lost.
+            raise EspalierError("continue_final_message cannot continue a message with tool_calls; leave one out")
         variables = self._variables(options)
         tools_option = options.get("tools")
         tools, adds_special_tokens = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.config import EngineConfig, ResolvedConfig
+from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED_THREADS
 from espalier.engine_lock import EngineLock
@@ -366,11 +366,11 @@ def is_acceptance_low(totals: SpeculationStats) -> bool:
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse an unknown setting, and a setting that belongs in SamplingParams.  Raises EspalierError."""
-    engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
-    for name in settings:
-        if name in sampling - engine:
-            raise EspalierError(f"LLM has no {name!r}; pass it in SamplingParams")
+    """Refuse an unknown setting, also one of SamplingParams or SpeculationConfig.  Raises EspalierError."""
+    engine = {f.name for f in fields(EngineConfig)}
+    for owner in (SamplingParams, SpeculationConfig):
+        if names := settings.keys() & {f.name for f in fields(owner)} - engine:
+            raise EspalierError(f"LLM has no {min(names)!r}; pass it in {owner.__name__}")
     require_fields("LLM", EngineConfig, settings)
 
 

@@ -306,6 +306,9 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
     assert said(continue_final_message=True, add_generation_prompt=False) == "<a><b"
     with pytest.raises(EspalierError, match="continue_final_message excludes add_generation_prompt"):
         said(continue_final_message=True, add_generation_prompt=True)
+    called = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(EspalierError, match="cannot continue a message with tool_calls"):
+        chat(conversing("{{ messages[-1].tool_calls }}"), [called], continue_final_message=True)
     hidden = conversing("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(EspalierError, match="the chat template refuses these messages: continue_final_message is set"):
         chat(hidden, [{"role": "assistant", "content": "b"}], continue_final_message=True)

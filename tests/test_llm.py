@@ -123,9 +123,13 @@ def test_what_takes_chunks_is_a_function(llm):
             call("abc", GREEDY, False)
 
 
-@pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "grammar"])
-def test_what_each_request_sets_is_no_setting_of_the_engine(name):
-    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in SamplingParams$"):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("SamplingParams", name) for name in ("temperature", "max_tokens", "n", "grammar")]
+    + [("SpeculationConfig", name) for name in ("steps", "sources", "algorithm")],
+)
+def test_a_setting_of_a_request_or_of_speculation_says_where_it_belongs(owner, name):
+    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in {owner}$"):
         LLM(**{name: 1})
 
 

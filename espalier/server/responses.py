@@ -95,7 +95,9 @@ class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
     include: (
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
     ) = Field(
-        None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
+        None,
+        description=f"{INCLUDE_LOGPROBS}, unless the model's tool calls or reasoning are parsed; {ENCRYPTED_REASONING} "
+        "is accepted, and reasoning items have their text",
     )
     metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
