@@ -135,7 +135,8 @@ def time_functions(functions: Sequence[tuple[type, str]]) -> Iterator[list[float
 def _llm_of_variant(variant: dict[str, Any]) -> LLM:
     speculation = None if variant == {"steps": 0} else SpeculationConfig(**variant)
     drafts: dict[str, Any] = {} if variant.get("algorithm") == "ngram" or speculation is None else {"draft": "bundled"}
-    return LLM("bundled", **drafts, threads=1, speculation=speculation)
+    threads = {} if torch.cuda.is_available() else {"threads": 1}
+    return LLM("bundled", **drafts, **threads, speculation=speculation)
 
 
 def code_prompts(count: int) -> list[str]:
