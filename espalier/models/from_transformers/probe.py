@@ -196,14 +196,10 @@ def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) ->
 
 def module_settings(model: nn.Module, kind: type) -> set[str]:
     """Returns what tells the modules of a class apart, other than sizes and weights."""
-    public_fields = (
-        {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        for module in model.modules()
-        if type(module) is kind
-    )
     return {
-        repr(sorted((name, value) for name, value in fields.items() if isinstance(value, bool | float | str)))
-        for fields in public_fields
+        repr(sorted((n, v) for n, v in vars(m).items() if not n.startswith("_") and isinstance(v, bool | float | str)))
+        for m in model.modules()
+        if type(m) is kind
     }
 
 
