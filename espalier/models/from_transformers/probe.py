@@ -84,7 +84,7 @@ def tiny_config(config: Any) -> Any:
             return [tiny_value(name, value[layer]) for layer in kept_layers]
         if name == "per_layer_config" and value:
             places = {layer: place for place, layer in enumerate(kept_layers)}
-            return {type(layer)(places[int(layer)]): fields for layer, fields in value.items() if int(layer) in places}
+            return {type(k)(places[int(k)]): fields for k, fields in value.items() if int(k) in places}
         if name == "head_dim" and value is None:
             return TINY_HEAD_SIZE
         if not isinstance(value, int) or isinstance(value, bool):
@@ -124,10 +124,7 @@ def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> boo
     large rows, where a limit of an activation matters."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in TRIED_SCALES]
-        return all(
-            ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 1e-5 * theirs.abs().max())
-            for ours, theirs in pairs
-        )
+        return all(a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max()) for a, b in pairs)
     except Exception:  # any exception: the module is not Espalier's code, and `make` may not fit the module
         return False
 
@@ -313,11 +310,8 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         meta_model = model_class(meta_config).eval()
     # A layer that the tiny model does not have may have modules with other settings.  Their class is not replaced.
-    replacements = {
-        kind: make
-        for kind, make in replacements.items()
-        if module_settings(meta_model, kind) <= module_settings(tiny, kind)
-    }
+    kept_kinds = [kind for kind in replacements if module_settings(meta_model, kind) <= module_settings(tiny, kind)]
+    replacements = {kind: replacements[kind] for kind in kept_kinds}
     classes = [type(module) for module in meta_model.modules()]
     matrices = [parameter for parameter in meta_model.parameters() if parameter.ndim > 1]
     experts = [matrix for matrix in matrices if matrix.ndim == 3]
