@@ -120,8 +120,7 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
     """Whether the forward that `make` returns computes the same as the module's own forward.
-    args: the arguments of a call.  Both forwards run on these rows, on small rows, where a norm's eps matters, and on
-    large rows, where a limit of an activation matters."""
+    args: the arguments of a call.  Both forwards run on these rows, and on small and large rows (an eps, limits)."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in TRIED_SCALES]
         return all(a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max()) for a, b in pairs)
