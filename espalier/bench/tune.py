@@ -1,7 +1,7 @@
 """`espalier doctor --tune`: measures the linear layers on this GPU, and writes the fastest kernel plans for the engine.
 
 For each shape and bucket of rows, the candidate plans of our kernel are compared with a baseline: F.linear, or for
-quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py takes without a table.
+quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py takes if nothing was measured.
 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
 Then a shape's best plans are measured among neighbours, in passes of a model.  There, our kernels can start before the

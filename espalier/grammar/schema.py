@@ -2,7 +2,8 @@
 
 xgrammar ignores some keywords, and enforces others only in part, so that it would allow invalid values.  Such a keyword
 is refused, or rewritten into other keywords.  The new schema may allow fewer values than the user's schema (closed
-objects, strings without escapes), never more.  tests/grammar/test_schema.py compares with the jsonschema package.
+objects, strings without escapes), never more.  tests/grammar/test_schema.py checks allowed values
+with the jsonschema package.
 """
 
 import json

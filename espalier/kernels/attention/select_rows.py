@@ -46,7 +46,9 @@ def _score_key(score):
 
 @kernel
 def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
-    """Returns (columns, whether their rows are visible, keys of their scores) of one chunk of `count` values.
+    """Returns (columns, whether their rows are visible, keys of their scores) of chunk number `chunk` of the scores.
+
+    count: the number of scores in all chunks.
 
     columns: the list of columns to load.  None: columns 0 .. gap_begin-1, then the columns from gap_begin+gap_size on.
     """
@@ -148,7 +150,8 @@ def _list_candidate_groups(
     SCORES_PER_CHUNK: tl.constexpr,
     NUM_BINS: tl.constexpr,
 ):
-    """List the columns of the topk highest groups, and of up to `num_extra` more.
+    """List the columns of the topk groups with the highest scores, and of up to `num_extra` more.  A group's score is
+    the highest score of its adjacent rows, so only rows of these groups can be selected.
 
     Returns (number of listed groups, a key below which no row is selected, the highest key of all groups).
     """

@@ -182,7 +182,8 @@ def _best_of_split_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a split's best (key, lowest id).  A score is logit / T + noise, without noise in rows with filters."""
+    """Write a split's best key, and the lowest id with that key, to keys and ids [rows, splits].  A score is
+    logit / T + noise, without noise in rows with filters."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
