@@ -70,8 +70,10 @@ class TrainSignal:
 def newest_texts(
     path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
-    """Returns the newest `num_texts` texts of the files that begin with `kind` (folder.py).  tokens_before: the maximum number of tokens of a text before its
-    output.  tokens_after: the maximum number of tokens of the output; None for all."""
+    """Returns the newest `num_texts` texts of the files whose names begin with `kind` (folder.py).
+
+    tokens_before: the maximum number of tokens of a text before its output.  tokens_after: the maximum number of tokens
+    of the output; None for all."""
     cut_texts, output_starts = [], []
     for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.output_start - tokens_before)

@@ -49,7 +49,6 @@ def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_C
     """Returns (columns, whether their rows are visible, keys of their scores) of chunk number `chunk` of the scores.
 
     count: the number of scores in all chunks.
-
     columns: the list of columns to load.  None: columns 0 .. gap_begin-1, then the columns from gap_begin+gap_size on.
     """
     i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
