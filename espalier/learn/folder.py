@@ -2,6 +2,7 @@
 
 The sample has only token ids, 4 bytes a token.  A training also needs hidden states and the target's distribution,
 hundreds of kilobytes a token.  The trainer computes both again.  A crash leaves no incomplete file in the sample.
+trained.json says how many texts the trainings have read, so a restarted server knows which texts are new.
 """
 
 import fcntl
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from types import MappingProxyType
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,6 +29,7 @@ DISK_REMEDY = "free some space there"
 # Held-back texts get the same share of the bytes.
 HELD_BACK_INTERVAL = 8
 TEXT_KINDS = ("train", "held-back")
+NONE_TRAINED = MappingProxyType(dict.fromkeys(TEXT_KINDS, 0))
 # A file has at most 1 / NUM_FILES of the bytes of its kind.  The oldest files are removed until a new file fits.
 NUM_FILES = 16
 # Texts with shorter outputs are not kept, because they say little about a draft.
@@ -62,20 +65,25 @@ class Text:
 
 class KeptTexts:
     """The sample of served texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
+    The number in a file's name is the number of texts of its kind that were kept before.
 
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
     max_bytes: for each kind of texts, the maximum size of its files and its queue together.
-    Counted since startup: texts_per_kind, the kept texts; num_tokens, their tokens; num_held_back_tokens, the output
-    tokens of held-back texts."""
+    num_trained: for each kind, how many texts the trainings before this start have read.
+    texts_per_kind: the texts kept since the folder was made.  num_tokens, num_held_back_tokens: the tokens of texts
+    after those of num_trained, and the output tokens of the held-back texts among them."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, num_trained: Mapping[str, int] = NONE_TRAINED) -> None:
+        """Raises EspalierError if a file with new texts is damaged."""
         self.folder = folder
         held_back = max_bytes // HELD_BACK_INTERVAL
         self.max_bytes = {"train": max_bytes - held_back, "held-back": held_back}
-        self.texts_per_kind, self.num_tokens, self.num_held_back_tokens = dict.fromkeys(TEXT_KINDS, 0), 0, 0
+        self.texts_per_kind, self.num_tokens, self.num_held_back_tokens = dict(num_trained), 0, 0
         self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in TEXT_KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
+        for kind in TEXT_KINDS:
+            self._count_written(kind, num_trained[kind])
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Queue a text.  The text is left out if its output is too short, or if the queue is full."""
@@ -96,26 +104,47 @@ class KeptTexts:
 
     def flush(self) -> None:
         """Writes the queued texts, and removes the oldest files beyond the limit.  If the texts of a kind cannot be
-        written, they are lost, are no longer counted, and OSError is raised."""
+        written, they are lost, are no longer counted, and OSError is raised; EspalierError, if a file is damaged."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
+                num_before = self.texts_per_kind[kind] - len(rows)
             try:
-                self._write(kind, rows)
-            except OSError:
+                self._write(kind, rows, num_before)
+            except (OSError, EspalierError):
                 with self._lock:
                     self._count_texts(kind, rows, -1)
                 raise
 
-    def _write(self, kind: str, rows: Sequence[np.ndarray]) -> None:
-        files = self.files(kind)
-        if rows:
-            number = int(files[-1].stem.rpartition(".")[2]) + 1 if files else 0
-            room = self.max_bytes[kind] * (NUM_FILES - 1) // NUM_FILES - sum(row.nbytes for row in rows) - 256
-            while files and sum(file.stat().st_size for file in files) > room:
-                files.pop(0).unlink()
-            with replace_file(self.folder / f"{kind}.{number:08}.npy", DISK_REMEDY) as path, path.open("wb") as file:
-                np.save(file, np.concatenate(rows))
+    def _write(self, kind: str, rows: Sequence[np.ndarray], num_before: int) -> None:
+        """Writes the newest file again, with the rows, if it has room for them; else a new file."""
+        if not rows:
+            return
+        files, target = self.files(kind), self.folder / f"{kind}.{num_before:08}.npy"
+        num_bytes = sum(row.nbytes for row in rows)
+        if files and files[-1].stat().st_size + num_bytes <= self.max_bytes[kind] // NUM_FILES:
+            target = files.pop()
+            rows = [_load_rows(target), *rows]
+        room = self.max_bytes[kind] * (NUM_FILES - 1) // NUM_FILES - sum(row.nbytes for row in rows) - 256
+        while files and sum(file.stat().st_size for file in files) > room:
+            files.pop(0).unlink()
+        with replace_file(target, DISK_REMEDY) as path, path.open("wb") as file:
+            np.save(file, np.concatenate(rows))
+            file.flush()
+            os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
+
+    def _count_written(self, kind: str, num_trained: int) -> None:
+        """Counts the texts of the files.  num_trained: how many of all kept texts of this kind are not new."""
+        for file in reversed(self.files(kind)):
+            num_before, texts = _number(file), list(read_texts([file]))
+            num_kept = num_before + len(texts)
+            self.texts_per_kind[kind] = max(self.texts_per_kind[kind], num_kept)
+            new_texts = texts[: max(0, num_kept - num_trained)]
+            self.num_tokens += sum(len(text.tokens) for text in new_texts)
+            if kind == "held-back":
+                self.num_held_back_tokens += sum(len(text.tokens) - text.output_start for text in new_texts)
+            if num_before <= num_trained:
+                break
 
     def _count_texts(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
         """Adds texts to the counts, or subtracts them.  rows: one for each text.  sign: 1 or -1."""
@@ -124,7 +153,7 @@ class KeptTexts:
         self.num_held_back_tokens += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
 
     def files(self, kind: str) -> list[Path]:
-        return sorted(self.folder.glob(f"{kind}.*.npy"))
+        return sample_files(self.folder, kind)
 
     @property
     def num_bytes(self) -> int:
@@ -136,14 +165,43 @@ class KeptTexts:
         return sum(row.nbytes for row in self._queued[kind])
 
 
+def _number(file: Path) -> int:
+    return int(file.stem.rpartition(".")[2])
+
+
+def sample_files(folder: Path, kind: str) -> list[Path]:
+    """Returns the files of a kind of texts, the oldest first."""
+    return sorted(folder.glob(f"{kind}.*.npy"), key=_number)
+
+
+def _load_rows(file: Path) -> np.ndarray:
+    """Raises EspalierError for a damaged file."""
+    with suppress(ValueError, EOFError):
+        rows: np.ndarray = np.load(file)
+        if rows.dtype == np.int32 and rows.ndim == 1:
+            return rows
+    raise _damage_error(file)
+
+
+def _damage_error(file: Path) -> EspalierError:
+    return EspalierError(f"{file} is no whole file of texts; delete it")
+
+
 def read_texts(files: Sequence[Path]) -> Iterator[Text]:
-    """Yields the texts of a sample's files, the newest first.  files: the oldest first."""
+    """Yields the texts of a sample's files, the newest first.  files: the oldest first.
+    Raises EspalierError for a damaged file."""
     for file in reversed(files):
-        rows, begin, texts = np.load(file), 0, []
+        try:
+            rows, begin, texts = _load_rows(file), 0, []
+        except FileNotFoundError:
+            continue  # the server removes the oldest files while the trainer reads
         while begin < len(rows):
-            prompt_length, length = int(rows[begin]), int(rows[begin + 1])
-            texts.append(Text(rows[begin + HEADER_LENGTH : begin + HEADER_LENGTH + length], prompt_length))
-            begin += HEADER_LENGTH + length
+            prompt_length, length = int(rows[begin]), int(rows[begin + 1]) if begin + 1 < len(rows) else -1
+            end = begin + HEADER_LENGTH + length
+            if not (0 <= prompt_length <= length and end <= len(rows)):
+                raise _damage_error(file)
+            texts.append(Text(rows[begin + HEADER_LENGTH : end], prompt_length))
+            begin = end
         yield from reversed(texts)
 
 
@@ -199,6 +257,24 @@ class LearnFolder:
         read_manifest(self.drafts / str(name))
         return self.drafts / str(name)
 
+    def num_trained(self) -> dict[str, int]:
+        """Returns for each kind how many kept texts the trainings have read.  Raises EspalierError."""
+        file = self.path / "trained.json"
+        try:
+            saved_counts = json.loads(file.read_text())
+            counts = {kind: saved_counts[kind] for kind in TEXT_KINDS}
+        except FileNotFoundError:
+            return dict(NONE_TRAINED)
+        except (OSError, ValueError, KeyError, TypeError):
+            counts = {}
+        if not counts or not all(type(count) is int and count >= 0 for count in counts.values()):
+            raise EspalierError(f"{file} cannot be read; delete it, and all kept texts count as new")
+        return counts
+
+    def record_trained(self, num_trained: Mapping[str, int]) -> None:
+        """Records what `num_trained` returns after a restart.  Raises OSError."""
+        _write_json(self.path / "trained.json", dict(num_trained))
+
     def next_draft(self) -> Path:
         """Returns the path for the next draft."""
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
@@ -209,13 +285,19 @@ class LearnFolder:
 
         draft: a learned draft, or the draft given at startup, which is outside of this folder."""
         if draft.parent == self.drafts:
-            with replace_file(self.path / "served.json", DISK_REMEDY) as unfinished:
-                unfinished.write_text(json.dumps({"draft": draft.name}))
+            _write_json(self.path / "served.json", {"draft": draft.name})
         else:
             (self.path / "served.json").unlink(missing_ok=True)
         for old_draft in self.drafts.iterdir():
             if old_draft != draft:
                 remove_draft(old_draft)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with replace_file(path, DISK_REMEDY) as unfinished, unfinished.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())  # else the file may be empty after a power failure
 
 
 def _lock_folder(path: Path) -> IO[str]:
@@ -230,8 +312,7 @@ def _lock_folder(path: Path) -> IO[str]:
 
 def _require_origin(origin_file: Path, origin: Mapping[str, str]) -> None:
     if not origin_file.exists():
-        with replace_file(origin_file, DISK_REMEDY) as unfinished:
-            unfinished.write_text(json.dumps(dict(origin)))
+        _write_json(origin_file, dict(origin))
         return
     try:
         saved_origin = dict(json.loads(origin_file.read_text()))

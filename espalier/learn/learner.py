@@ -41,6 +41,8 @@ log = logging.getLogger("espalier")
 POLL_S = 0.5
 # The pause after a failed training, in seconds.  The pause doubles with each failure, up to LONGEST_PAUSE_S.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
+# Texts are queued for at most this number of seconds before they are written.  A kill loses the queue.
+FLUSH_INTERVAL_S = 10.0
 # A draft is swapped in if it accepts MIN_GAIN more tokens a round.  A smaller gain may be chance.
 MIN_GAIN = 0.02
 # A training starts only after this number of new held-back output tokens, because drafts are compared on them.
@@ -157,11 +159,13 @@ class Learner:
         self.target_dir, self.draft_dir, self.given_draft = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = LearnFolder(Path(config.folder).expanduser(), origin)
-        self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes)
+        num_trained = self.folder.num_trained()
+        self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes, num_trained)
         self.figures = LearnStats()
         self._tokens_when_trained = self._num_failed = 0
-        self._judged_counts = self._start_counts = SampleCounts.of(self.kept_texts)
-        self._next_start_at = 0.0
+        self._judged_counts = self._start_counts = SampleCounts(num_trained, 0)
+        self._next_start_at = self._next_flush_at = 0.0
+        self._has_flush_failed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
         self._is_busy = False
@@ -206,11 +210,15 @@ class Learner:
         return self._candidate is not None or self._swapped_draft is not None
 
     def close(self) -> None:
-        """End the training process and the thread.  Idempotent."""
+        """End the training process and the thread, and write the queued texts.  Idempotent."""
         self._close_event.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._end_process()
+        try:
+            self.kept_texts.flush()
+        except (OSError, EspalierError) as error:
+            log.warning("learning: %s; the texts that were not written yet are lost", one_line(error))
         self.folder.close()
 
     # Methods for the engine's thread
@@ -244,17 +252,25 @@ class Learner:
 
     def _poll(self) -> None:
         self._record_swap()
+        self._flush_when_due()
         self.figures.texts, self.figures.bytes = sum(self.kept_texts.texts_per_kind.values()), self.kept_texts.num_bytes
         if self._process is not None:
             self._check_process(self._process)
         elif self._candidate is None and time.monotonic() >= self._next_start_at:
-            if self.kept_texts.is_full():
-                self.kept_texts.flush()
             is_due = self.kept_texts.num_tokens - self._tokens_when_trained >= self.config.tokens
             num_held_back_tokens = self.kept_texts.num_held_back_tokens - self._judged_counts.num_held_back_tokens
             if is_due and num_held_back_tokens >= MIN_HELD_BACK_TOKENS:
                 self.kept_texts.flush()
                 self._start_training()
+
+    def _flush_when_due(self) -> None:
+        now = time.monotonic()
+        if self._has_flush_failed and now < self._next_start_at:
+            return  # a write that failed is tried again as late as a training that failed
+        if now >= self._next_flush_at or self.kept_texts.is_full():
+            self._next_flush_at, self._has_flush_failed = now + FLUSH_INTERVAL_S, True
+            self.kept_texts.flush()
+            self._has_flush_failed = False
 
     def _start_training(self) -> None:
         tree = self.resolved.layout.tree
@@ -307,6 +323,8 @@ class Learner:
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
+        if not self.is_swapping:  # else its texts stay new until the swap is recorded: a stop must not lose both
+            self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _judge_draft(self, draft: Path) -> None:
         """Takes the better one of the new draft and the draft given at startup.  Makes a Candidate of it, if it accepts
@@ -330,7 +348,7 @@ class Learner:
 
     def _record_swap(self) -> None:
         """Records the draft that was swapped in, if any, as the one to serve after a restart.  If this raises OSError,
-        a restart serves the previous draft."""
+        a restart serves the previous draft, or trains again on the same texts."""
         candidate, self._swapped_draft = self._swapped_draft, None
         if candidate is None:
             return
@@ -345,6 +363,7 @@ class Learner:
             *(manifest.before, manifest.num_tokens, manifest.seconds),
         )
         self.folder.record_served(self.draft_dir)
+        self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _load_draft(self, draft: Path) -> DraftModel:
         """Loads a draft as the engine does.  Half-precision weights are loaded on the CPU, to save memory of the GPU:

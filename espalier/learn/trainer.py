@@ -24,7 +24,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
-from espalier.learn.folder import publish_draft, read_texts, remove_draft
+from espalier.learn.folder import publish_draft, read_texts, remove_draft, sample_files
 from espalier.train.data import UserText
 from espalier.train.draft_run import DraftRun, RunFiles, print_measure, run_steps
 from espalier.train.evaluate import AcceptReport
@@ -75,7 +75,7 @@ def newest_texts(
     tokens_before: the maximum number of tokens of a text before its output.  tokens_after: the maximum number of tokens
     of the output; None for all."""
     cut_texts, output_starts = [], []
-    for text in islice(read_texts(sorted(path.glob(f"{kind}.*.npy"))), num_texts):
+    for text in islice(read_texts(sample_files(path, kind)), num_texts):
         begin = max(0, text.output_start - tokens_before)
         cut_texts.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
         output_starts.append(text.output_start - begin)

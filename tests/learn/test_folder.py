@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -56,7 +57,12 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     assert again.files("train") == sample.files("train") and again.num_bytes == sample.num_bytes
 
 
-def test_the_oldest_texts_go_and_the_newest_stay(tmp_path):
+@pytest.fixture
+def quick_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def test_the_oldest_texts_go_and_the_newest_stay(tmp_path, quick_disk):
     sample = KeptTexts(tmp_path / "sample", max_bytes := 2**14)
     for number in range(900):
         sample.add([number], [number] * 20)
@@ -65,6 +71,88 @@ def test_the_oldest_texts_go_and_the_newest_stay(tmp_path):
     kept = [[int(text.tokens[0]) for text in read_texts(sample.files(kind))] for kind in TEXT_KINDS]
     assert max(map(max, kept)) == 899 and min(map(min, kept)) > 300
     assert sample.num_bytes > max_bytes // 2
+
+
+def test_many_small_writes_make_few_files_and_lose_no_text(tmp_path, quick_disk):
+    sample = KeptTexts(tmp_path / "sample", 2**17)
+    for number in range(300):
+        sample.add([number], [number] * 20)
+        sample.flush()
+    for kind, count in sample.texts_per_kind.items():
+        assert len(list(read_texts(sample.files(kind)))) == count
+        assert len(sample.files(kind)) <= 2 * of_folder.NUM_FILES
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(os, "fsync", lambda _: names.extend(file.name for file in (tmp_path / "sample").iterdir()))
+    sample = KeptTexts(tmp_path / "sample", 2**20)
+    sample.add([1], [2] * 20)
+    sample.flush()
+    assert len(names) == 1 and names[0].startswith("unfinished-")
+
+
+def counts_of(sample):
+    return dict(sample.texts_per_kind), sample.num_tokens, sample.num_held_back_tokens
+
+
+@pytest.mark.parametrize("max_bytes", [2**14, 2**20])
+def test_what_is_on_disk_counts_after_a_restart_less_what_was_trained_on(max_bytes, tmp_path):
+    sample = KeptTexts(tmp_path / "sample", max_bytes)
+    for number in range(400):
+        if number == 395:
+            sample.flush()
+            trained, *of_trained = counts_of(sample)
+        sample.add([number], [number] * (16 + number % 5))
+        if sample.is_full():
+            sample.flush()
+    sample.flush()
+    texts, *tokens = counts_of(sample)
+    assert trained != texts
+    again = KeptTexts(tmp_path / "sample", max_bytes, trained)
+    assert counts_of(again) == (texts, *(b - a for a, b in zip(of_trained, tokens, strict=True)))
+    again.add([0], [1] * 20)
+    again.flush()
+    assert sum(KeptTexts(tmp_path / "sample", max_bytes, trained).texts_per_kind.values()) == 401
+    if max_bytes == 2**20:
+        assert counts_of(KeptTexts(tmp_path / "sample", max_bytes))[1] == tokens[0] + 21
+    for kind in TEXT_KINDS:
+        for file in again.files(kind):
+            file.unlink()
+    assert counts_of(KeptTexts(tmp_path / "sample", max_bytes, trained)) == (trained, 0, 0), "no number comes twice"
+
+
+def cut_text(file):
+    np.save(file, np.load(file)[:-1])
+
+
+def cut_header(file):
+    np.save(file, np.append(np.load(file), np.int32(1)))
+
+
+@pytest.mark.parametrize("damage", [cut_text, cut_header, lambda file: file.write_bytes(b""), lambda file: cut(file)])
+def test_a_file_of_texts_that_is_not_whole_is_refused(damage, tmp_path):
+    sample = KeptTexts(tmp_path / "sample", 2**20)
+    sample.add([1], [2] * 20)
+    sample.flush()
+    [file] = [file for kind in TEXT_KINDS for file in sample.files(kind)]
+    (tmp_path / "sample" / f"unfinished-{file.name}").write_bytes(file.read_bytes()[:-4])  # of a killed server
+    assert sum(KeptTexts(tmp_path / "sample", 2**20).texts_per_kind.values()) == 1
+    damage(file)
+    with pytest.raises(EspalierError, match=f"{file.name} is no whole file of texts; delete it"):
+        KeptTexts(tmp_path / "sample", 2**20)
+
+
+def test_the_oldest_files_may_go_while_the_trainer_reads(tmp_path):
+    sample = KeptTexts(tmp_path / "sample", 2**14)
+    for number in range(100):
+        sample.add([number], [number] * 20)
+        sample.flush()
+    files = sample.files("train")
+    texts = [text.tokens.tolist() for text in read_texts(files)]
+    files[0].unlink()
+    left = [text.tokens.tolist() for text in read_texts(files)]
+    assert 0 < len(left) < len(texts) and left == texts[: len(left)]
 
 
 def test_a_prompt_that_comes_again_stays_in_its_part(tmp_path):
@@ -150,6 +238,17 @@ def test_only_the_draft_that_is_served_is_kept(tmp_path):
     (folder.path / "served.json").write_text("{")
     with pytest.raises(EspalierError, match="delete it"):
         folder.served_draft()
+
+
+@pytest.mark.parametrize("wrong", ["", "{", "[1]", "{}", '{"train": 1}', '{"train": -1, "held-back": 0}'])
+def test_the_record_of_what_was_trained_on_is_whole_or_refused(wrong, tmp_path):
+    folder = LearnFolder(tmp_path / "learn", ORIGIN)
+    assert folder.num_trained() == {"train": 0, "held-back": 0}
+    folder.record_trained(counts := {"train": 7, "held-back": 1})
+    assert folder.num_trained() == counts
+    (folder.path / "trained.json").write_text(wrong)
+    with pytest.raises(EspalierError, match="cannot be read; delete it"):
+        folder.num_trained()
 
 
 @pytest.mark.parametrize("what", ORIGIN)

@@ -19,7 +19,15 @@ from safetensors.torch import load_file
 from espalier.errors import EspalierError
 from espalier.learn import learner as of_learner
 from espalier.learn import trainer as of_trainer
-from espalier.learn.folder import KeptTexts, LearnConfig, publish_draft, read_manifest
+from espalier.learn.folder import (
+    TEXT_KINDS,
+    KeptTexts,
+    LearnConfig,
+    publish_draft,
+    read_manifest,
+    read_texts,
+    sample_files,
+)
 from espalier.learn.learner import Learner
 from espalier.learn.trainer import GO_SIGNAL, WAIT_SIGNAL, TrainSignal, make_run, train_once
 from espalier.llm import LLM
@@ -218,6 +226,83 @@ def test_a_full_disk_loses_texts_and_nothing_else(tmp_path, monkeypatch, caplog)
         assert "No space left on device" in caplog.text and "serving goes on" in caplog.text
         patched.undo()
         learning.serve_until(lambda: learning.figures.swaps)
+
+
+def texts_on_disk(folder):
+    sample = folder / "sample"
+    return [text.tokens.tolist() for kind in TEXT_KINDS for text in read_texts(sample_files(sample, kind))]
+
+
+def test_texts_are_on_disk_after_a_stop_and_count_after_a_restart(tmp_path):
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        time.sleep(0.1)  # the write of the first poll is over, and the next one is due in FLUSH_INTERVAL_S
+        for prompt, output in texts():
+            learning.learner.kept_texts.add(prompt, output)
+        assert not texts_on_disk(tmp_path / "learn")
+    expected = sorted([*prompt, *output] for prompt, output in texts())
+    assert sorted(texts_on_disk(tmp_path / "learn")) == expected
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        learning.serve_until(lambda: learning.figures.texts >= len(expected))
+        assert learning.learner.kept_texts.num_tokens >= sum(map(len, expected))
+
+
+def test_texts_are_written_within_an_interval_also_during_a_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_learner, "FLUSH_INTERVAL_S", 0.05)
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        learning.serve_until(lambda: learning.learner.training_pid is not None)
+        learning.learner.kept_texts.add([15, 15, 15], [3] * 20)
+        written = [15, 15, 15, *[3] * 20]
+        end = time.monotonic() + 10
+        while written not in texts_on_disk(tmp_path / "learn"):
+            time.sleep(0.01)
+            assert time.monotonic() < end
+        assert learning.learner.training_pid is not None and learning.figures.failures == 0
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.5])
+def test_texts_are_trained_on_once_whether_or_not_the_draft_is_used(gain, tmp_path):
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        learning.serve_until(lambda: learning.learner.training_pid is not None)
+        pid = learning.learner.training_pid
+    code = COPIES.format(made=str(made(tmp_path, 2.0, 2.0 + gain)))
+    with Learning(tmp_path / "learn", code) as learning:
+        end = time.monotonic() + 30  # no text comes: those on disk start the training that the stop ended
+        while not learning.figures.trainings or learning.learner.is_swapping:
+            learning.learner.swap_between_steps(learning.llm.engine)
+            time.sleep(0.01)
+            assert time.monotonic() < end, (pid, learning.figures)
+        counts = dict(learning.learner.kept_texts.texts_per_kind)
+    assert learning.figures.swaps == (gain > 0)
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        assert learning.learner.kept_texts.texts_per_kind == counts and learning.learner.kept_texts.num_tokens == 0
+        time.sleep(0.1)
+        assert learning.learner.training_pid is None
+
+
+def test_a_write_that_failed_is_not_tried_again_before_the_pause_is_over(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(of_learner, "FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(of_learner, "FIRST_PAUSE_S", 100.0)
+    monkeypatch.setattr(np, "save", full)
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        for _ in range(20):
+            learning.learner.kept_texts.add([1, 2, 0], [3] * 20)
+            time.sleep(0.02)
+        assert learning.figures.failures == 1
+
+
+def test_a_full_disk_does_not_keep_a_server_from_its_end(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        time.sleep(0.1)
+        learning.answer([1, 2, 0])
+        monkeypatch.setattr(np, "save", full)
+    assert "No space left on device" in caplog.text and "are lost" in caplog.text
+    Learner(LearnConfig(str(tmp_path / "learn")), prepared(1)).close()  # the folder is not locked
 
 
 def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():

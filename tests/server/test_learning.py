@@ -9,6 +9,7 @@ import zmq
 from espalier.cli.main import make_parser
 from espalier.cli.serve import serve_worker
 from espalier.errors import EspalierError
+from espalier.learn.folder import KeptTexts
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import StartEngine, SubmitPrompts, SubmittedPrompt
@@ -73,6 +74,8 @@ def test_a_server_with_the_flag_keeps_what_clients_let_it_and_leaves_no_process(
         served.until(lambda: served.metric("learn_texts_total") == 2)
         assert served.metric("learn_swaps_total") == 0 and served.metric("learn_bytes") > 4 * 40
     assert not exists(engine)
+    kept_texts = KeptTexts(folder / "sample", 2**20)
+    assert sum(kept_texts.texts_per_kind.values()) == 2 and kept_texts.num_tokens > 40, "a stop writes what is queued"
     assert sorted(each.name for each in folder.iterdir()) == ["drafts", "learn.json", "lock", "sample"]
 
 
