@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -106,7 +106,7 @@ class BatchRequest(RequestBody):
     metadata: Metadata | None = Field(
         None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
     )
-    output_expires_after: Annotated[Any, RefusedField("files stay until they are deleted; leave it out")] = None
+    output_expires_after: Annotated[None, RefusedField("files stay until they are deleted; leave it out")] = None
 
 
 T = TypeVar("T", StoredFile, Batch)

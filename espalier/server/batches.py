@@ -36,6 +36,8 @@ log = logging.getLogger("espalier.server")
 BATCH_PRIORITY = 2**20
 # The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
+# The pause after a failure of the disk or the engine, in seconds.  The pause doubles up to LONGEST_PAUSE_S.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 LINE_NUMBER_PATTERN = re.compile(r", line (\d+): ")
 UNANSWERED_ERRORS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
@@ -91,8 +93,6 @@ class BatchRunner:
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save_batch(batch)
-            if batch.id not in self._unfinished_batches:
-                self._start_batch(batch)
             self._unfinished_batches[batch.id].cancelled.set()
 
     def update_counts(self, batch: Batch) -> Batch:
@@ -139,12 +139,19 @@ class BatchRunner:
             oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
-        try:
-            await self._run_to_end(batch, unfinished)
-        except EspalierError as error:
-            log.error("%s goes on when the server starts again: %s", batch.id, error)
-        except Exception:
-            log.exception("%s goes on when the server starts again", batch.id)
+        """Runs a batch to its end.  If the disk or the engine fails, it is tried again, and later batches need not wait."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._run_to_end(batch, unfinished)
+            except EspalierError as error:
+                log.error("%s is tried again in %g s: %s", batch.id, pause_s, error)
+            except Exception:
+                log.exception("%s is tried again in %g s", batch.id, pause_s)
+            self._unfinished_batches[batch.id] = self._unfinished_batches.pop(batch.id)
+            self._admit_oldest_batch()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run_to_end(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
         """Run a batch until it has ended.  Raises EspalierError or OSError if the engine or the disk fails."""

@@ -17,6 +17,7 @@ import pytest
 from espalier import SpeculationConfig
 from espalier.batch_jobs.files import DEFAULT_URLS, MAX_LINE_BYTES, Journal, scan_input
 from espalier.cli.main import main
+from espalier.errors import EspalierError
 from espalier.server.batch_store import BatchRequest, BatchStore
 from espalier.server.batches import BatchRunner
 from espalier.server.routes import path_not_served_error
@@ -255,6 +256,15 @@ def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
             lambda client: client.batches.create(input_file_id="x", endpoint=DEFAULT_URLS[1], completion_window="1h"),
             "completion_window",
         ),
+        (
+            lambda client: client.batches.create(
+                input_file_id="x",
+                endpoint=DEFAULT_URLS[1],
+                completion_window="24h",
+                output_expires_after={"anchor": "created_at", "seconds": 3600},
+            ),
+            "files stay until they are deleted",
+        ),
     ],
 )
 def test_what_a_client_cannot_have_is_refused(served, client, call, says):
@@ -354,6 +364,42 @@ def test_batches_outlive_the_server(tmp_path):
 def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, aborts_requests):
     frontend = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
     assert _batch_concurrency(frontend) == aborts_requests
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled", "expired"])
+def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch, end):
+    """A later batch need not wait for it."""
+    given, is_full = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 6)]), True
+    monkeypatch.setattr("espalier.server.batches.FIRST_PAUSE_S", 0.001)
+
+    async def run():
+        nonlocal is_full
+        batches = BatchRunner(BatchStore(tmp_path / "kept"), 3)
+        batches.start(Engine(1000), None)
+        with given.open("rb") as file:
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
+        body = BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h")
+        batch, later = batches.create(body), batches.create(body)
+
+        def journal(path, scan):
+            if is_full and path == batches.store.answers_path(batch.id):
+                raise EspalierError("No space left on device")
+            return Journal(path, scan)
+
+        monkeypatch.setattr("espalier.server.batches.Journal", journal)
+        while later.status != "completed":
+            await asyncio.sleep(0.001)
+        assert batch.status == "validating"
+        if end == "cancelled":
+            batches.cancel(batch)
+        elif end == "expired":
+            batch.expires_at = int(time.time())
+        is_full = False
+        while batch.status != end:
+            await asyncio.sleep(0.001)
+        await batches.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
