@@ -139,7 +139,7 @@ class BatchRunner:
             oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
-        """Runs a batch to its end.  If the disk or the engine fails, it is tried again, and later batches need not wait."""
+        """Runs a batch to its end.  If the disk or the engine fails, tries again; later batches need not wait."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
