@@ -91,8 +91,13 @@ class BatchRunner:
     def cancel(self, batch: Batch) -> None:
         """Cancel a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
+            before = batch.status, batch.cancelling_at
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            self.store.save_batch(batch)
+            try:
+                self.store.save_batch(batch)
+            except BaseException:
+                batch.status, batch.cancelling_at = before  # else a second cancel would do nothing
+                raise
             self._unfinished_batches[batch.id].cancelled.set()
 
     def update_counts(self, batch: Batch) -> Batch:
@@ -148,6 +153,8 @@ class BatchRunner:
                 log.error("%s is tried again in %g s: %s", batch.id, pause_s, error)
             except Exception:
                 log.exception("%s is tried again in %g s", batch.id, pause_s)
+            # One batch runs at a time, also after failures: this one waits behind the others again.
+            unfinished.earlier_batches_ended.clear()
             self._unfinished_batches[batch.id] = self._unfinished_batches.pop(batch.id)
             self._admit_oldest_batch()
             await asyncio.sleep(pause_s)

@@ -402,6 +402,70 @@ def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch, 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_cancel_that_a_full_disk_refuses_can_be_sent_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("espalier.server.batches.FIRST_PAUSE_S", 0.001)
+    given = write(tmp_path / "in.jsonl", [line(1)])
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    async def run():
+        batches = BatchRunner(BatchStore(tmp_path / "kept"), 3)
+        batches.start(Engine(0), None)
+        with given.open("rb") as file:
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
+        batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(batches.store, "save_batch", fail)
+            batches.cancel(batch)
+        batches.cancel(batch)
+        while batch.status != "cancelled":
+            await asyncio.sleep(0.001)
+        await batches.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_batches_that_failed_run_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr("espalier.server.batches.FIRST_PAUSE_S", 0.001)
+    given, failed, running, most, answer = (
+        write(tmp_path / "in.jsonl", [line(1)]),
+        set(),
+        0,
+        0,
+        BatchRunner._answer_lines,
+    )
+
+    def journal(path, scan):
+        if len(failed) < 3:
+            failed.add(path)
+            raise EspalierError("No space left on device")
+        return Journal(path, scan)
+
+    async def counted(self, batch, journal):
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.02)
+        await answer(self, batch, journal)
+        running -= 1
+
+    async def run():
+        batches = BatchRunner(BatchStore(tmp_path / "kept"), 3)
+        batches.start(Engine(9), None)
+        with given.open("rb") as file:
+            id = batches.store.add_file(file, "in.jsonl", "batch").id
+        body = BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h")
+        made = [batches.create(body) for _ in range(3)]
+        while any(batch.status != "completed" for batch in made):
+            await asyncio.sleep(0.001)
+        await batches.close()
+
+    monkeypatch.setattr("espalier.server.batches.Journal", journal)
+    monkeypatch.setattr(BatchRunner, "_answer_lines", counted)
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert len(failed) == 3 and most == 1
+
+
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
     given = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 6)])
 
