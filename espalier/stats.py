@@ -1,6 +1,5 @@
 """Statistics of speculation, for one request or for all requests, and the token counts of one request."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -80,11 +79,14 @@ class SpeculationStats:
 
         emitted: how many tokens were kept.  accepted: how many of these were draft tokens; all, if a draft token ended
         the request.  drafted: how many draft tokens were verified.  depth: the greatest depth that was allowed."""
+        tried = min(emitted, depth)
         self.drafted += drafted
-        _count(self.histogram, [emitted])
-        _count(self.rounds_tried_by_depth, range(min(emitted, depth)))
-        _count(self.rounds_accepted_by_depth, range(accepted))
-        self.rounds_accepted_by_depth += [0] * (len(self.rounds_tried_by_depth) - len(self.rounds_accepted_by_depth))
+        _grow(self.histogram, emitted + 1)
+        self.histogram[emitted] += 1
+        for counters, count in ((self.rounds_tried_by_depth, tried), (self.rounds_accepted_by_depth, accepted)):
+            _grow(counters, tried)
+            for at in range(count):
+                counters[at] += 1
 
     def merge(self, other: "SpeculationStats") -> None:
         """Add the counts of `other`."""
@@ -99,7 +101,7 @@ class SpeculationStats:
         return {name: getattr(self, name) for name in names}
 
 
-def _count(counters: list[int], indices: Iterable[int]) -> None:
-    for index in indices:
-        counters += [0] * (index + 1 - len(counters))
-        counters[index] += 1
+def _grow(counters: list[int], size: int) -> None:
+    """Appends zeros up to a length of at least `size`."""
+    if len(counters) < size:
+        counters += [0] * (size - len(counters))

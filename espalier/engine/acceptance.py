@@ -156,7 +156,9 @@ class Acceptance:
     prior_weight: the current weight of the assumed rates, in samples.  min_prior: the least value of this weight.
     recent_gain: the real gain (numerator) and the expected gain (denominator) of the latest samples.
     first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
-    rate is corrected by the same factor as at the depth above."""
+    rate is corrected by the same factor as at the depth above.
+    uncounted_rounds: the samples of the latest rounds, all of `uncounted_tree`.  They are counted together when an
+    estimate is needed, because counting takes long beside a short round."""
 
     steps: int
     min_rounds: int
@@ -167,11 +169,14 @@ class Acceptance:
     counts_by_tree: dict[TreeShape, TreeCounts] = field(default_factory=dict)
     recent_gain: DecayingRate = field(default_factory=DecayingRate)
     prior_weight: float = PRIOR_SAMPLES
+    uncounted_tree: TreeShape | None = None
+    uncounted_rounds: list[Sequence[AcceptanceSample]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
+        self.uncounted_rounds = []
         self.first_child_counts = [DecayingRate() for _ in range(self.steps)]
         self.counts_by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
         self.first_child_rates = [0.0] * self.steps
@@ -179,6 +184,10 @@ class Acceptance:
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduces the weight of all rounds so far to at most this many samples."""
+        self._count_rounds()
+        self._cap_counted_weight(max_samples)
+
+    def _cap_counted_weight(self, max_samples: float) -> None:
         if self.steps and self.first_child_counts[0].denominator > max_samples:
             self._decay(max_samples / self.first_child_counts[0].denominator)
             self._update_first_child()
@@ -198,6 +207,7 @@ class Acceptance:
 
     def accept_length(self, tree: TreeShape) -> float:
         """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        self._count_rounds()
         return 1 + gains(tree, self.first_child_rates)[-1] * self._gain_ratio(tree)
 
     def _gain_ratio(self, tree: TreeShape) -> float:
@@ -212,12 +222,22 @@ class Acceptance:
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptanceSample]) -> None:
         """Counts a round of this tree.  samples: one for each request that can accept guesses."""
-        depth = depth_of(tree)
-        if not samples or not depth:
+        if not samples or not depth_of(tree):
             return
-        self._cap_weight_if_text_changed(tree, samples)
-        self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
-        self._decay(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
+        if tree != self.uncounted_tree:
+            self._count_rounds()
+        self.uncounted_tree = tree
+        self.uncounted_rounds.append(samples)
+
+    def _count_rounds(self) -> None:
+        rounds, self.uncounted_rounds, tree = self.uncounted_rounds, [], self.uncounted_tree
+        if not rounds or tree is None:
+            return
+        depth, samples = depth_of(tree), [sample for samples in rounds for sample in samples]
+        num_rounds = len(rounds)
+        self._cap_weight_if_text_changed(tree, samples, num_rounds)
+        self.prior_weight = max(PRIOR_DECAY**num_rounds * self.prior_weight, self.min_prior)
+        self._decay((1 - 1 / max(self.min_rounds, self.min_samples * num_rounds / len(samples))) ** num_rounds)
         if tree not in self.counts_by_tree:
             self.counts_by_tree[tree] = TreeCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
         counts = self.counts_by_tree[tree]
@@ -228,16 +248,18 @@ class Acceptance:
             counts.add(sample, max_depth, weight)
         self._update_first_child()
 
-    def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptanceSample]) -> None:
+    def _cap_weight_if_text_changed(
+        self, tree: TreeShape, samples: Sequence[AcceptanceSample], num_rounds: int
+    ) -> None:
         """Reduces the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
         by_depth, ratio = gains(tree, self.first_child_rates), self._gain_ratio(tree)
-        self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent_gain.decay((1 - 1 / max(2, RECENT_SAMPLES * num_rounds / len(samples))) ** num_rounds)
         self.recent_gain.denominator += ratio * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
         self.recent_gain.numerator += sum(len(sample.sibling_ranks) for sample in samples)
         expected, gained = self.recent_gain.denominator, self.recent_gain.numerator
         if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
-            self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
+            self._cap_counted_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent_gain = DecayingRate()
 
 

@@ -129,9 +129,9 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
+            self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
         # If the round ran eagerly, this frees its tensors for the next round, which may start before this one is read.
         self.stages = None
-        self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
 
     def wait(self) -> None:
         self.settled.wait()
@@ -203,7 +203,7 @@ class CudaExecutor:
             else:
                 self._copy_to_graph(launch_input.is_prefill, packed, host_entry.vector, graph)
                 self._replay(graph.graph)
-        return self.start_readback(host_entry, launch_input, output)
+            return self.start_readback(host_entry, launch_input, output)
 
     def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
         """Copies a launch to the vector that its graph reads.  A graph has fixed sizes, but a prefill pass has any
@@ -268,10 +268,13 @@ class CudaExecutor:
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies an entry of the results ring to the host on the copy stream, while the compute stream goes on.
 
+        Called while the compute stream is the current stream.
         Returns a pinned copy of prompt_logprobs.  Both copies are complete after `host_entry.copied_event`."""
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
-        with torch.cuda.stream(self.copy_stream):
+        # `with torch.cuda.stream` would first look up the current stream and device, which takes longer than the copy.
+        torch.cuda.set_stream(self.copy_stream)
+        try:
             host_logprobs = None
             if prompt_logprobs is not None:
                 prompt_logprobs.record_stream(self.copy_stream)
@@ -279,6 +282,8 @@ class CudaExecutor:
                 host_logprobs.copy_(prompt_logprobs, non_blocking=True)
             host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
             host_entry.copied_event.record(self.copy_stream)
+        finally:
+            torch.cuda.set_stream(self.stream)
         return host_logprobs
 
     @torch.inference_mode()
@@ -347,14 +352,13 @@ class CudaExecutor:
     def start_readback(
         self, host_entry: HostEntry, launch_input: LaunchInput, output: RoundOutput | None
     ) -> CudaLaunchHandle:
-        """Starts copying the results and the prompt's log-probabilities to the host.
+        """Starts copying the results and the prompt's log-probabilities to the host.  Called as `copy_entry` is.
 
         output: the output of an eager launch; else None, because only eager launches compute prompt log-probabilities.
         """
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
-            with torch.cuda.stream(self.stream):
-                prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
+            prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
         host_logprobs = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
         return CudaLaunchHandle(self.results, host_entry, launch_input, host_logprobs)
 

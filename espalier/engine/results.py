@@ -124,7 +124,7 @@ def read_results(
     candidates, counts_by_source = _read_candidates(columns, ring_entry, is_node)
     prompt_rows = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
-        _sibling_ranks(columns, ring_entry, is_node)
+        _sibling_ranks(columns, ring_entry, is_node, length)
         if launch_input.tree and launch_input.tree.steps
         else ([], [True] * len(length))
     )
@@ -137,7 +137,7 @@ def read_results(
             logprobs[b],
             prompt_rows[b],
             checksums[b],
-            tuple(ranks[b][: length[b] - 1]) if ranks else (),
+            ranks[b] if ranks else (),
             is_leaf[b],
             _own_text_paths(ring_entry[b, columns.own_text_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
@@ -174,21 +174,19 @@ def _read_candidates(
 
 
 def _sibling_ranks(
-    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray
-) -> tuple[list[list[int]], list[bool]]:
-    """Returns two lists with an entry for each request.
+    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, lengths: list[int]
+) -> tuple[list[tuple[int, ...]], list[bool]]:
+    """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.  lengths: of the paths.
 
-    The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
-    path's end have no meaning.  The second list says whether the path's last node has no child.  Nodes are in the order
-    of their scores, so a node's rank is the number of siblings before it."""
+    Nodes are in the order of their scores, so a node's rank is the number of siblings before it."""
     parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
-    path, request = ring_entry[:, columns.path], np.arange(len(ring_entry))
-    nodes = np.clip(path[:, 1:], 0, parents.shape[1] - 1)
-    before = np.arange(parents.shape[1]) < nodes[..., None]
-    siblings = parents[:, None] == np.take_along_axis(parents, nodes, 1)[..., None]
-    last = path[request, np.clip(ring_entry[:, columns.length][:, 0] - 1, 0, path.shape[1] - 1)]
-    return (before & siblings).sum(-1).tolist(), (parents != last[:, None]).all(1).tolist()
+    paths, ranks, is_leaf = ring_entry[:, columns.path].tolist(), [], []
+    # Lists are faster than arrays here, because paths are short.
+    for nodes, path, length in zip(parents.tolist(), paths, lengths, strict=True):
+        ranks.append(tuple(nodes[:node].count(nodes[node]) for node in path[1:length]))
+        is_leaf.append(path[max(length - 1, 0)] not in nodes)
+    return ranks, is_leaf
 
 
 def _read_tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:

@@ -356,8 +356,9 @@ class Scheduler:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason, num_kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
+        max_num_tokens = request.max_num_tokens(self.layout.max_context)
         for token in result.tokens:
-            reason, num_kept = self._push_token(request, token), num_kept + 1
+            reason, num_kept = self._push_token(request, token, max_num_tokens), num_kept + 1
             if reason:
                 break
         request.from_draft += from_draft[:num_kept]
@@ -371,7 +372,7 @@ class Scheduler:
             self._output_chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
         return num_kept
 
-    def _push_token(self, request: Request, token: int) -> str | None:
+    def _push_token(self, request: Request, token: int, max_num_tokens: int) -> str | None:
         """Appends one token.  Returns the finish reason if this token ends the request, else None."""
         request.output.append(token)
         if request.masker is not None:
@@ -383,7 +384,7 @@ class Scheduler:
         if is_stop_token or stop_string is not None:
             request.stop_reason = stop_string or (None if token in params.eos_token_ids else token)
             return "stop"
-        return "length" if request.num_tokens >= request.max_num_tokens(self.layout.max_context) else None
+        return "length" if request.num_tokens >= max_num_tokens else None
 
     # Ended and preempted requests
 

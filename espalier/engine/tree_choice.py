@@ -42,20 +42,27 @@ class ChoicePace(NamedTuple):
 
     min_rounds, min_samples, min_prior: as in Acceptance.
     exploration_rounds: the rounds of an exploration.  single_request_rounds: the additional rounds of an exploration
-    with one request, which shows less in a round.  rounds_before_change: the rounds before a choice may change."""
+    with one request, which shows less in a round.  rounds_before_change: the rounds before a choice may change.
+    rounds_per_choice: trees are compared in one round of this many, because comparing takes long beside a short round.
+    """
 
     min_rounds: int
     min_samples: int
     exploration_rounds: int
     single_request_rounds: int
     rounds_before_change: int
+    rounds_per_choice: int
     min_prior: float
 
 
 # Guesses of a draft model succeed about equally everywhere.  The success of guesses looked up in the text varies with
 # the place in the text.
-DRAFT_PACE = ChoicePace(24, 400, exploration_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
-LOOKUP_PACE = ChoicePace(16, 24, exploration_rounds=2, single_request_rounds=0, rounds_before_change=2, min_prior=1.0)
+DRAFT_PACE = ChoicePace(
+    24, 400, exploration_rounds=4, single_request_rounds=4, rounds_before_change=8, rounds_per_choice=4, min_prior=0.25
+)
+LOOKUP_PACE = ChoicePace(
+    16, 24, exploration_rounds=2, single_request_rounds=0, rounds_before_change=2, rounds_per_choice=1, min_prior=1.0
+)
 
 
 class LookupGain(NamedTuple):
@@ -113,7 +120,7 @@ class BucketState:
     """The state of the choice for one bucket, a range of batch sizes (layout.next_bucket).
 
     size: the bucket's largest batch size.  trees: the trees to choose from.  tree: the chosen tree.
-    rounds_held: the rounds since this tree was chosen.
+    rounds_held: the rounds since this tree was chosen.  rounds_to_choice: the rounds until trees are compared again.
     interval: the rounds between explorations; plain_interval: this interval during plain decoding.
     rounds_to_exploration: the rounds until the next exploration.
     explored_tree, exploring_rounds: the tree and the remaining rounds of an exploration.
@@ -123,6 +130,7 @@ class BucketState:
     trees: tuple[TreeShape, ...]
     tree: TreeShape
     rounds_held: int = 0
+    rounds_to_choice: int = 0
     interval: int = MIN_INTERVAL
     rounds_to_exploration: int = MIN_INTERVAL
     plain_interval: int = MIN_INTERVAL
@@ -250,11 +258,23 @@ class MeasuredTreeChooser(TreeChooser):
             assert bucket.explored_tree is not None
             tree = bucket.explored_tree
         else:
-            rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
-            self._switch_if_better(bucket, rates)
-            tree = self._explore_if_due(bucket, rates, share) or bucket.tree
-            self._log_if_settled(bucket, context)
+            tree = self._chosen_or_explored(bucket, share, context, trees)
         bucket.last_round[tree] = self.num_choices
+        return tree
+
+    def _chosen_or_explored(
+        self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]
+    ) -> TreeShape:
+        bucket.rounds_held += 1
+        bucket.rounds_to_exploration -= 1
+        bucket.rounds_to_choice -= 1
+        if bucket.rounds_to_choice > 0:
+            return bucket.tree
+        bucket.rounds_to_choice = self.pace.rounds_per_choice
+        rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
+        self._switch_if_better(bucket, rates)
+        tree = self._explore_if_due(bucket, rates, share) or bucket.tree
+        self._log_if_settled(bucket, context)
         return tree
 
     def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:
@@ -263,7 +283,6 @@ class MeasuredTreeChooser(TreeChooser):
         return (1 + gained) / self.times.seconds(tree, bucket_size, context)
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
-        bucket.rounds_held += 1
         best = max(rates, key=lambda tree: rates[tree])
         if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
             if best == PLAIN_TREE:
@@ -277,7 +296,6 @@ class MeasuredTreeChooser(TreeChooser):
 
     def _explore_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
         """The tree that is explored from this round on; None if no exploration is due."""
-        bucket.rounds_to_exploration -= 1
         if bucket.rounds_to_exploration > 0:
             return None
         bucket.interval = bucket.rounds_to_exploration = min(2 * bucket.interval, MAX_INTERVAL)
@@ -303,7 +321,7 @@ class MeasuredTreeChooser(TreeChooser):
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
         tree = bucket.tree
-        if bucket.rounds_held != LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
+        if bucket.rounds_held < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return
         bucket.logged_tree = tree
         log.info(

@@ -92,6 +92,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
         "CUDAGraph": FakeGraph,
         "graph": fake_graph,
         "stream": lambda stream: nullcontext(),
+        "set_stream": lambda stream: None,
         "device": lambda device: nullcontext(),
         "current_stream": FakeStream,
         "synchronize": lambda device=None: None,

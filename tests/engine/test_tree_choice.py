@@ -285,6 +285,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     assert [choice.choose(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
         choice.record([AcceptanceSample(3, (0,), False, False)], 4, [])
+        choice.acceptance.accept_length(TREE)
         assert [*choice.acceptance.counts_by_tree] == known
 
 
@@ -335,12 +336,13 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 def test_what_a_path_says_of_first_children(sample: AcceptanceSample, counts: list[tuple[int, int]]) -> None:
     found = Acceptance(5, 1, 1)
     found.add(TREE, [sample])
+    found.accept_length(TREE)
     assert [(count.denominator, count.numerator) for count in found.first_child_counts[:4]] == counts
 
 
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "espalier")
-    simulated = Simulation(3, 0.02)
+    simulated = Simulation(0, 0.02)
     simulated.run(64, 600)
     # Once more, as after another form that did not last.
     simulated.choice.buckets[64].rounds_held = 0
