@@ -81,12 +81,15 @@ class SpeculationStats:
         the request.  drafted: how many draft tokens were verified.  depth: the greatest depth that was allowed."""
         tried = min(emitted, depth)
         self.drafted += drafted
-        _grow(self.histogram, emitted + 1)
+        tried_by_depth, accepted_by_depth = self.rounds_tried_by_depth, self.rounds_accepted_by_depth
+        for counters, size in ((self.histogram, emitted + 1), (tried_by_depth, tried), (accepted_by_depth, tried)):
+            if len(counters) < size:
+                counters += [0] * (size - len(counters))
         self.histogram[emitted] += 1
-        for counters, count in ((self.rounds_tried_by_depth, tried), (self.rounds_accepted_by_depth, accepted)):
-            _grow(counters, tried)
-            for at in range(count):
-                counters[at] += 1
+        for at in range(tried):
+            tried_by_depth[at] += 1
+        for at in range(accepted):
+            accepted_by_depth[at] += 1
 
     def merge(self, other: "SpeculationStats") -> None:
         """Add the counts of `other`."""
@@ -99,9 +102,3 @@ class SpeculationStats:
         """Returns the counts and the values derived from them, for JSON."""
         names = ("rounds", "drafted", "accepted", "accept_length", "histogram", "acceptance_by_depth")
         return {name: getattr(self, name) for name in names}
-
-
-def _grow(counters: list[int], size: int) -> None:
-    """Appends zeros up to a length of at least `size`."""
-    if len(counters) < size:
-        counters += [0] * (size - len(counters))

@@ -36,7 +36,7 @@ from lab.bench.plot import Bars, plot_bars
 class TreeVsPlain:
     """One batch size and context.
 
-    tree: the tree of rounds of this batch.  By default the tree depends on the batch.
+    tree: the tree of most rounds.  By default the engine chooses the tree of each round.
     ratio: time of a round over time of a plain token; speedup: tokens/s of the tree over plain; outside_forwards: share
     of a round outside the models' forward passes, None on a GPU, where a round is one launch; identical: requests with
     the same tokens by the tree as plain.
@@ -76,12 +76,13 @@ class RoundBench:
         plain: list[DriveResult] = []
         tree: list[DriveResult] = []
         others: list[float] = []
+        rounds_before = self.tree_engine.scheduler.round_trees.num_rounds.copy()
         for _ in range(repeats + 1):
             plain.append(self._run(self.plain.engine, prompts, params, []))
             tree.append(self._run(self.tree_engine, prompts, params, self.timers))
             if self.transformers is not None:
                 others.append(self.transformers(prompts, num_tokens))
-        shape = self.tree_engine.layout.for_batch(batch).tree
+        [(shape, _)] = (self.tree_engine.scheduler.round_trees.num_rounds - rounds_before).most_common(1)
         return _compare_runs(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
 
     @staticmethod
