@@ -20,7 +20,7 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, RefusedField, RequestBody, max_entries
+from espalier.server.fields import Metadata, RefusedField, RequestBody
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -28,11 +28,6 @@ COMPLETION_WINDOW_S = 24 * 3600
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # A batch with one of these statuses never changes again.
 ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
-]
 
 
 class StoredFile(msgspec.Struct):
@@ -103,9 +98,7 @@ class BatchRequest(RequestBody):
         description="the url of every line"
     )
     completion_window: Literal["24h"] = Field(description="24h; lines without an answer by then get an error")
-    metadata: Metadata | None = Field(
-        None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
-    )
+    metadata: Metadata = None
     output_expires_after: Annotated[None, RefusedField("files stay until they are deleted; leave it out")] = None
 
 

@@ -18,6 +18,7 @@ from espalier.server.fields import (
     CACHE_FIELDS,
     CACHE_REASON,
     FAIL_FAST,
+    MAX_METADATA,
     NO_EFFECT_FIELD_REASONS,
     NO_EFFECT_STORE,
     NO_EFFECT_VERBOSITY,
@@ -37,7 +38,6 @@ from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_too
 CacheControl: Any = Annotated[Any, NoEffect(CACHE_REASON)]
 NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
 TokenIds = Annotated[list[int], FAIL_FAST]
-MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
 # JSON keys are strings.  In a body that was made from another body, the keys are already token ids.

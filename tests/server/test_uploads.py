@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 from encodings.aliases import aliases
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from espalier.server.batch_api import TransferLimiter, batch_endpoints
-from espalier.server.batch_store import BatchStore
+from espalier.server.batch_store import BatchRequest, BatchStore
 from espalier.server.batches import BatchRunner
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
 from espalier.server.middleware import RequestMiddleware
 from espalier.server.openai import TokenizeRequest
+from espalier.server.responses import ResponsesRequest
 from espalier.server.routes import make_router
 
 LIMITS = BodyLimits(100, 100, 4, 100)
@@ -163,13 +165,22 @@ def test_content_that_is_gone_is_said_to_be(client, kept):
         ({"k": 1}, "string"),
     ],
 )
-def test_metadata_of_a_batch_has_openais_limits(client, metadata, says):
-    asked = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}
-    answer = client.post("/v1/batches", json=asked | {"metadata": metadata})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata"
-    assert says in answer.json()["error"]["message"]
-    fits = {"k" * 64: "v" * 512} | {str(i): "" for i in range(15)}
-    assert client.post("/v1/batches", json=asked | {"metadata": fits}).json()["error"]["param"] == "input_file_id"
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        (BatchRequest, {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}),
+        (ResponsesRequest, {"model": "m", "input": "hi"}),
+    ],
+)
+def test_metadata_that_is_returned_has_openais_limits(metadata, says, model, asked):
+    def read(metadata):
+        return read_body(model, "application/json", json.dumps(asked | {"metadata": metadata}).encode(), LIMITS)
+
+    with pytest.raises(ApiError, match=f"{says}.*at most 16 names of at most 64 characters") as refused:
+        read(metadata)
+    assert (refused.value.status_code, refused.value.param) == (400, "metadata")
+    for fits in ({"k" * 64: "v" * 512} | {str(i): "" for i in range(15)}, {}, None):
+        assert read(fits).metadata == fits
 
 
 def test_one_transfer_too_many_is_refused():
