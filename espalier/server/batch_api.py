@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -22,6 +21,7 @@ from espalier.server.connections import MAX_TRANSFERS
 from espalier.server.errors import ApiError, json_response, queue_full_error
 from espalier.server.middleware import FILES_PATH
 from espalier.server.routes import Endpoint
+from espalier.server.upload_form import uploaded_file
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES_PATH = "/v1/batches"
@@ -88,14 +88,6 @@ def _disk_errors_as_api_errors() -> Iterator[None]:
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
-def _require_no_transfer_encoding(file: UploadFile) -> None:
-    """Raises ApiError for an encoded file, such as base64, because the server stores the bytes unchanged."""
-    require_utf8(file.headers.get("content-type", ""))
-    encoding = file.headers.get("content-transfer-encoding", "binary")
-    if encoding.lower() not in ("7bit", "8bit", "binary"):
-        raise ApiError(415, f"content-transfer-encoding={shown(encoding)} is not supported; send binary", "file")
-
-
 def batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     return [*_file_endpoints(batches), *_batch_endpoints(batches)]
 
@@ -115,26 +107,13 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
             if not content_type.lower().startswith("multipart/form-data"):
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
             with transfers.reserve(), _disk_errors_as_api_errors():
-                return await store_upload(http)
-        except (ApiError, MultiPartException) as error:
+                async with uploaded_file(http) as file:
+                    name = file.filename or "batch.jsonl"
+                    return json_response(await asyncio.to_thread(store.add_file, file.file, name, INPUT_PURPOSE))
+        except ApiError:
             # A client may send the whole body before it reads the error, so the rest of the body is read.
             await http.scope["state"]["upload"].finish()
-            if isinstance(error, MultiPartException):
-                raise ApiError(400, error.message) from None
             raise
-
-    async def store_upload(http: Request) -> Response:
-        async with http.form(max_files=1, max_fields=8) as form:
-            file, purpose = form.get("file"), form.get("purpose")
-            if unknown := [name for name in form if name not in ("file", "purpose")]:
-                raise ApiError(400, f"{unknown[0]} is not supported: files stay until they are deleted", unknown[0])
-            if purpose != INPUT_PURPOSE:
-                raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT_PURPOSE!r}", "purpose")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
-            _require_no_transfer_encoding(file)
-            name = file.filename or "batch.jsonl"
-            return json_response(await asyncio.to_thread(store.add_file, file.file, name, INPUT_PURPOSE))
 
     async def list_files(http: Request) -> Response:
         query = _query_parameters(http, "purpose", "order")

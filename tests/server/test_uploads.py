@@ -47,10 +47,19 @@ def client(kept):
     return TestClient(RequestMiddleware(app, None, 10**6, lambda *_: None, None, 10**6))
 
 
-def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl", head=""):
-    parts = 'purpose"\r\n\r\nbatch', f'file"; filename="{name}"\r\n{head}\r\n0123456789'
-    form = "".join(f'--B\r\nContent-Disposition: form-data; name="{part}\r\n' for part in parts) + "--B--\r\n"
-    return client.post("/v1/files", content=form.encode(), headers={"content-type": content_type})
+FORM = {"content-type": "multipart/form-data; boundary=B"}
+
+
+def form_of(parts):
+    """parts: (the end of the header, which begins in the quoted name; the content)"""
+    texts = [f'--B\r\nContent-Disposition: form-data; name="{head}\r\n\r\n{content}\r\n' for head, content in parts]
+    return "".join([*texts, "--B--\r\n"]).encode()
+
+
+def upload(client, content_type=FORM["content-type"], name="a.jsonl", head=""):
+    file = f'file"; filename="{name}"\r\n{head}'.removesuffix("\r\n"), "0123456789"
+    form = form_of([('purpose"', "batch"), file])
+    return client.post("/v1/files", content=form, headers={"content-type": content_type})
 
 
 def left(kept):
@@ -84,6 +93,49 @@ def test_an_upload_in_another_form_is_refused_and_leaves_nothing(client, kept, c
     assert answer.status_code == 415 and answer.json()["error"]["message"]
     assert left(kept) == before
     assert len(content_type) > MAX_CONTENT_TYPE or "not supported" in answer.json()["error"]["message"]
+
+
+PURPOSE, FILE = ('purpose"', "batch"), ('file"; filename="a.jsonl"', "0123456789")
+
+
+@pytest.mark.parametrize(
+    ("parts", "param", "says"),
+    [
+        ([('porpose"', "batch"), FILE], "porpose", "the form has no 'porpose'; did you mean 'purpose'?"),
+        ([PURPOSE, FILE, ('color"', "x")], "color", "the form has no 'color'; use one of file, purpose"),
+        ([('expires_after[anchor]"', "x")], "expires_after", "files stay until they are deleted; leave it out"),
+        ([PURPOSE, FILE, FILE], "file", "more than one file; upload each file with a request of its own"),
+        ([PURPOSE, PURPOSE, FILE], "purpose", "more than one purpose; send it once"),
+        ([PURPOSE, ('file"', "{}")], "file", "file has no filename; send it as a file"),
+        ([('purpose"; filename="p"', "batch"), FILE], "purpose", "send it as the text 'batch'"),
+        ([('purpose"', "fine-tune"), FILE], "purpose", "purpose='fine-tune' is not supported; use 'batch'"),
+        ([FILE], "purpose", "purpose is missing; send 'batch'"),
+        ([PURPOSE], "file", "file is missing; send it as a part"),
+        ([('"', "x")], "", "the form has no ''; use one of file, purpose"),
+    ],
+)
+def test_a_form_that_is_no_upload_is_refused_by_name_and_leaves_nothing(client, kept, parts, param, says):
+    before = left(kept)
+    answer = client.post("/v1/files", content=form_of(parts), headers=FORM)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and says in error["message"]
+    assert left(kept) == before
+
+
+def test_a_form_that_is_cut_off_is_refused_and_leaves_nothing(client, kept):
+    before, whole = left(kept), form_of([PURPOSE, FILE])
+    for end in range(len(whole) - len("--\r\n") + 1):
+        answer = client.post("/v1/files", content=whole[:end], headers=FORM)
+        assert answer.status_code == 400
+        assert "the form is cut off: its last boundary is missing; send the whole" in answer.json()["error"]["message"]
+    assert left(kept) == before
+    assert client.post("/v1/files", content=whole[:-2], headers=FORM).status_code == 200
+
+
+def test_what_is_no_form_is_refused_with_advice(client):
+    for content, content_type in ((b"purpose=batch", FORM["content-type"]), (b"", "multipart/form-data")):
+        answer = client.post("/v1/files", content=content, headers={"content-type": content_type})
+        assert answer.status_code == 400 and "; send the parts file and purpose" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
