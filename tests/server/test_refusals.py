@@ -566,7 +566,10 @@ def test_a_request_id_is_in_header_error_and_log(served):
     served.until(lambda: "[mine-42]" in served.log.read_text())
     assert served.request("/nowhere%0Aa-line-of-its-own")[0] == 404
     served.until(lambda: "GET /nowhere%0Aa-line-of-its-own 404" in served.log.read_text())
-    assert served.request("/health", x_request_id="no good")[1]["x-request-id"].startswith("req-")
+    longest = ("aZ0_.:-" * 19)[:128]
+    assert served.request("/health", x_request_id=longest)[1]["x-request-id"] == longest
+    for other in ("no good", f"{longest}x", "a/b"):
+        assert served.request("/health", x_request_id=other)[1]["x-request-id"].startswith("req-")
 
 
 def test_the_page_of_fields_is_up_to_date():
