@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -183,8 +183,12 @@ class BatchStore:
         (self.folder / "files" / f"{id}.json").unlink()
         self.content_path(id).unlink()
 
-    def save_batch(self, batch: Batch) -> None:
-        _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(batch))
+    def save_batch(self, batch: Batch, **changes: Any) -> None:
+        """Change fields of a batch.  If the disk refuses the changes, raises OSError, and clients do not see them."""
+        changed = msgspec.structs.replace(batch, **changes)
+        _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(changed))
+        for name, value in changes.items():
+            setattr(batch, name, value)
         self.batches[batch.id] = batch
 
     def close(self) -> None:

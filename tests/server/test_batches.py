@@ -416,7 +416,7 @@ def test_a_cancel_that_a_full_disk_refuses_can_be_sent_again(tmp_path, monkeypat
             id = batches.store.add_file(file, "in.jsonl", "batch").id
         batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-            patch.setattr(batches.store, "save_batch", fail)
+            patch.setattr("espalier.server.batch_store._write_atomically", fail)
             batches.cancel(batch)
         batches.cancel(batch)
         while batch.status != "cancelled":
