@@ -76,15 +76,15 @@ class Download(FileResponse):
 
 
 @contextmanager
-def _disk_errors_as_api_errors() -> Iterator[None]:
+def _disk_errors_as_api_errors(action: str = "store") -> Iterator[None]:
     """Turns an OSError that leaves the block into an ApiError about the disk."""
     try:
         yield
     except OSError as error:
-        why = f"the server cannot store this ({error.strerror or error})"
+        why = f"the server cannot {action} this ({error.strerror or error})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ApiError(507, f"{why}; delete files, or make room on its disks", retry=False) from None
-        log.error("a file or batch cannot be stored: %s", error)
+        log.error("cannot %s a file or batch: %s", action, error)
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
@@ -132,7 +132,8 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
     async def delete_file(http: Request) -> Response:
         if (reader := batches.unfinished_batch_of(id := requested_file(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
-        store.remove_file(id)
+        with _disk_errors_as_api_errors("delete"):
+            store.remove_file(id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     return [

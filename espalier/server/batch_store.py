@@ -178,10 +178,12 @@ class BatchStore:
         return file
 
     def remove_file(self, id: str) -> None:
-        """Delete a file.  The description goes first: after a crash, `_remove_orphans` deletes content without one."""
+        """Delete a file, whose content may be gone already.  Raises OSError.
+
+        The description goes first: after a crash, `_remove_orphans` deletes content without one."""
+        (self.folder / "files" / f"{id}.json").unlink(missing_ok=True)
         del self.files[id]
-        (self.folder / "files" / f"{id}.json").unlink()
-        self.content_path(id).unlink()
+        self.content_path(id).unlink(missing_ok=True)
 
     def save_batch(self, batch: Batch, **changes: Any) -> None:
         """Change fields of a batch.  If the disk refuses the changes, raises OSError, and clients do not see them."""

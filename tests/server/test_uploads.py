@@ -205,7 +205,20 @@ def test_content_that_is_gone_is_said_to_be(client, kept):
     kept.content_path(id).unlink()
     answer = client.get(f"/v1/files/{id}/content")
     assert answer.status_code == 404 and "gone" in answer.json()["error"]["message"]
-    kept.files.pop(id)
+    assert client.delete(f"/v1/files/{id}").json()["deleted"] and id not in kept.files
+
+
+def test_a_file_that_the_disk_does_not_delete_stays(client, kept, monkeypatch):
+    id, before = upload(client).json()["id"], left(kept)
+
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EROFS, "the reason")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", fail)
+        answer = client.delete(f"/v1/files/{id}")
+    assert answer.status_code == 500 and "cannot delete this (the reason)" in answer.json()["error"]["message"]
+    assert left(kept) == before and client.get(f"/v1/files/{id}").status_code == 200
 
 
 @pytest.mark.parametrize(
