@@ -31,6 +31,7 @@ TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
 RESPONSE = {"model": "bundled", "input": "hi", "max_output_tokens": 2}
 LONG = "a " * 200_000
 SAID_LONG = [{"role": "user", "content": LONG}]
+PREDICTED = {"type": "content", "content": "x"}
 # A value of each refused field that clients send when they mean it.
 MEANT = {
     "response_format": {"type": "json_object"},
@@ -84,6 +85,8 @@ def test_a_refused_field_is_named_and_why(served, path, body, name):
 
 def test_neutral_values_of_refused_fields_are_served(served):
     assert served.request("/v1/chat/completions", {**CHAT, **NEUTRAL, "user": "me", "metadata": {"a": "b"}})[0] == 200
+    for depth in (0, None):
+        assert served.request("/v1/completions", {**TEXT, "speculation": False, "max_draft_depth": depth})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,10 @@ def test_neutral_values_of_refused_fields_are_served(served):
             "echo with logprobs and stream needs n=1",
         ),
         ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ("/v1/completions", {**TEXT, "max_draft_depth": 3, "speculation": False}, "max_draft_depth excludes specul"),
+        ("/v1/responses", {**RESPONSE, "max_draft_depth": 3, "speculation": False}, "leave one of them out"),
+        ("/v1/chat/completions", {**CHAT, "prediction": PREDICTED, "speculation": False}, "prediction excludes specul"),
+        ("/v1/chat/completions", {**CHAT, "prediction": PREDICTED, "max_draft_depth": 0}, "excludes max_draft_depth=0"),
         ("/v1/completions", {**TEXT, "prompt": "\ud800"}, "a lone surrogate"),
         ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are the same limit but differ"),
