@@ -20,7 +20,7 @@ from espalier.server.bodies import require_utf8
 from espalier.server.connections import MAX_TRANSFERS
 from espalier.server.errors import ApiError, json_response, queue_full_error
 from espalier.server.middleware import FILES_PATH
-from espalier.server.routes import Endpoint
+from espalier.server.routes import Endpoint, query_parameters
 from espalier.server.upload_form import uploaded_file
 
 T = TypeVar("T", StoredFile, Batch)
@@ -116,7 +116,7 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
             raise
 
     async def list_files(http: Request) -> Response:
-        query = _query_parameters(http, "purpose", "order")
+        query = _list_parameters(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
         return _list_page(FILES_PATH, chosen, query)
 
@@ -130,6 +130,7 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
         return Download(path, transfers)
 
     async def delete_file(http: Request) -> Response:
+        await _require_no_body(http)
         if (reader := batches.unfinished_batch_of(id := requested_file(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
         with _disk_errors_as_api_errors("delete"):
@@ -165,12 +166,13 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
 
     async def list_batches(http: Request) -> Response:
         counted = [batches.update_counts(each) for each in store.batches.values()]
-        return _list_page(BATCHES_PATH, counted, _query_parameters(http))
+        return _list_page(BATCHES_PATH, counted, _list_parameters(http))
 
     async def get_batch(http: Request) -> Response:
         return json_response(requested_batch(http))
 
     async def cancel_batch(http: Request) -> Response:
+        await _require_no_body(http)
         with _disk_errors_as_api_errors():
             batches.cancel(requested_batch(http))
         return json_response(requested_batch(http))
@@ -183,13 +185,15 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     ]
 
 
-def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
-    """Returns the parameters of the URL's query.  Raises ApiError for an unsupported parameter."""
+async def _require_no_body(http: Request) -> None:
+    """Raises ApiError for a body that requests something.  Some clients always send a body, such as {}."""
+    if b"".join((await http.body()).split()) not in (b"", b"{}", b"null"):
+        raise ApiError(400, f"{http.method} {http.url.path} takes no body; leave it out")
+
+
+def _list_parameters(http: Request, *names: str) -> Mapping[str, str]:
     known = ("limit", "after", *names)
-    for name in http.query_params:
-        if name not in known:
-            raise ApiError(400, f"the query has no {shown(name)}; use {', '.join(known)}", name)
-    return http.query_params
+    return query_parameters(http, known, f"use {', '.join(known)}")
 
 
 def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:

@@ -252,6 +252,25 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", TEXT),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", RESPONSE),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_a_parameter_in_the_query_of_a_post_is_refused_by_name(served, path, body):
+    for query, name in (("stream=true", "stream"), ("stream", "stream"), ("api-version=1&x%0A=", "x\n")):
+        error = error_of(served.request(f"{path}?{query}", body))
+        assert (error["message"], error["param"]) == (f"the query has no {name!r}; send it in the body", name)
+    assert "api-version 2 times" in error_of(served.request(f"{path}?api-version=1&api-version=2", body))["message"]
+    # Azure's clients send it with every request.
+    assert served.request(f"{path}?api-version=2024-10-21", body)[0] == served.request(f"{path}?", body)[0] == 200
+
+
+@pytest.mark.parametrize(
     ("positions", "said"),
     [(64, "shorten the prompt to 63 tokens"), (128, "or raise max_context (the model has 128 positions)")],
 )
