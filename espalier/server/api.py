@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -24,7 +23,7 @@ from espalier.server.chat_responses import ChatResponseBuilder, ResponsesApiBuil
 from espalier.server.errors import ApiError, bad_request_error, json_response
 from espalier.server.frontend import ModelFrontend
 from espalier.server.logs import request_id
-from espalier.server.middleware import RequestMiddleware
+from espalier.server.middleware import CorsMiddleware, RequestMiddleware
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from espalier.server.response_builders import CompletionResponseBuilder
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
@@ -175,7 +174,7 @@ def make_app(
     )
     if not options.cors_origins:
         return middleware, middleware
-    return CORSMiddleware(
+    return CorsMiddleware(
         middleware,
         allow_origins=list(options.cors_origins),
         allow_methods=["*"],
