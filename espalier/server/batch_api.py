@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from espalier.errors import require_int, shown, whole_number
 from espalier.server.batch_store import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
 from espalier.server.batches import BatchRunner
-from espalier.server.bodies import require_utf8
+from espalier.server.bodies import require_uncompressed, require_utf8
 from espalier.server.connections import MAX_TRANSFERS
 from espalier.server.errors import ApiError, json_response, queue_full_error
 from espalier.server.middleware import FILES_PATH
@@ -104,6 +104,7 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
         try:
             content_type = http.headers.get("content-type", "")
             require_utf8(content_type)
+            require_uncompressed(http.headers)
             if not content_type.lower().startswith("multipart/form-data"):
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
             with transfers.reserve(), _disk_errors_as_api_errors():

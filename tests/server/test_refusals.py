@@ -400,7 +400,7 @@ def test_a_name_may_come_again_in_another_object_or_in_a_text():
 
 def test_a_compressed_body_is_told_so(served):
     error = error_of(served.request("/v1/completions", gzip.compress(b"{}"), content_encoding="gzip"))
-    assert error["message"] == "content-encoding gzip is not supported; send the body as plain JSON"
+    assert error["message"] == "content-encoding 'gzip' is not supported; send the body uncompressed"
 
 
 def test_a_body_nested_too_deep_is_refused():

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gzip
 import json
 from encodings.aliases import aliases
 from types import SimpleNamespace
@@ -130,6 +131,15 @@ def test_a_form_that_is_cut_off_is_refused_and_leaves_nothing(client, kept):
         assert "the form is cut off: its last boundary is missing; send the whole" in answer.json()["error"]["message"]
     assert left(kept) == before
     assert client.post("/v1/files", content=whole[:-2], headers=FORM).status_code == 200
+
+
+def test_a_compressed_upload_is_refused_by_its_encoding(client, kept):
+    before, form = left(kept), form_of([PURPOSE, FILE])
+    answer = client.post("/v1/files", content=gzip.compress(form), headers=FORM | {"content-encoding": "gzip"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "content-encoding 'gzip' is not supported; send the body uncompressed"
+    assert left(kept) == before
+    assert client.post("/v1/files", content=form, headers=FORM | {"content-encoding": "identity"}).status_code == 200
 
 
 def test_what_is_no_form_is_refused_with_advice(client):
