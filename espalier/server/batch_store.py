@@ -140,8 +140,11 @@ class BatchStore:
         return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove files that a killed server left without a description.  No client could list or delete them."""
-        described = set(self.files) | {f"{id}.jsonl" for id in self.batches}
+        """Remove what a killed server left: files without a description, and the answers of batches that have ended.
+
+        No client could list or delete these files."""
+        unfinished = [id for id, batch in self.batches.items() if batch.status not in ENDED_STATUSES]
+        described = set(self.files) | {f"{id}.jsonl" for id in unfinished}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
             if path.suffix != ".json" and path.name not in described:
                 log.warning("%s is left over from a server that was killed; it is removed", path)

@@ -235,7 +235,9 @@ class BatchRunner:
         file_ids = await asyncio.to_thread(self._make_output_files, batch)
         end_time = {f"{end_status}_at": int(time.time())}
         self.store.save_batch(batch, status=end_status, **file_ids, **end_time)
-        self.store.answers_path(batch.id).unlink()  # the output files have all its lines now
+        # The output files have all lines of the answers now.  What stays here is removed at the next start.
+        with suppress(OSError):
+            self.store.answers_path(batch.id).unlink()
         log.info(
             "%s: %s, %d of %d lines answered", batch.id, end_status, batch.request_counts.completed, scan.num_lines
         )

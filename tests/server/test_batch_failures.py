@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 
 import msgspec
@@ -115,6 +116,27 @@ def test_a_client_sees_what_is_on_the_disk_and_the_end_is_right(tmp_path, monkey
 
     run_batch(tmp_path, [] if end == "failed" else [line(1), line(2)], 9 if end == "completed" else 0, follow)
     assert end in {status for _, status in refused}
+
+
+def test_a_batch_that_has_ended_is_not_run_again(tmp_path, monkeypatch):
+    """The disk does not remove its answers, whose lines are in the output file."""
+
+    def fail(path, missing_ok=False):
+        if path.name.startswith("batch_") and path.suffix == ".jsonl":
+            raise OSError(30, "Read-only file system")
+        os.unlink(path)
+
+    async def follow(batches, batch):
+        monkeypatch.setattr("pathlib.Path.unlink", fail)
+        while batch.status != "completed":
+            await asyncio.sleep(0.001)
+        batches.store.remove_file(batch.input_file_id)
+        await asyncio.sleep(0.05)
+        assert batch.status == "completed" and not batches.unfinished_batch_of(batch.input_file_id)
+
+    tries = fail_to_open(monkeypatch, iter([]), 0.001)
+    run_batch(tmp_path, [line(1)], 9, follow)
+    assert len(tries) == 1
 
 
 def test_the_traceback_of_a_failure_is_logged_once(tmp_path, monkeypatch, caplog):
