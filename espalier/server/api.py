@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -22,9 +21,9 @@ from espalier.server.batch_api import batch_endpoints
 from espalier.server.batches import BatchRunner
 from espalier.server.chat_responses import ChatResponseBuilder, ResponsesApiBuilder
 from espalier.server.errors import ApiError, bad_request_error, json_response
-from espalier.server.frontend import ModelFrontend
+from espalier.server.frontend import ModelFrontend, refuse_repeated
 from espalier.server.logs import request_id
-from espalier.server.middleware import RequestMiddleware
+from espalier.server.middleware import CorsMiddleware, RequestMiddleware
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from espalier.server.response_builders import CompletionResponseBuilder
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
@@ -144,13 +143,14 @@ class ApiOptions:
     additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a value that is no origin of a web page.  Raises EspalierError."""
+        """Refuse a value that is no origin of a web page, or comes twice.  Raises EspalierError."""
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
                     f"--cors-origin={origin!r} is no origin of a page; use a scheme and a host, such as "
                     "https://page.example or http://localhost:3000, or *"
                 )
+        refuse_repeated("--cors-origin", self.cors_origins)
 
 
 def make_app(
@@ -175,7 +175,7 @@ def make_app(
     )
     if not options.cors_origins:
         return middleware, middleware
-    return CORSMiddleware(
+    return CorsMiddleware(
         middleware,
         allow_origins=list(options.cors_origins),
         allow_methods=["*"],

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -17,11 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 from espalier.errors import require_int, shown, whole_number
 from espalier.server.batch_store import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
 from espalier.server.batches import BatchRunner
-from espalier.server.bodies import require_utf8
+from espalier.server.bodies import require_uncompressed, require_utf8
 from espalier.server.connections import MAX_TRANSFERS
 from espalier.server.errors import ApiError, json_response, queue_full_error
 from espalier.server.middleware import FILES_PATH
-from espalier.server.routes import Endpoint
+from espalier.server.routes import Endpoint, query_parameters
+from espalier.server.upload_form import uploaded_file
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES_PATH = "/v1/batches"
@@ -76,24 +76,16 @@ class Download(FileResponse):
 
 
 @contextmanager
-def _disk_errors_as_api_errors() -> Iterator[None]:
+def _disk_errors_as_api_errors(action: str = "store") -> Iterator[None]:
     """Turns an OSError that leaves the block into an ApiError about the disk."""
     try:
         yield
     except OSError as error:
-        why = f"the server cannot store this ({error.strerror or error})"
+        why = f"the server cannot {action} this ({error.strerror or error})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ApiError(507, f"{why}; delete files, or make room on its disks", retry=False) from None
-        log.error("a file or batch cannot be stored: %s", error)
+        log.error("cannot %s a file or batch: %s", action, error)
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
-
-
-def _require_no_transfer_encoding(file: UploadFile) -> None:
-    """Raises ApiError for an encoded file, such as base64, because the server stores the bytes unchanged."""
-    require_utf8(file.headers.get("content-type", ""))
-    encoding = file.headers.get("content-transfer-encoding", "binary")
-    if encoding.lower() not in ("7bit", "8bit", "binary"):
-        raise ApiError(415, f"content-transfer-encoding={shown(encoding)} is not supported; send binary", "file")
 
 
 def batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
@@ -112,32 +104,20 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
         try:
             content_type = http.headers.get("content-type", "")
             require_utf8(content_type)
+            require_uncompressed(http.headers)
             if not content_type.lower().startswith("multipart/form-data"):
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
             with transfers.reserve(), _disk_errors_as_api_errors():
-                return await store_upload(http)
-        except (ApiError, MultiPartException) as error:
+                async with uploaded_file(http) as file:
+                    name = file.filename or "batch.jsonl"
+                    return json_response(await asyncio.to_thread(store.add_file, file.file, name, INPUT_PURPOSE))
+        except ApiError:
             # A client may send the whole body before it reads the error, so the rest of the body is read.
             await http.scope["state"]["upload"].finish()
-            if isinstance(error, MultiPartException):
-                raise ApiError(400, error.message) from None
             raise
 
-    async def store_upload(http: Request) -> Response:
-        async with http.form(max_files=1, max_fields=8) as form:
-            file, purpose = form.get("file"), form.get("purpose")
-            if unknown := [name for name in form if name not in ("file", "purpose")]:
-                raise ApiError(400, f"{unknown[0]} is not supported: files stay until they are deleted", unknown[0])
-            if purpose != INPUT_PURPOSE:
-                raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT_PURPOSE!r}", "purpose")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
-            _require_no_transfer_encoding(file)
-            name = file.filename or "batch.jsonl"
-            return json_response(await asyncio.to_thread(store.add_file, file.file, name, INPUT_PURPOSE))
-
     async def list_files(http: Request) -> Response:
-        query = _query_parameters(http, "purpose", "order")
+        query = _list_parameters(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
         return _list_page(FILES_PATH, chosen, query)
 
@@ -151,9 +131,11 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
         return Download(path, transfers)
 
     async def delete_file(http: Request) -> Response:
+        await _require_no_body(http)
         if (reader := batches.unfinished_batch_of(id := requested_file(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
-        store.remove_file(id)
+        with _disk_errors_as_api_errors("delete"):
+            store.remove_file(id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     return [
@@ -185,12 +167,13 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
 
     async def list_batches(http: Request) -> Response:
         counted = [batches.update_counts(each) for each in store.batches.values()]
-        return _list_page(BATCHES_PATH, counted, _query_parameters(http))
+        return _list_page(BATCHES_PATH, counted, _list_parameters(http))
 
     async def get_batch(http: Request) -> Response:
         return json_response(requested_batch(http))
 
     async def cancel_batch(http: Request) -> Response:
+        await _require_no_body(http)
         with _disk_errors_as_api_errors():
             batches.cancel(requested_batch(http))
         return json_response(requested_batch(http))
@@ -203,13 +186,15 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     ]
 
 
-def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
-    """Returns the parameters of the URL's query.  Raises ApiError for an unsupported parameter."""
+async def _require_no_body(http: Request) -> None:
+    """Raises ApiError for a body that requests something.  Some clients always send a body, such as {}."""
+    if b"".join((await http.body()).split()) not in (b"", b"{}", b"null"):
+        raise ApiError(400, f"{http.method} {http.url.path} takes no body; leave it out")
+
+
+def _list_parameters(http: Request, *names: str) -> Mapping[str, str]:
     known = ("limit", "after", *names)
-    for name in http.query_params:
-        if name not in known:
-            raise ApiError(400, f"the query has no {shown(name)}; use {', '.join(known)}", name)
-    return http.query_params
+    return query_parameters(http, known, f"use {', '.join(known)}")
 
 
 def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:

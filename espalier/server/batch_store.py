@@ -13,14 +13,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, RefusedField, RequestBody, max_entries
+from espalier.server.fields import Metadata, RefusedField, RequestBody
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -28,11 +28,6 @@ COMPLETION_WINDOW_S = 24 * 3600
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # A batch with one of these statuses never changes again.
 ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
-]
 
 
 class StoredFile(msgspec.Struct):
@@ -103,9 +98,7 @@ class BatchRequest(RequestBody):
         description="the url of every line"
     )
     completion_window: Literal["24h"] = Field(description="24h; lines without an answer by then get an error")
-    metadata: Metadata | None = Field(
-        None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
-    )
+    metadata: Metadata = None
     output_expires_after: Annotated[None, RefusedField("files stay until they are deleted; leave it out")] = None
 
 
@@ -147,8 +140,11 @@ class BatchStore:
         return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove files that a killed server left without a description.  No client could list or delete them."""
-        described = set(self.files) | {f"{id}.jsonl" for id in self.batches}
+        """Remove what a killed server left: files without a description, and the answers of batches that have ended.
+
+        No client could list or delete these files."""
+        unfinished = [id for id, batch in self.batches.items() if batch.status not in ENDED_STATUSES]
+        described = set(self.files) | {f"{id}.jsonl" for id in unfinished}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
             if path.suffix != ".json" and path.name not in described:
                 log.warning("%s is left over from a server that was killed; it is removed", path)
@@ -185,13 +181,19 @@ class BatchStore:
         return file
 
     def remove_file(self, id: str) -> None:
-        """Delete a file.  The description goes first: after a crash, `_remove_orphans` deletes content without one."""
-        del self.files[id]
-        (self.folder / "files" / f"{id}.json").unlink()
-        self.content_path(id).unlink()
+        """Delete a file, whose content may be gone already.  Raises OSError.
 
-    def save_batch(self, batch: Batch) -> None:
-        _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(batch))
+        The description goes first: after a crash, `_remove_orphans` deletes content without one."""
+        (self.folder / "files" / f"{id}.json").unlink(missing_ok=True)
+        del self.files[id]
+        self.content_path(id).unlink(missing_ok=True)
+
+    def save_batch(self, batch: Batch, **changes: Any) -> None:
+        """Change fields of a batch.  If the disk refuses the changes, raises OSError, and clients do not see them."""
+        changed = msgspec.structs.replace(batch, **changes)
+        _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(changed))
+        for name, value in changes.items():
+            setattr(batch, name, value)
         self.batches[batch.id] = batch
 
     def close(self) -> None:

@@ -91,13 +91,7 @@ class BatchRunner:
     def cancel(self, batch: Batch) -> None:
         """Cancel a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
-            before = batch.status, batch.cancelling_at
-            batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            try:
-                self.store.save_batch(batch)
-            except BaseException:
-                batch.status, batch.cancelling_at = before  # else a second cancel would do nothing
-                raise
+            self.store.save_batch(batch, status="cancelling", cancelling_at=int(time.time()))
             self._unfinished_batches[batch.id].cancelled.set()
 
     def update_counts(self, batch: Batch) -> Batch:
@@ -145,19 +139,24 @@ class BatchRunner:
 
     async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
         """Runs a batch to its end.  If the disk or the engine fails, tries again; later batches need not wait."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, traced_errors = FIRST_PAUSE_S, set[str]()
         while True:
+            was_ended = unfinished.cancelled.is_set() or batch.expires_at <= time.time()
             try:
                 return await self._run_to_end(batch, unfinished)
-            except EspalierError as error:
-                log.error("%s is tried again in %g s: %s", batch.id, pause_s, error)
-            except Exception:
-                log.exception("%s is tried again in %g s", batch.id, pause_s)
+            except Exception as error:
+                # An EspalierError says what to do.  The traceback of another error is logged once.
+                is_new = not isinstance(error, EspalierError) and repr(error) not in traced_errors
+                traced_errors.add(repr(error))
+                why = str(error) or repr(error)
+                log.error("%s is tried again in %g s: %s", batch.id, pause_s, why, exc_info=is_new)
             # One batch runs at a time, also after failures: this one waits behind the others again.
             unfinished.earlier_batches_ended.clear()
             self._unfinished_batches[batch.id] = self._unfinished_batches.pop(batch.id)
             self._admit_oldest_batch()
-            await asyncio.sleep(pause_s)
+            # The end of the batch since the try began ends the pause, because the next try takes another way.
+            pause = asyncio.sleep(pause_s)
+            await (pause if was_ended else self._await_unless_ended(batch, unfinished, pause))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run_to_end(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
@@ -219,22 +218,26 @@ class BatchRunner:
         try:
             if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
+            if batch.expired_at is not None:
+                end_status = "expired"  # an earlier try has answered the rest of the lines with errors
             # A batch with all answers is completed, even if its time is over.
-            if end_status is None or (end_status == "expired" and not journal.num_unanswered):
+            elif end_status is None or (end_status == "expired" and not journal.num_unanswered):
                 end_status = "completed"
-            if end_status == "completed":
-                batch.status, batch.finalizing_at = "finalizing", int(time.time())
-                self.store.save_batch(batch)
+            now = int(time.time())
+            if end_status != "cancelled":
+                expired_at = now if end_status == "expired" else None
+                self.store.save_batch(batch, status="finalizing", finalizing_at=now, expired_at=expired_at)
             await asyncio.to_thread(_answer_rest_with_errors, journal, end_status)
         finally:
             _set_counts(batch, journal)
             del self._journals[batch.id]
             journal.close()
-        await asyncio.to_thread(self._make_output_files, batch)
-        batch.status = end_status
-        setattr(batch, f"{end_status}_at", int(time.time()))
-        self.store.save_batch(batch)
-        self.store.answers_path(batch.id).unlink()  # the output files have all its lines now
+        file_ids = await asyncio.to_thread(self._make_output_files, batch)
+        end_time = {f"{end_status}_at": int(time.time())}
+        self.store.save_batch(batch, status=end_status, **file_ids, **end_time)
+        # The output files have all lines of the answers now.  What stays here is removed at the next start.
+        with suppress(OSError):
+            self.store.answers_path(batch.id).unlink()
         log.info(
             "%s: %s, %d of %d lines answered", batch.id, end_status, batch.request_counts.completed, scan.num_lines
         )
@@ -242,13 +245,14 @@ class BatchRunner:
     async def _answer_lines(self, batch: Batch, journal: Journal) -> None:
         """Run the requests of all lines that have no answer yet."""
         if batch.status == "validating":
-            batch.status, batch.in_progress_at = "in_progress", int(time.time())
-            self.store.save_batch(batch)
+            self.store.save_batch(batch, status="in_progress", in_progress_at=int(time.time()))
         sender = Sender([self._client], priority=BATCH_PRIORITY)
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
-    def _make_output_files(self, batch: Batch) -> None:
-        """Store the answers as the batch's output file and error file.  A file without lines is not made."""
+    def _make_output_files(self, batch: Batch) -> dict[str, str | None]:
+        """Store the answers as the batch's output file and error file.  A file without lines is not made.
+
+        Returns the fields of the batch that name the files."""
         file_ids: dict[str, str | None] = {"output": None, "error": None}
         answer_files = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
@@ -261,15 +265,13 @@ class BatchRunner:
         finally:
             for path, _ in answer_files:
                 path.unlink(missing_ok=True)
-        batch.output_file_id, batch.error_file_id = file_ids["output"], file_ids["error"]
+        return {f"{kind}_file_id": id for kind, id in file_ids.items()}
 
     def _mark_failed(self, batch: Batch, error: EspalierError) -> None:
-        batch.status, batch.failed_at = "failed", int(time.time())
         message = str(error).replace(str(self.store.content_path(batch.input_file_id)), "the file")
         line = LINE_NUMBER_PATTERN.search(message)
         batch_error = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
-        batch.errors = BatchErrors([batch_error])
-        self.store.save_batch(batch)
+        self.store.save_batch(batch, status="failed", failed_at=int(time.time()), errors=BatchErrors([batch_error]))
 
 
 def _set_counts(batch: Batch, journal: Journal) -> None:

@@ -8,6 +8,7 @@ is a frame: a length and a pickle.  Pickle is safe here, because nobody else can
 import json
 import pickle
 import sys
+from collections.abc import Mapping
 from email.message import Message as Headers
 from functools import lru_cache
 from typing import Any
@@ -82,6 +83,12 @@ def require_utf8(content_type: str) -> None:
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in ("utf-8", "utf8"):
         raise ApiError(415, f"charset={shown(charset)} is not supported; send UTF-8")
+
+
+def require_uncompressed(headers: Mapping[str, str]) -> None:
+    """Refuse a compressed body.  Raises ApiError."""
+    if (encoding := headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
+        raise ApiError(400, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
 
 
 def _parse_json(content_type: str, data: bytes) -> Any:
@@ -181,8 +188,7 @@ class BodyReader:
         """Returns the body as an object of the class `model`.  Raises ApiError or ClientDisconnect."""
         # http.body() would keep the bytes until the request ends.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
-        if (encoding := http.headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
-            raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
+        require_uncompressed(http.headers)
         if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:

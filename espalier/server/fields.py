@@ -89,6 +89,18 @@ def max_entries(max_count: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
+MetadataName = Annotated[str, Field(max_length=MAX_METADATA_NAME)]
+MetadataText = Annotated[str, Field(max_length=MAX_METADATA_TEXT)]
+# Metadata that the server returns, with OpenAI's limits.
+Metadata = Annotated[
+    dict[MetadataName, MetadataText] | None,
+    max_entries(MAX_METADATA),
+    Field(
+        description=f"returned as it is; at most {MAX_METADATA} names of at most {MAX_METADATA_NAME} characters, with "
+        f"texts of at most {MAX_METADATA_TEXT}"
+    ),
+]
 REFUSED_FUNCTIONS = RefusedField("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
 REFUSED_NON_TEXT = RefusedField("this server supports only text; leave it out")
 REFUSED_STATE = RefusedField(

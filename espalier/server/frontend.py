@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from espalier.chat import RenderLoop, run_steps
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.active_requests import ActiveRequest, EventStream
@@ -44,6 +44,13 @@ MAX_DETOKENIZED = 2**18
 MAX_CACHED_PARAMS = 256
 
 
+def refuse_repeated(flag: str, values: Sequence[str]) -> None:
+    """Refuse a value that a repeated flag has twice, because the user meant another value.  Raises EspalierError."""
+    if len({*values}) < len(values):
+        [(value, count)] = Counter(values).most_common(1)
+        raise EspalierError(f"{flag} has {shown(value)} {count} times; give each value once")
+
+
 @dataclass(frozen=True)
 class FrontendOptions:
     """Settings of the frontend of a model.
@@ -66,6 +73,7 @@ class FrontendOptions:
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
+        refuse_repeated("--served-model-name", self.names)
         find_formats("", self.tool_format, self.reasoning_format)
 
 

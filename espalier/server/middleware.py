@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from espalier.errors import shown
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError
 from espalier.server.frontend import BATCH_CLIENT, NO_TIMEOUT
 from espalier.server.logs import client_name, new_request_id, request_id
@@ -71,8 +74,7 @@ class RequestMiddleware:
             # A HEAD request is answered like GET, and http1.py leaves out the body.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
-        client_id = headers.get("x-request-id", "")
-        request_id.set(client_id if CLIENT_REQUEST_ID_PATTERN.fullmatch(client_id) else new_request_id())
+        set_request_id(headers)
         # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
@@ -118,6 +120,39 @@ class RequestMiddleware:
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             if len(self.keys) > 1 and client_name.get() != BATCH_CLIENT:
                 client_name.set(f"key {matches.index(True)}")
+
+
+class CorsMiddleware(CORSMiddleware):
+    """Starlette's CORS middleware around RequestMiddleware.  A refused preflight gets an error like all others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except ApiError as error:
+            # The error is of preflight_response, because RequestMiddleware answers all errors of endpoints.
+            set_request_id(Headers(scope=scope))
+            log.info("%s %s %d%s", scope["method"], _quoted_path(scope), error.status_code, _log_reason(error))
+            await error.response()(scope, receive, ResponseSender(send))
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Returns the answer to a browser that asks whether a page may call.  Raises ApiError if it may not."""
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        origin, method = request_headers["origin"], request_headers["access-control-request-method"]
+        if not self.is_allowed_origin(origin):
+            message = f"pages of the origin {shown(origin)} may not call this server; allow it with --cors-origin"
+        elif method not in self.allow_methods:
+            message = f"access-control-request-method={shown(method)} is not supported; use GET, POST or DELETE"
+        else:
+            message = "a page of a public address may not call this server; open the page at a private address"
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        raise ApiError(400, message, headers=headers)
+
+
+def set_request_id(headers: Headers) -> None:
+    client_id = headers.get("x-request-id", "")
+    request_id.set(client_id if CLIENT_REQUEST_ID_PATTERN.fullmatch(client_id) else new_request_id())
 
 
 def _quoted_path(scope: Scope) -> str:

@@ -18,6 +18,7 @@ from espalier.server.fields import (
     CACHE_FIELDS,
     CACHE_REASON,
     FAIL_FAST,
+    MAX_METADATA,
     NO_EFFECT_FIELD_REASONS,
     NO_EFFECT_STORE,
     NO_EFFECT_VERBOSITY,
@@ -37,7 +38,6 @@ from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_too
 CacheControl: Any = Annotated[Any, NoEffect(CACHE_REASON)]
 NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
 TokenIds = Annotated[list[int], FAIL_FAST]
-MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
 # JSON keys are strings.  In a body that was made from another body, the keys are already token ids.
@@ -250,6 +250,8 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
+        if self.speculation is False and self.max_draft_depth:
+            raise EspalierError("max_draft_depth excludes speculation=false; leave one of them out")
         # Checked here, because the error of the later check in `resolve` would name max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -368,6 +370,9 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
+        if self.prediction is not None and (self.speculation is False or self.max_draft_depth == 0):
+            name = "speculation=false" if self.speculation is False else "max_draft_depth=0"
+            raise EspalierError(f"prediction excludes {name}; leave one of them out")
         # Checked here, because the error of the later check in `resolve` would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 

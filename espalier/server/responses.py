@@ -16,13 +16,12 @@ from espalier.server.fields import (
     REFUSED_NON_TEXT,
     REFUSED_STATE,
     EmptyList,
+    Metadata,
     RefusedField,
     RequestBody,
-    max_entries,
     nested_fields_without_effect,
 )
 from espalier.server.openai import (
-    MAX_METADATA,
     NO_EFFECT_FIELDS,
     SAMPLING_FIELDS,
     ChatRequest,
@@ -99,7 +98,7 @@ class ResponsesRequest(_ResponsesParams, ToolFields, CommonFields):
         description=f"{INCLUDE_LOGPROBS}, unless the model's tool calls or reasoning are parsed; {ENCRYPTED_REASONING} "
         "is accepted, and reasoning items have their text",
     )
-    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    metadata: Metadata = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None

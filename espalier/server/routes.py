@@ -8,6 +8,7 @@ If the server has a key, the pages name no model.
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +24,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from espalier import __version__
+from espalier.errors import shown
 from espalier.server.errors import ApiError, ErrorBody, json_response
 from espalier.server.frontend import ModelFrontend, MultiModelFrontend
 
@@ -58,6 +60,8 @@ TEMPLATE_FOLDER = "server/html"
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 EXAMPLE_MAX_TOKENS = 64
+# Azure's clients send this parameter with every request.  It has no effect, because this API has one version.
+AZURE_PARAMETER = "api-version"
 PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
@@ -112,6 +116,8 @@ class PathEndpoints:
         # The middleware counts requests by route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
+        if scope["method"] != "GET" and scope["query_string"]:
+            query_parameters(http, (), "leave it out" if endpoint.body is None else "send it in the body")
         try:
             body = () if endpoint.body is None else (await self.frontends.body_reader.read(http, endpoint.body),)
             response = await endpoint.handler(http, *body)
@@ -119,6 +125,18 @@ class PathEndpoints:
             self.frontends.metrics.disconnects.inc()
         else:
             await response(scope, receive, send)
+
+
+def query_parameters(http: Request, known: Sequence[str], advice: str) -> Mapping[str, str]:
+    """Returns the parameters of the URL's query.  Raises ApiError for a parameter that is unknown or comes twice.
+
+    advice: what to do with an unknown parameter, for the error message."""
+    for name, count in Counter(name for name, _ in http.query_params.multi_items()).items():
+        if name not in (*known, AZURE_PARAMETER):
+            raise ApiError(400, f"the query has no {shown(name)}; {advice}", name)
+        if count > 1:
+            raise ApiError(400, f"the query has {name} {count} times; send it once", name)
+    return http.query_params
 
 
 def path_not_served_error(path: str, served: Collection[str]) -> ApiError:

@@ -243,7 +243,19 @@ def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
         (lambda client: client.files.list(limit="9" * 5000), "use 1 to 10000"),
         (lambda client: client.batches.list(after="x"), "last_id of the page before"),
         (lambda client: client.get("/batches?limi=3", cast_to=object), "the query has no 'limi'"),
+        (lambda client: client.get("/batches?limit=3&limit=5", cast_to=object), "the query has limit 2 times; send it"),
         (lambda client: client.batches.cancel("x"), "there is no batch 'x'"),
+        (lambda client: client.batches.cancel("x", extra_body={"reason": "y"}), "/v1/batches/x/cancel takes no body"),
+        (
+            lambda client: client.files.delete("x", extra_body={"force": True}),
+            "/v1/files/x takes no body; leave it out",
+        ),
+        (lambda client: client.batches.cancel("x", extra_query={"now": 1}), "the query has no 'now'; leave it out"),
+        (lambda client: client.files.delete("x", extra_query={"now": 1}), "the query has no 'now'; leave it out"),
+        (
+            lambda client: client.files.create(file=b"x", purpose="batch", extra_query={"purpose": "x"}),
+            "the query has no 'purpose'; leave it out",
+        ),
         (
             lambda client: client.batches.create(input_file_id="x", endpoint=DEFAULT_URLS[1], completion_window="24h"),
             "is no file with purpose 'batch'",
@@ -271,6 +283,14 @@ def test_what_a_client_cannot_have_is_refused(served, client, call, says):
     with pytest.raises(openai.APIStatusError, match=says) as refused:
         call(client)
     assert refused.value.status_code in (400, 404, 413, 415) and refused.value.body["request_id"]
+
+
+@pytest.mark.parametrize("body", [{}, None])
+def test_a_body_that_asks_nothing_may_come_with_a_cancel(served, client, body):
+    with pytest.raises(openai.NotFoundError, match="there is no batch 'x'"):
+        client.batches.cancel("x", extra_body=body)
+    data = json.dumps(body, indent=1).encode()
+    assert served.request("/v1/batches/x/cancel", data)[0] == served.request("/v1/batches/x/cancel", b"")[0] == 404
 
 
 class Engine:
@@ -416,7 +436,7 @@ def test_a_cancel_that_a_full_disk_refuses_can_be_sent_again(tmp_path, monkeypat
             id = batches.store.add_file(file, "in.jsonl", "batch").id
         batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-            patch.setattr(batches.store, "save_batch", fail)
+            patch.setattr("espalier.server.batch_store._write_atomically", fail)
             batches.cancel(batch)
         batches.cancel(batch)
         while batch.status != "cancelled":

@@ -31,6 +31,7 @@ TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
 RESPONSE = {"model": "bundled", "input": "hi", "max_output_tokens": 2}
 LONG = "a " * 200_000
 SAID_LONG = [{"role": "user", "content": LONG}]
+PREDICTED = {"type": "content", "content": "x"}
 # A value of each refused field that clients send when they mean it.
 MEANT = {
     "response_format": {"type": "json_object"},
@@ -84,6 +85,8 @@ def test_a_refused_field_is_named_and_why(served, path, body, name):
 
 def test_neutral_values_of_refused_fields_are_served(served):
     assert served.request("/v1/chat/completions", {**CHAT, **NEUTRAL, "user": "me", "metadata": {"a": "b"}})[0] == 200
+    for depth in (0, None):
+        assert served.request("/v1/completions", {**TEXT, "speculation": False, "max_draft_depth": depth})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,10 @@ def test_neutral_values_of_refused_fields_are_served(served):
             "echo with logprobs and stream needs n=1",
         ),
         ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ("/v1/completions", {**TEXT, "max_draft_depth": 3, "speculation": False}, "max_draft_depth excludes specul"),
+        ("/v1/responses", {**RESPONSE, "max_draft_depth": 3, "speculation": False}, "leave one of them out"),
+        ("/v1/chat/completions", {**CHAT, "prediction": PREDICTED, "speculation": False}, "prediction excludes specul"),
+        ("/v1/chat/completions", {**CHAT, "prediction": PREDICTED, "max_draft_depth": 0}, "excludes max_draft_depth=0"),
         ("/v1/completions", {**TEXT, "prompt": "\ud800"}, "a lone surrogate"),
         ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are the same limit but differ"),
@@ -242,6 +249,25 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
     # A message that begins with a field that was sent is about this field.
     begin = re.split(r"[^a-z_]", message)[0]
     assert error["param"] == begin or isinstance(body, bytes) or begin not in body
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", TEXT),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", RESPONSE),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_a_parameter_in_the_query_of_a_post_is_refused_by_name(served, path, body):
+    for query, name in (("stream=true", "stream"), ("stream", "stream"), ("api-version=1&x%0A=", "x\n")):
+        error = error_of(served.request(f"{path}?{query}", body))
+        assert (error["message"], error["param"]) == (f"the query has no {name!r}; send it in the body", name)
+    assert "api-version 2 times" in error_of(served.request(f"{path}?api-version=1&api-version=2", body))["message"]
+    # Azure's clients send it with every request.
+    assert served.request(f"{path}?api-version=2024-10-21", body)[0] == served.request(f"{path}?", body)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -374,7 +400,7 @@ def test_a_name_may_come_again_in_another_object_or_in_a_text():
 
 def test_a_compressed_body_is_told_so(served):
     error = error_of(served.request("/v1/completions", gzip.compress(b"{}"), content_encoding="gzip"))
-    assert error["message"] == "content-encoding gzip is not supported; send the body as plain JSON"
+    assert error["message"] == "content-encoding 'gzip' is not supported; send the body uncompressed"
 
 
 def test_a_body_nested_too_deep_is_refused():
@@ -566,7 +592,10 @@ def test_a_request_id_is_in_header_error_and_log(served):
     served.until(lambda: "[mine-42]" in served.log.read_text())
     assert served.request("/nowhere%0Aa-line-of-its-own")[0] == 404
     served.until(lambda: "GET /nowhere%0Aa-line-of-its-own 404" in served.log.read_text())
-    assert served.request("/health", x_request_id="no good")[1]["x-request-id"].startswith("req-")
+    longest = ("aZ0_.:-" * 19)[:128]
+    assert served.request("/health", x_request_id=longest)[1]["x-request-id"] == longest
+    for other in ("no good", f"{longest}x", "a/b"):
+        assert served.request("/health", x_request_id=other)[1]["x-request-id"].startswith("req-")
 
 
 def test_the_page_of_fields_is_up_to_date():

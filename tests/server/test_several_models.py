@@ -24,6 +24,18 @@ def frontends(tmp_path_factory):
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (lambda: FrontendOptions(("a", "b", "a")), "--served-model-name has 'a' 2 times; give each value once"),
+        (lambda: ApiOptions(cors_origins=["http://x"] * 3), "--cors-origin has 'http://x' 3 times"),
+    ],
+)
+def test_a_value_that_comes_twice_is_refused(options, says):
+    with pytest.raises(EspalierError, match=says):
+        options()
+
+
 def test_each_model_has_its_front(frontends):
     server = MultiModelFrontend(frontends, frontends[0].metrics)
     client = TestClient(make_app(server, ApiOptions())[0])

@@ -60,9 +60,11 @@ def test_what_a_killed_server_had_not_finished_is_removed(tmp_path):
     file = store.add_file(BytesIO(b"whole"), "a.jsonl", "batch")
     store.save_batch(Batch("batch_1", "/v1/completions", file.id, 0, 0))
     store.answers_path("batch_1").write_bytes(b"{}")
+    store.save_batch(Batch("batch_0", "/v1/completions", file.id, 0, 0, status="completed"))
     store.close()
     kept = set(tmp_path.rglob("*"))
     left = ["files/file-1.new", "files/file-2", "batches/batch_1.new", "batches/batch_1.ok", "batches/batch_2.jsonl"]
+    left.append("batches/batch_0.jsonl")
     for name in left:
         (tmp_path / name).write_bytes(b"torn")
     store = BatchStore(tmp_path)

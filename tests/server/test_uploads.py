@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import gzip
+import json
 from encodings.aliases import aliases
 from types import SimpleNamespace
 
@@ -11,12 +13,13 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from espalier.server.batch_api import TransferLimiter, batch_endpoints
-from espalier.server.batch_store import BatchStore
+from espalier.server.batch_store import BatchRequest, BatchStore
 from espalier.server.batches import BatchRunner
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
 from espalier.server.middleware import RequestMiddleware
 from espalier.server.openai import TokenizeRequest
+from espalier.server.responses import ResponsesRequest
 from espalier.server.routes import make_router
 
 LIMITS = BodyLimits(100, 100, 4, 100)
@@ -45,10 +48,19 @@ def client(kept):
     return TestClient(RequestMiddleware(app, None, 10**6, lambda *_: None, None, 10**6))
 
 
-def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl", head=""):
-    parts = 'purpose"\r\n\r\nbatch', f'file"; filename="{name}"\r\n{head}\r\n0123456789'
-    form = "".join(f'--B\r\nContent-Disposition: form-data; name="{part}\r\n' for part in parts) + "--B--\r\n"
-    return client.post("/v1/files", content=form.encode(), headers={"content-type": content_type})
+FORM = {"content-type": "multipart/form-data; boundary=B"}
+
+
+def form_of(parts):
+    """parts: (the end of the header, which begins in the quoted name; the content)"""
+    texts = [f'--B\r\nContent-Disposition: form-data; name="{head}\r\n\r\n{content}\r\n' for head, content in parts]
+    return "".join([*texts, "--B--\r\n"]).encode()
+
+
+def upload(client, content_type=FORM["content-type"], name="a.jsonl", head=""):
+    file = f'file"; filename="{name}"\r\n{head}'.removesuffix("\r\n"), "0123456789"
+    form = form_of([('purpose"', "batch"), file])
+    return client.post("/v1/files", content=form, headers={"content-type": content_type})
 
 
 def left(kept):
@@ -82,6 +94,58 @@ def test_an_upload_in_another_form_is_refused_and_leaves_nothing(client, kept, c
     assert answer.status_code == 415 and answer.json()["error"]["message"]
     assert left(kept) == before
     assert len(content_type) > MAX_CONTENT_TYPE or "not supported" in answer.json()["error"]["message"]
+
+
+PURPOSE, FILE = ('purpose"', "batch"), ('file"; filename="a.jsonl"', "0123456789")
+
+
+@pytest.mark.parametrize(
+    ("parts", "param", "says"),
+    [
+        ([('porpose"', "batch"), FILE], "porpose", "the form has no 'porpose'; did you mean 'purpose'?"),
+        ([PURPOSE, FILE, ('color"', "x")], "color", "the form has no 'color'; use one of file, purpose"),
+        ([('expires_after[anchor]"', "x")], "expires_after", "files stay until they are deleted; leave it out"),
+        ([PURPOSE, FILE, FILE], "file", "more than one file; upload each file with a request of its own"),
+        ([PURPOSE, PURPOSE, FILE], "purpose", "more than one purpose; send it once"),
+        ([PURPOSE, ('file"', "{}")], "file", "file has no filename; send it as a file"),
+        ([('purpose"; filename="p"', "batch"), FILE], "purpose", "send it as the text 'batch'"),
+        ([('purpose"', "fine-tune"), FILE], "purpose", "purpose='fine-tune' is not supported; use 'batch'"),
+        ([FILE], "purpose", "purpose is missing; send 'batch'"),
+        ([PURPOSE], "file", "file is missing; send it as a part"),
+        ([('"', "x")], "", "the form has no ''; use one of file, purpose"),
+    ],
+)
+def test_a_form_that_is_no_upload_is_refused_by_name_and_leaves_nothing(client, kept, parts, param, says):
+    before = left(kept)
+    answer = client.post("/v1/files", content=form_of(parts), headers=FORM)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and says in error["message"]
+    assert left(kept) == before
+
+
+def test_a_form_that_is_cut_off_is_refused_and_leaves_nothing(client, kept):
+    before, whole = left(kept), form_of([PURPOSE, FILE])
+    for end in range(len(whole) - len("--\r\n") + 1):
+        answer = client.post("/v1/files", content=whole[:end], headers=FORM)
+        assert answer.status_code == 400
+        assert "the form is cut off: its last boundary is missing; send the whole" in answer.json()["error"]["message"]
+    assert left(kept) == before
+    assert client.post("/v1/files", content=whole[:-2], headers=FORM).status_code == 200
+
+
+def test_a_compressed_upload_is_refused_by_its_encoding(client, kept):
+    before, form = left(kept), form_of([PURPOSE, FILE])
+    answer = client.post("/v1/files", content=gzip.compress(form), headers=FORM | {"content-encoding": "gzip"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "content-encoding 'gzip' is not supported; send the body uncompressed"
+    assert left(kept) == before
+    assert client.post("/v1/files", content=form, headers=FORM | {"content-encoding": "identity"}).status_code == 200
+
+
+def test_what_is_no_form_is_refused_with_advice(client):
+    for content, content_type in ((b"purpose=batch", FORM["content-type"]), (b"", "multipart/form-data")):
+        answer = client.post("/v1/files", content=content, headers={"content-type": content_type})
+        assert answer.status_code == 400 and "; send the parts file and purpose" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +215,20 @@ def test_content_that_is_gone_is_said_to_be(client, kept):
     kept.content_path(id).unlink()
     answer = client.get(f"/v1/files/{id}/content")
     assert answer.status_code == 404 and "gone" in answer.json()["error"]["message"]
-    kept.files.pop(id)
+    assert client.delete(f"/v1/files/{id}").json()["deleted"] and id not in kept.files
+
+
+def test_a_file_that_the_disk_does_not_delete_stays(client, kept, monkeypatch):
+    id, before = upload(client).json()["id"], left(kept)
+
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EROFS, "the reason")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", fail)
+        answer = client.delete(f"/v1/files/{id}")
+    assert answer.status_code == 500 and "cannot delete this (the reason)" in answer.json()["error"]["message"]
+    assert left(kept) == before and client.get(f"/v1/files/{id}").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -163,13 +240,22 @@ def test_content_that_is_gone_is_said_to_be(client, kept):
         ({"k": 1}, "string"),
     ],
 )
-def test_metadata_of_a_batch_has_openais_limits(client, metadata, says):
-    asked = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}
-    answer = client.post("/v1/batches", json=asked | {"metadata": metadata})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata"
-    assert says in answer.json()["error"]["message"]
-    fits = {"k" * 64: "v" * 512} | {str(i): "" for i in range(15)}
-    assert client.post("/v1/batches", json=asked | {"metadata": fits}).json()["error"]["param"] == "input_file_id"
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        (BatchRequest, {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}),
+        (ResponsesRequest, {"model": "m", "input": "hi"}),
+    ],
+)
+def test_metadata_that_is_returned_has_openais_limits(metadata, says, model, asked):
+    def read(metadata):
+        return read_body(model, "application/json", json.dumps(asked | {"metadata": metadata}).encode(), LIMITS)
+
+    with pytest.raises(ApiError, match=f"{says}.*at most 16 names of at most 64 characters") as refused:
+        read(metadata)
+    assert (refused.value.status_code, refused.value.param) == (400, "metadata")
+    for fits in ({"k" * 64: "v" * 512} | {str(i): "" for i in range(15)}, {}, None):
+        assert read(fits).metadata == fits
 
 
 def test_one_transfer_too_many_is_refused():
