@@ -59,6 +59,15 @@ def check_token_limits(params: Any) -> None:
         )
 
 
+def check_speculation_fields(params: Any) -> None:
+    """Refuse a depth or a prediction that a request without draft tokens could not use.  params: SamplingParams."""
+    if params.speculation is False and params.max_draft_depth:
+        raise EspalierError("max_draft_depth excludes speculation=false; leave one of them out")
+    if params.prediction and (params.speculation is False or params.max_draft_depth == 0):
+        name = "speculation=false" if params.speculation is False else "max_draft_depth=0"
+        raise EspalierError(f"prediction excludes {name}; leave one of them out")
+
+
 def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
     """Refuse values that this model does not support.  params: ResolvedParams.
 

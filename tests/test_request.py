@@ -138,6 +138,22 @@ def test_what_is_a_whole_number_takes_no_other_type_for_one(name, value):
             resolved({theirs: value}).validate(VOCAB)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_draft_depth": 3, "speculation": False},
+        {"prediction": "x", "speculation": False},
+        {"prediction": [1], "max_draft_depth": 0},
+    ],
+    ids=repr,
+)
+def test_guesses_that_a_request_could_not_use_are_refused(params):
+    SamplingParams(speculation=False, max_draft_depth=0, prediction=())
+    name, other = params
+    with pytest.raises(EspalierError, match=f"^{name} excludes {other}=.*; leave one of them out"):
+        SamplingParams(**params)
+
+
 @pytest.mark.parametrize("value", [1.0, True, "1", [1]], ids=repr)
 def test_token_ids_are_whole_numbers_whatever_they_are_equal_to(value):
     for tokens in ([value], [1, value], [value, 1]):

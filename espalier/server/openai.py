@@ -250,8 +250,6 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        if self.speculation is False and self.max_draft_depth:
-            raise EspalierError("max_draft_depth excludes speculation=false; leave one of them out")
         # Checked here, because the error of the later check in `resolve` would name max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -370,9 +368,6 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        if self.prediction is not None and (self.speculation is False or self.max_draft_depth == 0):
-            name = "speculation=false" if self.speculation is False else "max_draft_depth=0"
-            raise EspalierError(f"prediction excludes {name}; leave one of them out")
         # Checked here, because the error of the later check in `resolve` would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
