@@ -285,10 +285,9 @@ class InputProcessor:
     def require_tokenizer(self, purpose: str) -> Tokenizer:
         """Returns the tokenizer.  Without one, raises EspalierError, which says that `purpose` needs a tokenizer."""
         if self.tokenizer is None:
-            raise EspalierError(
-                f"{purpose} needs a tokenizer, and {self.model_info.model} has none; add its tokenizer.json, or give "
-                "token ids"
-            )
+            model = self.model_info.model
+            remedy = "convert it again with its tokenizer" if model.endswith(".gguf") else "add its tokenizer.json"
+            raise EspalierError(f"{purpose} needs a tokenizer, and {model} has none; {remedy}, or give token ids")
         return self.tokenizer
 
 

@@ -381,6 +381,7 @@ def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, BYTES_LIKE) or not isinstance(prompts, Sequence):
         raise EspalierError(
             f"prompts={shown(prompts)} is not supported; use text, a list of texts or lists of token ids"
+            + _array_remedy(prompts)
         )
     if prompts and all(isinstance(part, int) for part in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -392,7 +393,12 @@ def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _require_prompt(name: str, prompt: Any) -> None:
     """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
     if isinstance(prompt, BYTES_LIKE) or not isinstance(prompt, str | Sequence):
-        raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
+        raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids{_array_remedy(prompt)}")
+
+
+def _array_remedy(value: Any) -> str:
+    """Returns more advice for the error of an array, a tensor or one of their numbers; else ""."""
+    return ", as .tolist() returns" if hasattr(value, "tolist") else ""
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

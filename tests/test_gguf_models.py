@@ -13,6 +13,7 @@ from espalier import LLM, SamplingParams
 from espalier.chat import run_steps
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.models import read_config
 from espalier.models.loading import read_raw_config
@@ -40,6 +41,13 @@ def test_values_have_the_bits_of_the_library() -> None:
             values = dequantise_blocks(BlockMatrix(BLOCK_TYPES[kind], values.flatten(1)))
         content = values.float().contiguous().numpy().tobytes()
         assert hashlib.sha256(content).hexdigest() == expected[stored], name
+
+
+def test_a_file_without_a_tokenizer_must_be_converted_again() -> None:
+    with pytest.raises(
+        EspalierError, match=r"m\.gguf has none; convert it again with its tokenizer, or give token ids"
+    ):
+        InputProcessor(ModelInfo("a/m.gguf", 9, 9), None).require_tokenizer("a text prompt")
 
 
 def test_the_tokenizer_and_the_template_are_the_files() -> None:

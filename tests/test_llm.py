@@ -431,6 +431,7 @@ def test_what_is_no_prompt_is_one_line(llm, prompt):
     for call in (llm.generate, llm.stream):
         with pytest.raises(EspalierError, match="use text") as refused:
             call(prompt, GREEDY)
+        assert ("as .tolist() returns" in str(refused.value)) == isinstance(prompt, torch.Tensor)
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 

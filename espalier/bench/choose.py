@@ -14,7 +14,15 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive, full_step_times, require_positions
+from espalier.bench.drive import (
+    BenchEngine,
+    BenchEngines,
+    ModelEngines,
+    drive,
+    full_step_times,
+    require_one_rank,
+    require_positions,
+)
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -132,7 +140,8 @@ def choose(
 
 
 def _refuse_unused_settings(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for engine settings without effect in this command."""
+    """Raises EspalierError for engine settings without effect in this command, or with several ranks."""
+    require_one_rank(settings, "bench choose")
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
         raise EspalierError("--by-batch is not for bench choose, which measures such a table; leave one out")

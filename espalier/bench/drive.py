@@ -66,6 +66,12 @@ class DriveResult:
         return total
 
 
+def require_one_rank(settings: Mapping[str, Any], command: str) -> None:
+    """Raises EspalierError if the engine has several ranks: `command` rebuilds its engine, and they would end."""
+    if (num_ranks := settings.get("tensor_parallel", 1)) > 1:
+        raise EspalierError(f"--tensor-parallel={num_ranks}: {command} measures on one GPU; leave the flag out")
+
+
 def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """Closes `engine`, and returns a new engine on its models and buffers.  changes: ModelRunner fields to replace."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefix_tree is not None

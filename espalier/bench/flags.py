@@ -1,13 +1,13 @@
 """The flags of `espalier bench` and `espalier doctor`, a function for each command.  The module needs no PyTorch."""
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, plain_number, whole_number, without_duplicate_keys
 from espalier.layout import TreeShape
-from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
+from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, flag_of, whole_numbers
 
 # The default (smallest, largest) number of tokens of a prompt, and of an output.
 INPUT_BOUNDS, OUTPUT_BOUNDS = (16, 128), (16, 64)
@@ -58,6 +58,19 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
     add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
     _add_dataset_flags(parser)
+
+
+def refuse_unused_load_flags(args: Namespace) -> None:
+    """Raises EspalierError for a flag of `add_load_flags` that needs another flag."""
+    needs = (
+        ("think", "--turns", args.turns or args.dataset),
+        ("prefix_length", "--prefixes", args.prefixes),
+        ("arrivals", "--rate", args.rate or (args.url and not args.concurrency)),
+        ("burst", f"--arrivals {BURSTS}", args.arrivals == BURSTS),
+    )
+    for name, needed, is_used in needs:
+        if getattr(args, name) is not None and not is_used:
+            raise EspalierError(f"{flag_of(name)} needs {needed}; add that, or leave {flag_of(name)} out")
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:

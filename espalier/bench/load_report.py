@@ -16,7 +16,14 @@ from espalier.bench.drive import (
     require_positions,
     variants_to_compare,
 )
-from espalier.bench.flags import DATASET_FLAGS, DEFAULT_REQUESTS, INPUT_BOUNDS, OUTPUT_BOUNDS, SERVER_FLAGS
+from espalier.bench.flags import (
+    DATASET_FLAGS,
+    DEFAULT_REQUESTS,
+    INPUT_BOUNDS,
+    OUTPUT_BOUNDS,
+    SERVER_FLAGS,
+    refuse_unused_load_flags,
+)
 from espalier.bench.load import (
     Arrivals,
     BenchConversations,
@@ -110,6 +117,7 @@ class DatasetConversations:
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
     """Runs the command.  engines_of: opens engines, like espalier/bench/drive.py:engines_of."""
+    refuse_unused_load_flags(args)
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
             raise EspalierError(f"{flag_of(given[0])} is not for --url: its server runs already; leave one out")

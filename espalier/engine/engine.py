@@ -170,7 +170,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""
         if self.stop_error is not None:
-            raise EspalierError(self.stop_error)
+            raise EspalierError(f"{self.stop_error}; make another LLM")
         if request.id in self.requests:
             raise EspalierError(f"request {request.id!r} is running already; use another id")
         max_context, min_tokens = self.layout.max_context, request.params.min_tokens
@@ -199,7 +199,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self.stop_error = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
+            self.stop_error = f"the engine stopped ({type(error).__name__}: {error})"
             self.in_flight.clear()
             self.scheduler.abort_all(self.stop_error)
             raise
@@ -220,7 +220,7 @@ class Engine:
     def close(self) -> None:
         """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
         if self.stop_error is None:
-            self.stop_error = "the engine is closed; make another LLM"
+            self.stop_error = "the engine is closed"
         self.in_flight.clear()
         try:
             self.executor.close()  # a launch in flight may still ask for masks

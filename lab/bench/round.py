@@ -8,6 +8,7 @@ from argparse import Namespace
 from types import MappingProxyType
 from typing import Any
 
+from espalier.bench.drive import require_one_rank
 from espalier.bench.report import check_plot_path
 from espalier.errors import EspalierError
 from espalier.startup.resolve import DEFAULT_PAGE_SIZE
@@ -69,6 +70,7 @@ def _is_given(value: Any) -> bool:
 
 def _fill_in_defaults(args: Namespace, settings: dict[str, Any], mode: str | None) -> None:
     """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
+    require_one_rank(settings, "a mode of lab round that loads a model")
     for name, value in FLAG_DEFAULTS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     require_at_least_one(args, *FLAG_DEFAULTS)
