@@ -1,8 +1,7 @@
 """The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
 
-from espalier.models.config import Experts, ModelConfig
+from espalier.models.config import LINEAR_LAYER, Experts, ModelConfig
 from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
-from espalier.models.families.qwen3_next import LINEAR_LAYER
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.state_tensors import delta_net_shapes, gated_attention_shapes, nemotron_shapes
