@@ -171,7 +171,6 @@ def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> 
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Returns the spec of each layer."""
     if config.family.layer_specs is not None:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
