@@ -22,9 +22,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
-from espalier.models import load_target, read_config
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.gguf import convert
 from tests.harness import CPU, DTYPE
@@ -130,10 +129,7 @@ def store_gguf(path: Path, part: RankPart) -> Path:
 
 def load(target_path: Path, draft_path: Path) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": 64}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 def outputs(target: Any, draft: Any) -> tuple[Tensor, Tensor]:

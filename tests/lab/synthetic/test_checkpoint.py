@@ -15,16 +15,16 @@ from espalier.bench.shapes import GPT_OSS_FIELDS, LLAMA_FIELDS, QWEN3_FIELDS, SH
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.models import load_target, read_config
+from espalier.models import load_target
 from espalier.models.from_transformers.target import TransformersTarget
 from espalier.models.rope import RopeTables
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from lab.__main__ import main as lab
 from lab.synthetic import checkpoint as foundry
 from lab.synthetic.chain import PROBABILITIES, predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.rope import MIN_SCORE_DROP, make_lag_code
+from tests.checkpoints import load_pair
 from tests.harness import CPU, request
 from tests.lab.shapes import greedy_continuation
 from tests.models.reference import load_reference, reference_logits
@@ -155,10 +155,7 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [shard.name for shard in shards]
     loading = {"dtype": torch.float32, "device": CPU, "position_rows": POSITIONS}
-    target = load_target(
-        path, captured_layers=read_draft(draft_path, read_config(path)).spec.captured_layers, **loading
-    )
-    draft = load_draft(draft_path, target, **loading)
+    target, draft = load_pair(path, draft_path, **loading)
     made, made_draft = models(recipe, torch.float32)
     assert (made.captured_layers, made.layer_specs, made_draft.layer_specs) == (
         target.captured_layers,
