@@ -13,7 +13,6 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, parse_config
 from espalier.models.draft import DraftConfig
-from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
@@ -64,7 +63,7 @@ class Shape:
 
     @property
     def target(self) -> ModelConfig:
-        return parse_config(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
+        return parse_config(self.config_json, find_family(self.config_json, Path(self.name)), Path(self.name))
 
     @property
     def draft_layer_fields(self) -> dict[str, Any]:
