@@ -5,7 +5,6 @@ file holds.  Each drawn mixture computes what its dequantised weights compute, a
 that nothing takes.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from tests.builders import make_eagle3, make_target
-from tests.checkpoints import load_pair
+from tests.checkpoints import edit_config, load_pair
 from tests.folders import new_folder
 from tests.gguf import convert
 from tests.harness import CPU, DTYPE
@@ -99,9 +98,7 @@ def store(path: Path, part: RankPart) -> Path:
             stored |= {f"{module}.{suffix}": each for suffix, each in made.items()}
     save_file(stored, path / "model.safetensors")
     save_file(values, meant / "model.safetensors")
-    raw = json.loads((path / "config.json").read_text())
-    raw["quantization_config"] = quantisation_of(config, skipped if part.is_named else [], part.has_head)
-    (path / "config.json").write_text(json.dumps(raw))
+    edit_config(path, quantization_config=quantisation_of(config, skipped if part.is_named else [], part.has_head))
     return meant
 
 
