@@ -52,11 +52,6 @@ class Shape:
         return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": layers})
 
     @property
-    def emitted_ids(self) -> range:
-        """The token ids that the synthetic target may emit."""
-        return range(self.first_emitted_id, self.end_emitted_id)
-
-    @property
     def config_json(self) -> dict[str, Any]:
         common = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True}
         return {**common, **self.config_fields}
