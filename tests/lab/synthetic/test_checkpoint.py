@@ -121,22 +121,27 @@ def generate(engine: Engine, starts: list[list[int]], count: int) -> list[list[i
     return [r.output for r in requests]
 
 
-@pytest.mark.parametrize("family", [LLAMA_FIELDS, QWEN3_FIELDS], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["chain", "copy"])
-def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
-    """From files: the same logits in both, the greedy token that the rule names, and its probabilities."""
-    recipe = a_recipe(shape=tiny(family), mode=mode)
+def followed_rule(recipe: Recipe, tmp_path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """From files: the same logits in both, and the greedy token that the rule names.  Returns (tokens, logits)."""
     path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
-    chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    text = start + greedy_continuation(chain, start, 60)
+    text = start + greedy_continuation(recipe.chain(), start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
     own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
-    given = logits[0, PROMPT:].softmax(-1).gather(1, chain.successors(tokens[0, PROMPT:]))
+    return tokens[0], logits[0]
+
+
+@pytest.mark.parametrize("family", [LLAMA_FIELDS, QWEN3_FIELDS], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["chain", "copy"])
+def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
+    """The tokens also have the probabilities that the rule gives them."""
+    recipe = a_recipe(shape=tiny(family), mode=mode)
+    tokens, logits = followed_rule(recipe, tmp_path)
+    given = logits[PROMPT:].softmax(-1).gather(1, recipe.chain().successors(tokens[PROMPT:]))
     if mode == "chain":
         # Layers disturb each logit by a few tenths at this size; in the mean that cancels.
         torch.testing.assert_close(given.mean(0).float(), torch.tensor(PROBABILITIES), atol=0.02, rtol=0)
