@@ -93,7 +93,6 @@ class ChatTemplate:
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads_variable(self, variable: str) -> bool:
-        """Whether the template reads a variable."""
         try:
             return variable in _variables_of(self.source)
         except Exception:  # the template cannot be parsed; `render` reports it

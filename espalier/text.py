@@ -393,6 +393,5 @@ def _new_text(old_text: str, full_text: str) -> str:
 
 
 def _common_prefix_length(text: str, other_text: str) -> int:
-    """Length of the common prefix of two texts."""
     differ = (i for i, (a, b) in enumerate(zip(text, other_text, strict=False)) if a != b)
     return next(differ, min(len(text), len(other_text)))

@@ -49,7 +49,6 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 
 def code_lines(source: str) -> int:
-    """The number of lines with code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:

@@ -115,7 +115,6 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
 def rounds_of(
     executor: CudaExecutor, variants: Mapping[str, Plans], batch: int, rows: int
 ) -> dict[str, CapturedLaunch]:
-    """A captured round of each variant."""
     dummies, pool, graphs = dummy_launch(batch), torch.cuda.graph_pool_handle(), {}
     with torch.inference_mode(), precompile():
         for plans in variants.values():

@@ -401,7 +401,6 @@ def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Draw every weight of a model of transformers."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -12,12 +12,13 @@ import torch
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
-from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.models import CausalLM, DraftModel, load_target
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
+from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
+from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.latent import make_latent
 from tests.pages import check_pages
@@ -113,9 +114,7 @@ def _loaded(
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
         return load_target(target_path, model_impl=model_impl, **how), None
-    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.captured_layers
-    target = load_target(target_path, captured_layers=capture, model_impl=model_impl, **how)
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, model_impl, **how)
 
 
 @dataclass(frozen=True)

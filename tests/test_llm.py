@@ -1,7 +1,6 @@
 """The public face over a tiny model: order, samples, streams, aborts, errors.  Which tokens is for tests/properties."""
 
 import gc
-import json
 import logging
 import shutil
 import signal
@@ -20,6 +19,7 @@ from espalier.llm import prepare_engine
 from espalier.request import Output
 from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup import load
+from tests.checkpoints import edit_config
 from tests.harness import VOCAB, directories
 from tests.pages import check_pages
 
@@ -444,8 +444,7 @@ def test_a_stream_takes_one_prompt(llm, prompts):
 def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths, tmp_path, caplog):
     path = tmp_path / "target"
     shutil.copytree(paths[0], path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, VOCAB]}))
+    edit_config(path, eos_token_id=[3, VOCAB])
     (path / "generation_config.json").write_text('{"eos_token_id": [-1, 5]}')
     with LLM(model=path, speculation=None, max_context=64) as llm:
         assert llm.generate("abc", SamplingParams(max_tokens=2))[0].error is None

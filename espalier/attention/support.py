@@ -198,7 +198,6 @@ class Support:
 
     @property
     def head_sizes_text(self) -> str:
-        """The supported head sizes as text."""
         text, latent = sizes_text(self.head_sizes), self.max_latent
         if self.latent_rows:
             return f"{text}; latent rows of " + ", ".join(
@@ -229,7 +228,6 @@ def sizes_text(sizes: Sequence[int] | None) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

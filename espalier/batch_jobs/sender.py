@@ -49,7 +49,6 @@ class Sender:
     def __init__(
         self, clients: Sequence[httpx.AsyncClient], give_up_s: float | None = None, priority: int | None = None
     ):
-        self.clients = clients
         self.give_up_s = give_up_s
         self.priority = priority
         self._next_clients = cycle(clients)

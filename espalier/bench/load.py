@@ -56,7 +56,6 @@ class Load:
         return self.prefix_tokens if self.num_prefixes else 0
 
     def load_of_conversation(self, index: int) -> "Load":
-        """Returns a load with only this conversation."""
         turns = slice(index * self.num_turns, (index + 1) * self.num_turns)
         return Load(self.input_lengths[turns], self.output_lengths[turns], self.num_turns)
 

@@ -13,7 +13,6 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, parse_config
 from espalier.models.draft import DraftConfig
-from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
@@ -53,18 +52,13 @@ class Shape:
         return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": layers})
 
     @property
-    def emitted_ids(self) -> range:
-        """The token ids that the synthetic target may emit."""
-        return range(self.first_emitted_id, self.end_emitted_id)
-
-    @property
     def config_json(self) -> dict[str, Any]:
         common = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True}
         return {**common, **self.config_fields}
 
     @property
     def target(self) -> ModelConfig:
-        return parse_config(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
+        return parse_config(self.config_json, find_family(self.config_json, Path(self.name)), Path(self.name))
 
     @property
     def draft_layer_fields(self) -> dict[str, Any]:

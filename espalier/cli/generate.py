@@ -181,7 +181,6 @@ def _print_outputs(llm: "LLM", prompts: list[Any], params: list[SamplingParams],
 
 
 def as_dict(output: Output) -> dict[str, Any]:
-    """Returns the output as a dict for --json."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,

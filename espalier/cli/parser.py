@@ -6,7 +6,6 @@ import sys
 from argparse import (
     Action,
     ArgumentError,
-    ArgumentParser,
     ArgumentTypeError,
     BooleanOptionalAction,
     Namespace,
@@ -19,9 +18,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import other_engines
-from espalier.errors import NUMBER_PARSERS
 from espalier.startup.checkpoints import require_names
-from espalier.terminal.console import HelpText
+from espalier.terminal.console import CommandParser
 from espalier.terminal.flags import named_models
 
 # By command: its former subcommands and flags, with the commands of `python -m lab` that replace them.
@@ -110,12 +108,7 @@ class Command(NamedTuple):
         return module.run(args)
 
 
-class Parser(ArgumentParser):
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **{"formatter_class": HelpText, **settings})
-        for kind, read in NUMBER_PARSERS.items():
-            self.register("type", kind, read)
-
+class Parser(CommandParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
 

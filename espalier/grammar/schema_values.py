@@ -224,7 +224,6 @@ def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> d
 
 
 def is_known_format(type_name: str, format: Any) -> bool:
-    """Returns whether the type `type_name` has this format."""
     names = {
         *(FORMATS if type_name == "string" else INTEGER_BOUNDS if type_name == "integer" else ()),
         *ANNOTATION_FORMATS.get(type_name, ()),

@@ -276,7 +276,6 @@ class LearnFolder:
         _write_json(self.path / "trained.json", dict(num_trained))
 
     def next_draft(self) -> Path:
-        """Returns the path for the next draft."""
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 

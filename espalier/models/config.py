@@ -39,6 +39,8 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, de
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
+# The layer types of more than one family, as in `layer_types`.
+FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_LAYER = "full_attention", "sliding_attention", "linear_attention"
 LayerWindows = tuple[int | None, ...]
 # A function that loads a layer: (weights, config, prefix of the layer's weight names, layer number, RoPE tables) -> a
 # models/base.py:Layer.  In a family with MTP layers, the function has one more argument: the layer's index in the pass
@@ -371,7 +373,7 @@ def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> Layer
     if window is None:
         return no_windows(fields)
     layers = range(int(fields["num_hidden_layers"]))
-    slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
+    slides = [types[i] == SLIDING_ATTENTION for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
@@ -388,7 +390,7 @@ def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWin
 
 def hybrid_windows(fields: Json) -> LayerWindows:
     """Returns the windows of a hybrid model: None for each layer.  Raises EspalierError if no layer has attention."""
-    if "full_attention" not in (fields["layer_types"] or ()):
+    if FULL_ATTENTION not in (fields["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
         )
@@ -398,7 +400,7 @@ def hybrid_windows(fields: Json) -> LayerWindows:
 def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
     types = fields.get("layer_types")
     if types is not None:
-        supported = {"full_attention", "sliding_attention", *family.extra_layer_types}
+        supported = {FULL_ATTENTION, SLIDING_ATTENTION, *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - supported)
         if unknown:
             raise EspalierError(
@@ -415,7 +417,7 @@ def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
         raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
     windows = family.windows(fields)
     for layer, kind in enumerate(types or ()):
-        if kind == "sliding_attention" and windows[layer] is None:
+        if kind == SLIDING_ATTENTION and windows[layer] is None:
             raise EspalierError(
                 f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
                 f"({family.architecture}, sliding_window = {fields.get('sliding_window')!r}, use_sliding_window = "

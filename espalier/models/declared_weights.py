@@ -69,7 +69,6 @@ def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
 
 
 def can_divide(config: ModelConfig, num_ranks: int) -> bool:
-    """Whether `num_ranks` ranks can divide this model."""
     try:
         _require_divisible_sizes(config, num_ranks)
     except EspalierError:

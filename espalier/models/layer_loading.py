@@ -15,7 +15,7 @@ from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat
 from espalier.kernels.ops.selection import IndexerNorm
-from espalier.models.config import Experts, ModelConfig
+from espalier.models.config import FULL_ATTENTION, Experts, ModelConfig
 from espalier.models.latent_config import IndexerConfig, LatentConfig
 from espalier.models.layers.attention import AllHeadsNorms, Attention
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -33,7 +33,6 @@ from espalier.shards import RankPart, Shards, as_rank_part, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
 ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
-FULL_ATTENTION = "full_attention"
 
 
 def load_experts(
@@ -172,7 +171,6 @@ def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> 
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Returns the spec of each layer."""
     if config.family.layer_specs is not None:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent

@@ -5,7 +5,7 @@ Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -40,18 +40,18 @@ RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|delt
 SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def _known_family(config_json: Json, families: Mapping[str, Family]) -> Family | None:
+def _known_family(config_json: Json) -> Family | None:
     """Returns the family of a config.json by `architectures` (if missing, by `model_type`); None if it is unknown."""
     name = architecture_of(config_json)
-    by_type = {} if config_json.get("architectures") else {family.model_type: family for family in families.values()}
-    return families.get(str(name)) or by_type.get(str(name))
+    by_type = {} if config_json.get("architectures") else {family.model_type: family for family in FAMILIES.values()}
+    return FAMILIES.get(str(name)) or by_type.get(str(name))
 
 
-def find_family(config_json: Json, families: Mapping[str, Family], path: Path) -> Family:
+def find_family(config_json: Json, path: Path) -> Family:
     """Returns the family of a config.json.  Raises EspalierError if no family supports it."""
-    if (family := _known_family(config_json, families)) is not None:
+    if (family := _known_family(config_json)) is not None:
         return family
-    name, supported = architecture_of(config_json), ", ".join(families)
+    name, supported = architecture_of(config_json), ", ".join(FAMILIES)
     if name is None and not config_json.get("architectures") and "speculators_model_type" not in config_json:
         raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
@@ -64,18 +64,18 @@ def find_family(config_json: Json, families: Mapping[str, Family], path: Path) -
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def is_multimodal(config_json: Json, families: Iterable[Family]) -> bool:
+def is_multimodal(config_json: Json) -> bool:
     """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
-    return any(architecture_of(config_json) in family.multimodal_architectures for family in families)
+    return any(architecture_of(config_json) in family.multimodal_architectures for family in FAMILIES.values())
 
 
-def text_config(config_json: Json, families: Iterable[Family], path: Path) -> Json:
+def text_config(config_json: Json, path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
     Raises EspalierError if no family supports the text part."""
     name, text = architecture_of(config_json), config_json.get("text_config")
     if not isinstance(text, Mapping):
         raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
-    by_type = {family.model_type: family for family in families if name in family.multimodal_architectures}
+    by_type = {family.model_type: family for family in FAMILIES.values() if name in family.multimodal_architectures}
     kind = text.get("model_type", next(iter(by_type)))
     if kind not in by_type:
         raise EspalierError(
@@ -136,11 +136,9 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(config_json, model_impl):
             return read_by_transformers(config_json, path, overrides, generation)
-        has_other_parts = is_multimodal(config_json, FAMILIES.values())
-        text = text_config(config_json, FAMILIES.values(), path) if has_other_parts else config_json
-        config = parse_config(
-            text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation
-        )
+        has_other_parts = is_multimodal(config_json)
+        text = text_config(config_json, path) if has_other_parts else config_json
+        config = parse_config(text, find_family({**text, **(overrides or {})}, path), path, overrides, generation)
         return (
             replace(config, multimodal_architecture=architecture_of(config_json), stored_names=TEXT_PART_NAMES)
             if has_other_parts
@@ -151,10 +149,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 def _runs_by_transformers(config_json: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return (
-        not (_known_family(config_json, FAMILIES) or is_multimodal(config_json, FAMILIES.values()))
-        and causal_class_name(config_json) is not None
-    )
+    return not (_known_family(config_json) or is_multimodal(config_json)) and causal_class_name(config_json) is not None
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:

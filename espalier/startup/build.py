@@ -49,7 +49,6 @@ class LoadedModels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
     def with_num_pages(self, num_pages: int) -> "LoadedModels":

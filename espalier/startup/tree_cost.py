@@ -93,7 +93,6 @@ class PassWeights:
         return self._seconds(num_read, (self.dense + self.expert * self.top_k) * rows, self.num_layers, chip)
 
     def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
-        """Seconds of a draft pass."""
         return self._seconds(self.draft, self.draft * rows, self.num_draft_layers, chip)
 
     def _seconds(self, num_read: float, num_products: float, num_layers: int, chip: ChipFigures) -> float:

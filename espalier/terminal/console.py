@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import textwrap
-from argparse import Action, HelpFormatter
+from argparse import Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from rich.text import Text
 
 import espalier
 from espalier.cores import available_cores
-from espalier.errors import EspalierError
+from espalier.errors import NUMBER_PARSERS, EspalierError
 from espalier.text import Tokenizer
 
 DRAFT_STYLE = "bold green"
@@ -264,3 +264,12 @@ class HelpText(HelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         """Break lines like argparse, but never inside a name such as --by-batch."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class CommandParser(ArgumentParser):
+    """Reads numbers as the settings do, and prints help as HelpText."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpText, **settings})
+        for kind, read in NUMBER_PARSERS.items():
+            self.register("type", kind, read)

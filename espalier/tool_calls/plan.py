@@ -112,7 +112,6 @@ def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> Gra
 
 
 def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
-    """Returns a grammar node for free text with optional calls."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
     if syntax.calls_begin:
@@ -219,7 +218,6 @@ class ChatPlan:
         return self.formats.tools is not None or self.formats.reasoning is not None
 
     def template_reads(self, variable: str) -> bool:
-        """Returns whether the chat template reads a variable."""
         return self.tokenizer is not None and self.tokenizer.template.reads_variable(variable)
 
     def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -67,7 +67,6 @@ class TextReader:
         self._recorded_texts = [text]
 
     def stop_recording(self) -> str:
-        """Stop recording, and return the record."""
         kept, self._recorded_texts = self._recorded_texts or [], None
         return "".join(kept)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from espalier.config import supported_values
 from espalier.errors import NUMBER_PARSERS, EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
-from espalier.terminal.console import HelpText
+from espalier.terminal.console import CommandParser
 from espalier.terminal.flags import flag_of
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_draft_kind, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, length_advice
@@ -83,12 +83,7 @@ def number_reader(field: Field) -> Callable[[str], float]:
     return read
 
 
-class Parser(argparse.ArgumentParser):
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **{"formatter_class": HelpText, **settings})
-        for kind, read in NUMBER_PARSERS.items():
-            self.register("type", kind, read)
-
+class Parser(CommandParser):
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits.  The usage is not printed, because the usage of `eagle3` has twenty lines."""
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")

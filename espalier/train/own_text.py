@@ -208,12 +208,9 @@ def load_own_text(
         write_own_text(target, data, config, work_dir, origin)
         saved = saved_texts(config, work_dir, origin)
     files = [np.load(path) for path in saved]
-
-    def joined_texts(name: str) -> TextList:
-        return TextList(*(np.concatenate([file[f"{name}_{f.name}"] for file in files]) for f in fields(TextList)))
-
+    texts = TextList(*(np.concatenate([file[f"texts_{f.name}"] for file in files]) for f in fields(TextList)))
     held_out = TextList(*(files[0][f"held_out_{f.name}"] for f in fields(TextList)))
-    return OwnText(joined_texts("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
+    return OwnText(texts, np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 
 def saved_texts(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> list[Path]:

@@ -30,8 +30,7 @@ from espalier.startup.tree_cost import measure_chip, pass_weights
 from espalier.terminal.console import print_header, require_gpu, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from lab.bench.ranked_models import synthetic_models
-from lab.bench.recipe_sizes import recipe_sizes
-from lab.bench.synthetic_models import SyntheticModels, recipe_with_accept_length
+from lab.bench.synthetic_models import SyntheticModels, recipe_sizes, recipe_with_accept_length
 from lab.shape_flags import refuse_shape_flags, shape_settings
 from lab.synthetic.checkpoint import Recipe, total_bytes
 

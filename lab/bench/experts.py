@@ -155,7 +155,6 @@ class ExpertWeights(Weights):
         self._experts: dict[str, list[LayerExperts]] = {}
 
     def experts_of(self, router: ProductGroup) -> list[LayerExperts]:
-        """The copies of the experts of a router."""
         experts = router.experts
         assert experts is not None
         if router.name not in self._experts:

@@ -254,7 +254,6 @@ class FloorMeter:
         return RoundFloor(*(part / self.ranks + (both - part) / self.draft_ranks for both, part in pairs))
 
     def _one_gpu_floor(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
-        """The floor on one GPU."""
         target, draft = round_products(self.shape, size)
         linears, experts = self.time_products((*draft, *target), size.batch * size.tree.num_draft_tokens)
         attention_ms = round_attention_cost(self.shape, size, self.value_bytes).ms(ceilings)

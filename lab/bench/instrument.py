@@ -64,7 +64,6 @@ class LaunchRecord:
 
 
 def record_launches(engine: Engine) -> LaunchRecord:
-    """From now on every launch of this engine is recorded."""
     record = LaunchRecord(engine.executor.captured_passes)
     engine.observer = record
     executor = engine.executor

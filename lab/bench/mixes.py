@@ -288,7 +288,6 @@ def cell_figures(found: Mapping[str, TimedRounds], fixed: Sequence[str], adaptiv
 
 
 def cell_line(cell: Mapping[str, Any]) -> str:
-    """A cell in one line."""
     chosen = "; ".join(
         f"{name}: {cell['over plain'][name]:.3f} of plain, {over:.3f} of best, "
         + ", ".join(f"{count} x {tree}" for tree, count in cell["trees"][name].items())

@@ -30,8 +30,7 @@ from lab.bench.floor import FloorMeter, RoundFloor, RoundSize, kv_value_bytes
 from lab.bench.full_rounds import FullRounds, measure_full_rounds
 from lab.bench.plot import Bars, plot_bars
 from lab.bench.ranked_models import synthetic_models
-from lab.bench.recipe_sizes import recipe_sizes
-from lab.bench.synthetic_models import SyntheticModels, recipe_with_accept_length
+from lab.bench.synthetic_models import SyntheticModels, recipe_sizes, recipe_with_accept_length
 from lab.shape_flags import shape_settings
 from lab.synthetic.checkpoint import Recipe
 

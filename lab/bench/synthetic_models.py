@@ -4,7 +4,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from espalier.attention import default_backend
+from espalier.bench.linears import ModelShape, model_sizes, with_draft
 from espalier.bench.shapes import find_shape
 from espalier.cache.kv import LayerStack
 from espalier.config import ResolvedConfig, is_unresolved
@@ -56,6 +57,12 @@ class OneBucket(RoundLayout):
 
     def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
         return (max_batch_size,) if max_batch_size else ()
+
+
+def recipe_sizes(recipe: Recipe) -> ModelShape:
+    """The sizes of a recipe's models, for their floor."""
+    target = replace(model_sizes(recipe.shape.target), weight_format=recipe.weights)
+    return with_draft(target, recipe.draft_config, recipe.draft_weights)
 
 
 def recipe_with_accept_length(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:

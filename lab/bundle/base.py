@@ -119,7 +119,6 @@ class Heldout:
     num_bytes: int
 
     def first_part(self, divisor: int) -> Heldout:
-        """Returns the first 1 / divisor of the tokens."""
         stream = self.stream[: len(self.stream) // divisor]
         return Heldout(stream, self.num_bytes * len(stream) // len(self.stream))
 

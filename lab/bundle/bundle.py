@@ -81,7 +81,6 @@ class BundleFolders:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def add_results(self, **figures: Any) -> None:
-        """Add figures to results.json."""
         self.work.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.results() | figures, indent=1, default=vars)
         (self.work / "results.json").write_text(text + "\n")

@@ -110,7 +110,7 @@ class Recipe:
         check_correlation(self.routing_correlation, config, self.shape.name)
         return make_chain(
             config.vocab_size,
-            self.shape.emitted_ids,
+            range(self.shape.first_emitted_id, self.shape.end_emitted_id),
             self.shape.draft_vocab_size,
             config.num_layers,
             seed=self.seed,

@@ -1,14 +1,12 @@
 """The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
 
-from espalier.models.config import Experts, ModelConfig
+from espalier.models.config import LINEAR_LAYER, Experts, ModelConfig
 from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
-from espalier.models.families.qwen3_next import LINEAR_LAYER
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
-from lab.synthetic.state_tensors import delta_net_shapes, gated_attention_shapes, nemotron_shapes
+from lab.synthetic.state_tensors import Shapes, delta_net_shapes, gated_attention_shapes, nemotron_shapes
 
 NEMOTRON_ARCHITECTURE = NEMOTRON_H.architecture
-Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:

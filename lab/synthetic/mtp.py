@@ -19,7 +19,6 @@ from torch import Tensor
 from espalier.bench.shapes import LLAMA_FIELDS, Shape
 from espalier.errors import EspalierError
 from espalier.models.config import parse_config
-from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.models.mtp import HIDDEN_SOURCES
 from lab.synthetic.chain import BURY_NATS, FAVOUR_NATS, NUM_NUDGES, NUM_SUCCESSORS
@@ -38,7 +37,7 @@ class MtpTensors(DraftTensors):
                 f"form {' or '.join(HIDDEN_SOURCES)}"
             )
         raw = {**LLAMA_FIELDS, **shape.draft_layer_fields}
-        super().__init__(parse_config(raw, find_family(raw, FAMILIES, Path(shape.name)), Path(shape.name)), target)
+        super().__init__(parse_config(raw, find_family(raw, Path(shape.name)), Path(shape.name)), target)
         if self.config.head_size < NUM_NUDGES:
             raise EspalierError(f"{shape.name}: an MTP head needs heads of {NUM_NUDGES} values or more")
         self.num_layers = num_layers

@@ -14,7 +14,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LINEAR_TUNING, ROWS_BUCKETS, LibraryPlan, TritonPlan, TuningTable
 from espalier.kernels.layers.quantised_plans import max_block_in
-from lab.bench.recipe_sizes import recipe_sizes
+from lab.bench.synthetic_models import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.mixtures import mixture
 

@@ -26,7 +26,6 @@ EACH = pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[ProposedRound]:
-    """What is verified, round by round."""
     found: list[ProposedRound] = []
     verify = of_round.verify
 

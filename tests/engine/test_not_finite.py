@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.engine.engine import Engine
-from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.models import CausalLM, DraftModel, load_target
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import load_pair
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
@@ -48,9 +48,7 @@ def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None
     how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
     if algorithm != "eagle3":
         return load_target(target_path, **how), None
-    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
-    target = load_target(target_path, captured_layers=capture, **how)
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 def make_engine(setup: Setup, drafts_it: bool) -> Engine:

@@ -13,9 +13,10 @@ from espalier.attention import default_backend
 from espalier.config import FP8_KV
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
+from espalier.models import CausalLM, DraftModel, load_target
+from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.build import LoadedModels, assemble_engine
+from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones
@@ -72,9 +73,7 @@ def loaded(
     how = {"dtype": dtype, "device": device, "position_rows": rows}
     if not speculative:
         return load_target(target_path, model_impl=model_impl, **how), None
-    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.captured_layers
-    target = load_target(target_path, captured_layers=capture, model_impl=model_impl, **how)
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, model_impl, **how)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Inputs of the attention kernels: requests of different lengths over shuffled pages, NaN where no kernel may read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,8 @@ from espalier.kernels.state.kv_scales import KVScales
 # bfloat16 and float16: the weights and the output are rounded to 2^-9 and 2^-12.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 LSE_TOLERANCE = 2e-5
+# A kernel's launch: (inputs, most splits) -> (outputs, lse).
+Run = Callable[[AttentionInputs, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -183,13 +186,33 @@ def poison_empty(monkeypatch) -> None:
 
 def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
     inputs = draw(case, device)
-    out, lse = run(inputs, case.max_splits, staged, **arguments)
-    exact_out, exact_lse = expected(inputs, staged)
+    check_results(case, inputs, run(inputs, case.max_splits, staged, **arguments), staged)
+
+
+def check_results(case: Case, inputs: AttentionInputs, results: tuple[Tensor, Tensor], staged: bool) -> None:
+    (out, lse), (exact_out, exact_lse) = results, expected(inputs, staged)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)
+
+
+def check_batches(case: Case, inputs: AttentionInputs, run: Run) -> None:
+    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
+    out, lse = run(inputs, case.max_splits)
+    order = list(range(len(case.lengths)))
+    for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
+        again, again_lse = run(only(inputs, requests), case.max_splits)
+        assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
+
+
+def check_more_words(inputs: AttentionInputs, run: Run) -> None:
+    """The first levels of a draft tree have the ancestor words of all its rows."""
+    out, lse = run(inputs, 4)
+    nodes = replace(inputs.nodes, ancestor_bits=torch.nn.functional.pad(inputs.nodes.ancestor_bits, (0, 2)))
+    more, more_lse = run(inputs._replace(nodes=nodes), 4)
+    assert torch.equal(more, out) and torch.equal(more_lse, lse)
 
 
 def difference(out: Tensor, plain: Tensor) -> str:

@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, int, int, bool, int | None]] = {
 
 
 def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: torch.device, seed: int = 0):
-    """A QuantisedMatrix [*lead, num_out, num_in]."""
     code, group, rows_per_scale, has_zeros, inputs = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
 

@@ -9,7 +9,7 @@ from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, SharedExperts, grouped_experts, scale_by_gate
 from espalier.kernels.runtime.launch import Chip
-from tests.kernels.test_experts import DTYPE, PLANS, TOLERANCE, drawn, exact_parts, exactly_drawn
+from tests.kernels.test_experts import DTYPE, PLANS, assert_close, drawn, exact_parts, exactly_drawn
 from tests.kernels.treeing import poisoned
 
 # (rows, experts, choices, hidden size, intermediate size), pieces
@@ -36,11 +36,6 @@ def exact_pieces(x, shared, inner):
     gated, down = F.silu(gate) * up, shared.down.double()
     pieces = zip(gated.split(inner, 1), down.split(inner, 1), strict=True)
     return torch.stack([F.linear(columns, weight) for columns, weight in pieces])
-
-
-def assert_close(parts, exact, dtype):
-    assert parts.shape == exact.shape
-    assert (parts.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)

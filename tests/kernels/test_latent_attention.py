@@ -15,7 +15,16 @@ from espalier.kernels.hopper.config import (
 )
 from espalier.kernels.ops.attention import AttentionInputs, latent_attention
 from espalier.kernels.runtime.launch import Chip, chip
-from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, only, poison_empty, split
+from tests.kernels.attending import (
+    Case,
+    check_batches,
+    check_more_words,
+    check_results,
+    draw,
+    only,
+    poison_empty,
+    split,
+)
 
 
 def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
@@ -41,13 +50,7 @@ def run(
 
 def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
     inputs = drawn(case, device)
-    out, lse = run(inputs, case.max_splits, staged, **arguments)
-    exact_out, exact_lse = expected(inputs, staged)
-    assert out.dtype == case.dtype and lse.dtype == torch.float32
-    assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)
+    check_results(case, inputs, run(inputs, case.max_splits, staged, **arguments), staged)
 
 
 # No bfloat16: Triton's interpreter multiplies its bits as integers.
@@ -92,22 +95,11 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 @pytest.mark.parametrize("case", [SMALL[3], SMALL[4]], ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
-    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
-    inputs = drawn(case, kernel_device)
-    out, lse = run(inputs, case.max_splits)
-    order = list(range(len(case.lengths)))
-    for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        again, again_lse = run(only(inputs, requests), case.max_splits)
-        assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
+    check_batches(case, drawn(case, kernel_device), run)
 
 
 def test_rows_may_have_more_words_than_they_need(kernel_device):
-    """The first levels of a draft tree have the ancestor words of all its rows."""
-    inputs = drawn(latent_case((5, 3), queries=2, rows=2), kernel_device)
-    out, lse = run(inputs, 4)
-    nodes = replace(inputs.nodes, ancestor_bits=torch.nn.functional.pad(inputs.nodes.ancestor_bits, (0, 2)))
-    more, more_lse = run(inputs._replace(nodes=nodes), 4)
-    assert torch.equal(more, out) and torch.equal(more_lse, lse)
+    check_more_words(drawn(latent_case((5, 3), queries=2, rows=2), kernel_device), run)
 
 
 def test_arguments_are_checked(kernel_device):

@@ -12,7 +12,7 @@ from espalier.kernels.attention.triton_config import TritonConfig, choose_triton
 from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
-from tests.kernels.attending import Case, check, draw, expected, only, run
+from tests.kernels.attending import Case, check, check_batches, check_more_words, draw, expected, only, run
 
 # bfloat16 only beside FP8 rows, with which it becomes float16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
@@ -105,22 +105,11 @@ def test_a_query_beyond_float16_fails_alone(kernel_device, value):
     "case", [SMALL[6], SMALL[19], *(pytest.param(SMALL[i], marks=pytest.mark.full) for i in (3, 4, 14))], ids=str
 )
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
-    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
-    inputs = draw(case, kernel_device)
-    out, lse = run(inputs, case.max_splits)
-    order = list(range(len(case.lengths)))
-    for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        again, again_lse = run(only(inputs, requests), case.max_splits)
-        assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
+    check_batches(case, draw(case, kernel_device), run)
 
 
 def test_rows_may_have_more_words_than_they_need(kernel_device):
-    """The first levels of a draft tree have the ancestor words of all its rows."""
-    inputs = draw(Case((5, 3), queries=2, rows=2), kernel_device)
-    out, lse = run(inputs, 4)
-    nodes = replace(inputs.nodes, ancestor_bits=torch.nn.functional.pad(inputs.nodes.ancestor_bits, (0, 2)))
-    more, more_lse = run(inputs._replace(nodes=nodes), 4)
-    assert torch.equal(more, out) and torch.equal(more_lse, lse)
+    check_more_words(draw(Case((5, 3), queries=2, rows=2), kernel_device), run)
 
 
 def test_arguments_are_checked(kernel_device):

@@ -7,7 +7,7 @@ import torch
 from espalier.bench.linears import ModelShape
 from espalier.bench.shapes import find_shape
 from espalier.kernels.layers.linear_plans import DENSE
-from lab.bench.recipe_sizes import recipe_sizes
+from lab.bench.synthetic_models import recipe_sizes
 from lab.synthetic.chain import Chain
 from lab.synthetic.checkpoint import Recipe
 

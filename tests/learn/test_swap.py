@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
 from espalier.learn.swap import Swap, tensor_places
-from espalier.models import load_target, read_config
 from espalier.request import SamplingParams
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
+from tests.checkpoints import load_pair
 from tests.learn.pair import draft, engine
 from tests.pages import check_pages
 
@@ -86,15 +86,12 @@ def test_every_tensor_of_a_draft_is_the_new_ones(algorithm, dtype, tmp_path):
     directory = find_draft(BUNDLED, algorithm)
     target_dir = find_target(BUNDLED)
     how = {"dtype": dtype, "device": "cpu", "position_rows": 64}
-    target = load_target(
-        target_dir, captured_layers=read_draft(directory, read_config(target_dir)).spec.captured_layers, **how
-    )
+    target, served = load_pair(target_dir, directory, **how)
     shutil.copytree(directory, learned := tmp_path / "learned")
     weights = load_file(directory / "model.safetensors")
     floating = {name: -value if value.is_floating_point() else value for name, value in weights.items()}
     save_file(floating, learned / "model.safetensors")
-    served, new = load_draft(directory, target, **how), load_draft(learned, target, **how)
-    Swap(served, new).copy_weights()
+    Swap(served, load_draft(learned, target, **how)).copy_weights()
     fresh = load_draft(learned, target, **how)
 
     def plain(tensor):

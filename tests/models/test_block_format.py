@@ -11,10 +11,11 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
-from espalier.models import load_target, read_config
+from espalier.models import read_config
 from espalier.models.block import BlockDraft
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.speculate.drafters.registry import read_draft
 from tests.block import block_directories, make_block_draft
+from tests.checkpoints import load_pair
 from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "block"
@@ -89,9 +90,7 @@ def difference(ours: Tensor, expected: Tensor) -> float:
 
 
 def load(path: Path) -> tuple[Any, Any]:
-    capture = read_draft(path, read_config(FIXTURES / "target")).spec.captured_layers
-    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
-    return target, load_draft(path, target, **LOADING)
+    return load_pair(FIXTURES / "target", path, **LOADING)
 
 
 def test_every_case_agrees(record_property: Any) -> None:
@@ -244,10 +243,7 @@ def test_k_and_v_projections_are_held_once():
     """Context rows and block rows are multiplied with the same memory."""
     target_path, draft_path = block_directories("llama", "dspark", 4)
     how = {**LOADING, "dtype": torch.float64}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    draft = load_draft(draft_path, target, **how)
+    _, draft = load_pair(target_path, draft_path, **how)
     for layer, context in zip(draft.layers, draft.context_kv, strict=True):
         whole = layer.attention.qkv.weight.tensor
         assert context.weight.tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -32,6 +32,7 @@ from espalier.models.from_transformers.target import StackedLinears, Transformer
 from scripts.any_model import ClassResult, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
+from tests.checkpoints import edit_config
 from tests.harness import directories
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
@@ -241,8 +242,7 @@ def test_weights_that_do_not_fit_are_named(change: Any, says: str, tmp_path: Pat
 
 def test_a_config_of_a_larger_model_takes_no_memory(tmp_path: Path) -> None:
     path = make_target(tmp_path, "phi3")
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 10**9}))
+    edit_config(path, intermediate_size=10**9)
     with pytest.raises(EspalierError, match=r"describes \d{12} weights, and the files hold \d{5};"):
         load_target(path, **LOADING)
 

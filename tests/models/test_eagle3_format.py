@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from espalier.models import DraftModel, load_target, read_config
+from espalier.models import DraftModel
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import LEGACY_FC_NORMS
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from tests.checkpoints import load_pair
 from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
@@ -22,9 +22,7 @@ TOLERANCE = 1e-4
 
 
 def load(head: Path) -> tuple[Any, DraftModel]:
-    capture = read_draft(head, read_config(FIXTURES / "target")).spec.captured_layers
-    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
-    return target, load_draft(head, target, **LOADING)
+    return load_pair(FIXTURES / "target", head, **LOADING)
 
 
 def chained_steps(draft: DraftModel, tokens: Tensor, captured: Tensor, shift: int) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config
 
 EXPERTS, HIDDEN = 16, 12
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
@@ -144,11 +145,6 @@ def test_routings_that_are_refused(fields: dict[str, Any], says: str) -> None:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return make_target(tmp_path / "target", "qwen3_moe", layers=4)
-
-
-def edit_config(path: Path, **fields: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @pytest.mark.parametrize(

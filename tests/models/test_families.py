@@ -22,6 +22,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp import read_mtp
 from tests.builders import CONFIGS, make_eagle3, make_target
+from tests.checkpoints import edit_config
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 from tests.pairwise import fewer
@@ -598,13 +599,10 @@ def test_gemma4_ignores_what_layers_that_share_rows_still_store(tmp_path: Path) 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:
     path = make_target(tmp_path, "mistral", sliding_window=6)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "layer_types": ["sliding_attention", "full_attention"] * 2}))
+    edit_config(path, layer_types=["sliding_attention", "full_attention"] * 2)
     with pytest.raises(EspalierError, match="num_hidden_layers = 3"):
         read_config(path)
-    (path / "config.json").write_text(
-        json.dumps({**raw, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]})
-    )
+    edit_config(path, layer_types=["sliding_attention"] * 2 + ["full_attention"])
     with pytest.raises(EspalierError, match=f"^{path}: layer_types .*uses the window in every layer; remove one"):
         read_config(path)
 

@@ -19,6 +19,7 @@ from espalier.models.weight_files import count_weights_in
 from espalier.models.weights import Weights
 from espalier.startup import load
 from tests.builders import make_target
+from tests.checkpoints import edit_config
 from tests.mtp import mtp_directories
 from tests.oracles.dense import DensePass
 from tests.quantised import quantise
@@ -127,8 +128,7 @@ def test_fp8_experts_in_one_tensor(size, tmp_path):
 
 def test_a_config_without_layer_types_has_attention_in_every_fourth_layer(tmp_path):
     path = make_target(tmp_path, "qwen3_next", layers=5)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "layer_types": None, "full_attention_interval": None}))
+    edit_config(path, layer_types=None, full_attention_interval=None)
     kinds = [spec.cache_spec.kind for spec in load.layer_specs_of(read_config(path))]
     assert kinds == ["a state", "a state", "a state", "K and V heads", "a state"]
 
@@ -169,8 +169,7 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
 )
 def test_what_no_layer_computes_is_refused(family: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = make_target(tmp_path, family)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, **fields}))
+    edit_config(path, **fields)
     with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
         read_config(path)
 

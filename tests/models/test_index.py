@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from espalier.attention import BACKENDS, backend
 from espalier.attention.support import Provider
@@ -24,6 +23,7 @@ from espalier.models.layers.latent_attention import common_input_scales
 from espalier.models.mtp import read_mtp
 from espalier.startup import load
 from tests.builders import make_target
+from tests.checkpoints import replace_weights
 from tests.models.test_deepseek import FP8 as FP8_CONFIG
 from tests.models.test_deepseek import V3
 from tests.quantised import quantise
@@ -216,8 +216,6 @@ def test_a_shared_layer_reads_no_indexer_and_leaves_one_that_is_stored(tmp_path:
     model: Any = load_target(path, overrides={"index_topk_pattern": "FSF"}, **how)
     assert [layer.attention.indexer is None for layer in model.layers] == [False, True, False]
     assert [len(spec.cache_spec.planes) for spec in model.layer_specs] == [2, 1, 2]
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.2.self_attn.indexer.wk.weight"]
-    save_file(weights, path / "model.safetensors")
+    replace_weights(path, **{"model.layers.2.self_attn.indexer.wk.weight": None})
     with pytest.raises(EspalierError, match=r"layers\.2\.self_attn\.indexer\.wk"):
         load_target(path, **how)

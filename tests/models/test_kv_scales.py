@@ -1,6 +1,5 @@
 """The scales of an FP8 K/V cache: what config.json declares, how checkpoints name and shape them, what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from espalier.models.weight_formats import declared_kv_dtype
 from espalier.startup.build import kv_scales
 from espalier.startup.load import find_checkpoint, resolve_config
 from tests.builders import make_target
+from tests.checkpoints import edit_config, replace_weights
 
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 HEADS, LAYERS = 2, 3
@@ -35,9 +35,7 @@ def with_scales(path: Path, scales: dict[str, torch.Tensor], scheme: object = No
         weights |= {f"model.layers.{layer}.self_attn.{name}": scale * (1 + layer) for name, scale in scales.items()}
     save_file(weights, target / "model.safetensors")
     if scheme is not None:
-        config = json.loads((target / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
-        (target / "config.json").write_text(json.dumps(config))
+        edit_config(target, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": scheme})
     return target
 
 
@@ -95,9 +93,7 @@ def test_a_layer_without_scales_is_refused(tmp_path, declares):
     """Where others have them, or where config.json declares them."""
     target = with_scales(tmp_path, {} if declares else PAIR, STATIC if declares else None)
     if not declares:
-        weights = load_file(target / "model.safetensors")
-        del weights["model.layers.0.self_attn.k_scale"], weights["model.layers.0.self_attn.v_scale"]
-        save_file(weights, target / "model.safetensors")
+        replace_weights(target, **{f"model.layers.0.self_attn.{name}_scale": None for name in "kv"})
     with pytest.raises(EspalierError, match=r"'model.layers.0.self_attn.k_scale' is missing, and kv_dtype=fp8_e4m3"):
         kv_scales(loaded(target))
 

@@ -17,9 +17,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from espalier.attention import BACKENDS, default_backend
 from espalier.errors import EspalierError
-from espalier.models import load_target, read_config
-from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
+from espalier.models import read_config
+from espalier.speculate.drafters.registry import draft_algorithm, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config, load_pair
 from tests.harness import LATENT_HEAD
 from tests.models.reference import in_float64
 from tests.oracles.dense import DensePass
@@ -102,9 +103,7 @@ class Oracle:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_computes_what_transformers_computes(variant: str, target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target, **VARIANTS[variant])
-    capture = read_draft(head, read_config(target)).spec.captured_layers
-    model = load_target(target, captured_layers=capture, **LOADING)
-    draft = load_draft(head, model, **LOADING)
+    model, draft = load_pair(target, head, **LOADING)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 16, (1, WIDTH), generator=generator)
     captured = torch.randn(1, WIDTH, 96, generator=generator, dtype=torch.float64)
@@ -118,8 +117,7 @@ def test_both_names_of_its_layer(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target)
     file = head / "model.safetensors"
     save_file({name.replace("midlayer.", "layers.0."): value for name, value in load_file(file).items()}, file)
-    model = load_target(target, captured_layers=read_draft(head, read_config(target)).spec.captured_layers, **LOADING)
-    load_draft(head, model, **LOADING)
+    load_pair(target, head, **LOADING)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +154,9 @@ def test_captured_layers_of_deepseek_are_named_by_their_input(
 )
 def test_heads_that_are_refused(fields: dict[str, Any], says: str, target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target)
-    raw = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps({**raw, **fields}))
-    model = load_target(target, captured_layers=(2, 3), **LOADING)
+    edit_config(head, **fields)
     with pytest.raises(EspalierError, match=says):
-        load_draft(
-            head,
-            load_target(target, captured_layers=read_draft(head, model.config).spec.captured_layers, **LOADING),
-            **LOADING,
-        )
+        load_pair(target, head, **LOADING)
 
 
 def test_a_head_with_too_wide_a_latent_runs_on_another_backend_or_is_refused(target: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ file holds.  Each drawn mixture computes what its dequantised weights compute, a
 that nothing takes.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
-from espalier.models import load_target, read_config
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config, load_pair
 from tests.folders import new_folder
 from tests.gguf import convert
 from tests.harness import CPU, DTYPE
@@ -100,9 +98,7 @@ def store(path: Path, part: RankPart) -> Path:
             stored |= {f"{module}.{suffix}": each for suffix, each in made.items()}
     save_file(stored, path / "model.safetensors")
     save_file(values, meant / "model.safetensors")
-    raw = json.loads((path / "config.json").read_text())
-    raw["quantization_config"] = quantisation_of(config, skipped if part.is_named else [], part.has_head)
-    (path / "config.json").write_text(json.dumps(raw))
+    edit_config(path, quantization_config=quantisation_of(config, skipped if part.is_named else [], part.has_head))
     return meant
 
 
@@ -130,10 +126,7 @@ def store_gguf(path: Path, part: RankPart) -> Path:
 
 def load(target_path: Path, draft_path: Path) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": 64}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 def outputs(target: Any, draft: Any) -> tuple[Tensor, Tensor]:

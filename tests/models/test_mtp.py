@@ -1,14 +1,12 @@
 """Multi-token prediction layers on disk: one layer against transformers' parts, what is shared, and what is refused."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from espalier.config import EngineConfig, SpeculationConfig
@@ -18,6 +16,7 @@ from espalier.models.mtp import MTPDraft
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup import load
 from tests.builders import make_target
+from tests.checkpoints import edit_config, edit_weights
 from tests.models.reference import in_float64, load_reference
 from tests.mtp import LAYERS, QWEN, mtp_directories, types_of
 from tests.oracles.dense import DensePass
@@ -33,17 +32,6 @@ def copied(family: str, path: Path) -> tuple[Path, Path]:
     target, draft = mtp_directories(family, 3)
     own = Path(copytree(target, path / "target"))
     return own, own if draft == target else Path(copytree(draft, path / "draft"))
-
-
-def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    weights = load_file(path / "model.safetensors")
-    edit(weights)
-    save_file(weights, path / "model.safetensors")
-
-
-def edit_config(path: Path, **fields: Any) -> None:
-    config = path / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
 
 
 def loaded(target: Path, draft: Path) -> tuple[Any, MTPDraft]:

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.models import load_target, read_config
+from espalier.models import read_config
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import PEagleDraft
-from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
+from espalier.speculate.drafters.registry import draft_algorithm, read_draft
+from tests.checkpoints import edit_config, load_pair
 from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "peagle"
@@ -24,9 +25,7 @@ TOLERANCE = 1e-4
 
 
 def load(path: Path) -> tuple[Any, PEagleDraft]:
-    capture = read_draft(path, read_config(FIXTURES / "target")).spec.captured_layers
-    target = load_target(FIXTURES / "target", captured_layers=capture, **LOADING)
-    draft = load_draft(path, target, **LOADING)
+    target, draft = load_pair(FIXTURES / "target", path, **LOADING)
     assert isinstance(draft, PEagleDraft)
     return target, draft
 
@@ -122,8 +121,7 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     fields, text = REFUSED[name]
     path = tmp_path / "draft"
     copytree(FIXTURES / "llama", path)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, **fields}))
+    edit_config(path, **fields)
     with pytest.raises(EspalierError, match=text):
         read_draft(path, read_config(FIXTURES / "target"))
 

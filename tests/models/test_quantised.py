@@ -23,6 +23,7 @@ from espalier.models.weight_formats.fp8 import SCALE_SUFFIXES, Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
+from tests.checkpoints import edit_config, replace_weights
 from tests.oracles.dense import DensePass
 from tests.pairwise import in_turn_params
 from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ORDERED, ROUNDS_INPUTS, STATIC, Stored, quantise
@@ -219,11 +220,6 @@ def test_a_fault_of_a_layout_is_noticed(tmp_path, monkeypatch, fault):
         test_stacked_matrices_mean_what_the_format_says(tmp_path, kind, GATE_UP)
 
 
-def edit(path: Path, **tensors: Tensor | None) -> None:
-    weights = {**load_file(path / "model.safetensors"), **tensors}
-    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path / "model.safetensors")
-
-
 UP = f"{LAYER}mlp.up_proj"
 
 
@@ -246,7 +242,7 @@ UP = f"{LAYER}mlp.up_proj"
 )
 def test_tensors_that_do_not_fit_are_refused(tmp_path, kind, suffix, tensor, says):
     path, _ = made(tmp_path, kind)
-    edit(path, **{f"{UP}.{suffix}": tensor})
+    replace_weights(path, **{f"{UP}.{suffix}": tensor})
     with pytest.raises(EspalierError, match=says):
         load_target(path, **LOADING)
 
@@ -325,8 +321,7 @@ FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 )
 def test_schemes_that_are_not_built_are_refused_by_name(tmp_path, quantisation, says):
     path = make_target(tmp_path / "target")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    edit_config(path, quantization_config=quantisation)
     with pytest.raises(EspalierError, match=says):
         read_config(path)
 
@@ -377,16 +372,16 @@ def test_gptq_quantises_only_the_modules_that_it_names(blocks):
 def test_a_bias_of_zeros_changes_nothing(tmp_path):
     path, _ = made(tmp_path, "gptq")
     name = f"{LAYER}mlp.up_proj.bias"
-    edit(path, **{name: torch.zeros(64)})
+    replace_weights(path, **{name: torch.zeros(64)})
     load_target(path, **LOADING)
-    edit(path, **{name: torch.tensor([0.0, 1e-6])})
+    replace_weights(path, **{name: torch.tensor([0.0, 1e-6])})
     with pytest.raises(EspalierError, match=r"up_proj.bias' .*belongs to no parameter"):
         load_target(path, **LOADING)
 
 
 def test_experts_with_static_scales_of_their_own_are_refused(tmp_path):
     path, _ = made(tmp_path, "fp8-tensor-static", "qwen3_moe", moe_intermediate_size=32, mlp_only_layers=[])
-    edit(path, **{f"{LAYER}mlp.experts.3.down_proj.input_scale": torch.tensor([0.5])})
+    replace_weights(path, **{f"{LAYER}mlp.experts.3.down_proj.input_scale": torch.tensor([0.5])})
     with pytest.raises(EspalierError, match=r"experts.0.down_proj' and 5 more .*different values of input_scale"):
         load_target(path, **LOADING)
 
@@ -403,7 +398,7 @@ def test_groups_that_do_not_divide_are_refused(tmp_path):
 def test_scales_of_a_quantised_cache_may_be_in_the_file(tmp_path):
     path, _ = made(tmp_path, "fp8-channel-token")
     attention = f"{LAYER}self_attn."
-    edit(path, **{f"{attention}{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale")})
+    replace_weights(path, **{f"{attention}{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale")})
     load_target(path, **LOADING)
 
 
@@ -431,7 +426,7 @@ def test_scales_of_a_quantised_cache_may_be_in_the_file(tmp_path):
 )
 def test_scales_of_nvfp4_that_contradict_the_format_are_named(tmp_path, kind, name, tensor, says):
     path, _ = made(tmp_path, kind)
-    edit(path, **{f"{LAYER}mlp.up_proj.{name}": tensor})
+    replace_weights(path, **{f"{LAYER}mlp.up_proj.{name}": tensor})
     with pytest.raises(EspalierError, match=says):
         load_target(path, **LOADING)
 

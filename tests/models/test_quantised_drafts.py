@@ -14,17 +14,18 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
-from espalier.models import load_target, read_config
+from espalier.models import read_config
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp import holds_mtp_layers
 from espalier.models.quantisers import quantise
 from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from espalier.speculate.drafters.registry import is_draft, load_draft, read_draft
+from espalier.speculate.drafters.registry import is_draft, read_draft
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from tests.block import FORMS, block_directories
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config, load_pair
 from tests.harness import CPU, DTYPE
 from tests.models.test_refusals import edit_weights, refused
 from tests.mtp import mtp_directories, without_target
@@ -38,10 +39,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 def load(target_path: Path, draft_path: Path, dtype: torch.dtype = DTYPE) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "position_rows": 64}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 def store(path: Path, kind: str, takes: Callable[[str], bool] = lambda name: "embed" not in name) -> None:
@@ -122,8 +120,7 @@ def test_without_a_head_the_targets_is_used_whatever_the_config_says(tmp_path):
 @pytest.mark.parametrize("kind", NAMED)
 def test_a_quantised_fc_of_another_width_is_refused_as_a_dense_one(paths, kind):
     target, draft = paths
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 2]}))
+    edit_config(draft, eagle_aux_hidden_state_layer_ids=[1, 2])
     store(draft, kind)
     refused(lambda: load(target, draft), "fuses 3 layers, 2 are captured")
 

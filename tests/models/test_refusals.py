@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config, edit_weights, load_pair
 from tests.oracles.dense import DensePass
 
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
@@ -29,17 +29,6 @@ def refused(call: Callable[[], object], *says: str) -> None:
         assert re.search(words, message), f"{words!r} is not in {message!r}"
 
 
-def edit_config(path: Path, **fields: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors")
-
-
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return make_target(tmp_path / "target", layers=4)
@@ -48,11 +37,6 @@ def target(tmp_path: Path) -> Path:
 @pytest.fixture
 def draft(tmp_path: Path, target: Path) -> Path:
     return make_eagle3(tmp_path / "draft", target, draft_vocab=8)
-
-
-def load_both(draft: Path, target: Path) -> object:
-    capture = read_draft(draft, read_config(target)).spec.captured_layers
-    return load_draft(draft, load_target(target, captured_layers=capture, **LOADING), **LOADING)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +257,18 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
 )
 def test_drafts_that_do_not_fit(fields: dict[str, Any], says: list[str], draft: Path, target: Path) -> None:
     edit_config(draft, **fields)
-    refused(lambda: load_both(draft, target), *says)
+    refused(lambda: load_pair(target, draft, **LOADING), *says)
 
 
 def test_earlier_heads(draft: Path, target: Path) -> None:
     """An EAGLE-1 head, honestly declared or declared as EAGLE-3."""
     edit_weights(draft, lambda weights: (weights.pop("midlayer.hidden_norm.weight"), weights.update(fc=torch.zeros(1))))
     edit_weights(draft, lambda weights: (weights.pop("fc"), weights.update({"fc.weight": torch.zeros(32, 64)})))
-    refused(lambda: load_both(draft, target), "declared as EAGLE-3", "EAGLE-1/2 head")
+    refused(lambda: load_pair(target, draft, **LOADING), "declared as EAGLE-3", "EAGLE-1/2 head")
     edit_config(draft, architectures=["LlamaForCausalLMEagle"])
-    refused(lambda: load_both(draft, target), "'LlamaForCausalLMEagle' .EAGLE-1/2 heads. is not supported yet")
+    refused(
+        lambda: load_pair(target, draft, **LOADING), "'LlamaForCausalLMEagle' .EAGLE-1/2 heads. is not supported yet"
+    )
 
 
 def test_vocabulary_maps(draft: Path, target: Path) -> None:
@@ -291,18 +277,18 @@ def test_vocabulary_maps(draft: Path, target: Path) -> None:
     outside[7] = 9
     twice[1] = offsets[0] - 1
     edit_weights(draft, lambda weights: weights.update(d2t=outside))
-    refused(lambda: load_both(draft, target), "d2t maps to token 16", r"0 \.\. 15")
+    refused(lambda: load_pair(target, draft, **LOADING), "d2t maps to token 16", r"0 \.\. 15")
     edit_weights(draft, lambda weights: weights.update(d2t=twice))
-    refused(lambda: load_both(draft, target), "d2t maps two draft ids to token")
+    refused(lambda: load_pair(target, draft, **LOADING), "d2t maps two draft ids to token")
     edit_weights(draft, lambda weights: weights.pop("d2t"))
-    refused(lambda: load_both(draft, target), "'d2t'", "missing")
+    refused(lambda: load_pair(target, draft, **LOADING), "'d2t'", "missing")
 
 
 def test_draft_weights_that_do_not_belong(draft: Path, target: Path) -> None:
     edit_weights(draft, lambda weights: weights.update({"midlayer.extra": torch.zeros(1)}))
-    refused(lambda: load_both(draft, target), "'midlayer.extra'", "no parameter")
+    refused(lambda: load_pair(target, draft, **LOADING), "'midlayer.extra'", "no parameter")
     edit_weights(draft, lambda weights: (weights.pop("midlayer.extra"), weights.pop("lm_head.weight")))
-    refused(lambda: load_both(draft, target), "'lm_head'", r"\[8, 32\]", r"\[16, 32\]")
+    refused(lambda: load_pair(target, draft, **LOADING), "'lm_head'", r"\[8, 32\]", r"\[16, 32\]")
 
 
 def test_a_target_loaded_for_another_draft(draft: Path, target: Path) -> None:
@@ -313,7 +299,7 @@ def test_a_target_loaded_for_another_draft(draft: Path, target: Path) -> None:
 def test_a_broken_bin(draft: Path, target: Path) -> None:
     (draft / "model.safetensors").unlink()
     (draft / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
-    refused(lambda: load_both(draft, target), "pytorch_model.bin is truncated or corrupt")
+    refused(lambda: load_pair(target, draft, **LOADING), "pytorch_model.bin is truncated or corrupt")
 
 
 def test_a_draft_of_another_layer_type_is_refused_and_its_window_is_honoured(tmp_path):

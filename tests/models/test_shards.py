@@ -1,6 +1,5 @@
 """Parts of matrices, in every weight format; products over them, in every form; and models that cannot be divided."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +35,7 @@ from espalier.shards import SINGLE_RANK, RankPart, Shards
 from espalier.shards.base import Collectives
 from espalier.speculate.drafters.registry import draft_shards, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config
 from tests.gguf import blocks_of
 from tests.quantised import KINDS, ORDERED
 
@@ -250,8 +250,7 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
 
 
 def quantised(path: Path, config: dict[str, Any]) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    edit_config(path, quantization_config=config)
 
 
 REFUSED = [

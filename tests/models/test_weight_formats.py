@@ -21,9 +21,9 @@ from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_files import WeightSize, count_weights_in
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import edit_config, load_pair, replace_weights
 from tests.harness import request, run
 
 DTYPE = torch.float64
@@ -106,9 +106,7 @@ def both(tmp_path):
 
 def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
     how = {"dtype": DTYPE, "device": "cpu", "position_rows": 128}
-    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
-    target = load_target(target_path, captured_layers=capture, **how)
-    draft = load_draft(draft_path, target, **how)
+    target, draft = load_pair(target_path, draft_path, **how)
     layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
     config = config_without_files(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
     engine = assemble_engine(LoadedModels(config, target, draft))
@@ -162,11 +160,6 @@ def test_memory_counts_a_draft_in_pytorchs_format(tmp_path):
     assert count_weights_in(path, all_dense) == count != WeightSize()
 
 
-def edit(path: Path, **tensors: Tensor | None) -> None:
-    weights = {**load_file(path / "model.safetensors"), **tensors}
-    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("suffix", "tensor", "says"),
     [
@@ -178,22 +171,21 @@ def edit(path: Path, **tensors: Tensor | None) -> None:
 )
 def test_tensors_that_the_format_does_not_ask_for_are_refused(both, suffix, tensor, says):
     path = both[0][0]
-    edit(path, **{f"model.layers.2.mlp.up_proj.{suffix}": tensor})
+    replace_weights(path, **{f"model.layers.2.mlp.up_proj.{suffix}": tensor})
     with pytest.raises(EspalierError, match=says):
         load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
 
 
 def test_numbers_in_fewer_bits_are_no_dense_weights(both):
     path = both[1][0]
-    edit(path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.int8)})
+    replace_weights(path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.int8)})
     with pytest.raises(EspalierError, match=r"up_proj\.weight' .* stored as int8, .* needs float64, float32"):
         load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
 
 
 def test_a_format_that_is_not_there_is_refused_by_name(both):
     path = both[0][0]
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "exotic"}}))
+    edit_config(path, quantization_config={"quant_method": "exotic"})
     with pytest.raises(
         EspalierError, match=r"quantization_config = 'exotic' is not supported, only None or 'awq' .*'toy-int8'"
     ):

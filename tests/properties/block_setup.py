@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.layout import RoundLayout
-from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.models import CausalLM, DraftModel
 from tests.block import block_directories
+from tests.checkpoints import load_pair
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.oracles.plain_block import BlockReference, PlainBlock
 
@@ -41,10 +41,7 @@ class BlockSetup(Setup):
 def block_models(family: str, form: str, block_size: int, position_rows: int) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = block_directories(family, form, block_size)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 @lru_cache

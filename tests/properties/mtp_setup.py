@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.models import CausalLM, DraftModel
+from tests.checkpoints import load_pair
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.mtp import mtp_directories
 from tests.oracles.plain_mtp import plain_modules
@@ -32,10 +32,7 @@ def mtp_models(
 ) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = mtp_directories(family, modules, form, window)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 @lru_cache

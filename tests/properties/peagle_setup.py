@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from espalier.layout import RoundLayout
-from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import PEagleDraft
 from espalier.request import Request
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from tests.checkpoints import load_pair
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.oracles.dense import DensePass
 from tests.oracles.plain_block import best_paths
@@ -37,10 +37,7 @@ class PEagleSetup(Setup):
 def peagle_models(family: str, position_rows: int) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = peagle_directories(family)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 class PEagleReference(Reference):

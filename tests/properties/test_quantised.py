@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from espalier.kernels.layers import quantised as kernels
-from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.models import CausalLM, DraftModel
 from espalier.models.weight_formats import quantised
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Ran, Setup, prompts, request, run
 from tests.pairwise import fewer
@@ -65,10 +65,7 @@ def quantised_directories(kind: str, family: str, is_dense: bool) -> tuple[Path,
 def quantised_models(kind: str, family: str, is_dense: bool) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = quantised_directories(kind, family, is_dense)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 @dataclass(frozen=True)

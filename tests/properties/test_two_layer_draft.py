@@ -19,7 +19,7 @@ from espalier.attention import Pass
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
-from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
+from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig
 from espalier.models.config import Json, parse_config
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -31,8 +31,9 @@ from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import DraftFormat
-from espalier.speculate.drafters.registry import DRAFT_FORMATS, load_draft, read_draft
+from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.startup import load
+from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
 from tests.oracles.reference_round import Reference
@@ -182,10 +183,7 @@ def toy_models(
 ) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = paths(family, window, draft_vocab, reads)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(
-        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
-    )
-    return target, load_draft(draft_path, target, **how)
+    return load_pair(target_path, draft_path, **how)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.server.serving import ENGINE, FLAGS, ROOT, Served
+from tests.server.serving import ENGINE, FLAGS, ROOT, Served, answers
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed: pip install -e '.[ray]'")
 pytestmark = pytest.mark.ray
@@ -46,14 +46,6 @@ def replicated(folder, *flags):
         finally:
             if process.poll() is None:
                 process.kill()
-
-
-def answers(served):
-    assert served.process.poll() is None, served.log.read_text()[-3000:]
-    try:
-        return served.request("/health")[0] == 200
-    except OSError:
-        return False
 
 
 def test_two_replicas_answer_as_one_engine(tmp_path, llm):

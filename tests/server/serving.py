@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def serving(folder: Path, *flags: str, copied: bool = False, **constants: float)
             process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)
     served = Served(process, port, log)
     try:
-        served.until(lambda: _answers(served), START_S)
+        served.until(lambda: answers(served), START_S)
         yield served
     finally:
         if process.poll() is None:
@@ -193,7 +193,15 @@ def serving(folder: Path, *flags: str, copied: bool = False, **constants: float)
     served.until(lambda: not list(temporary.iterdir()))
 
 
-def _answers(served: Served) -> bool:
+def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def answers(served: Served) -> bool:
     assert served.process.poll() is None, served.log.read_text()[-3000:]
     try:
         return served.request("/health")[0] == 200

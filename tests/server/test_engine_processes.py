@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from espalier.server.worker import EXIT_FAILED
 from tests import warm
-from tests.server.serving import exists
+from tests.server.serving import exists, until
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r'worker_module="(.*?)"')
@@ -54,11 +53,3 @@ def test_an_engine_that_is_loading_ends(tmp_path, end):
         finally:
             frontend.kill()
             frontend.wait(60)
-
-
-def until(holds, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found

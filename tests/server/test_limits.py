@@ -40,6 +40,7 @@ from tests.server.serving import (
     exists,
     is_told_of_the_end,
     opened,
+    until,
 )
 
 WITH_KEY = HEAD + "authorization: Bearer secret\r\n"
@@ -343,14 +344,6 @@ def started(tmp_path, *flags, copied=False):
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as found:
         return [int(child) for child in found.read().split()]
-
-
-def until(holds, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def test_a_load_that_takes_too_long_ends_the_command_with_an_error(tmp_path):

@@ -12,15 +12,15 @@ from espalier.kernels.ops.drafts import block_conv, block_conv_norm, embed_rows,
 from espalier.kernels.ops.rope import rotate_and_store
 from espalier.kernels.ops.state import commit_rows, read_chain
 from espalier.layout import RoundLayout
-from espalier.models import dflash2, load_target, read_config
+from espalier.models import dflash2
 from espalier.models.layers import linear
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.one_pass import OnePassDrafter
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.speculate.sampler import make_kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
 from lab.faults.planted import plant
 from tests.block import FORMS, block_directories
+from tests.checkpoints import load_pair
 from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, slots_of, table_of
 
 BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
@@ -42,8 +42,7 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     target_path, draft_path = block_directories("llama", form, BLOCK)
     layout = RoundLayout(len(SLOTS), STEPS, 3, 14, 16, 64, 0, 256, block_rows=BLOCK)
     how = {"dtype": torch.float32, "device": device, "position_rows": layout.position_rows}
-    capture = read_draft(draft_path, read_config(target_path)).spec.captured_layers
-    draft = load_draft(draft_path, load_target(target_path, captured_layers=capture, **how), **how)
+    _, draft = load_pair(target_path, draft_path, **how)
     specs = draft.layer_specs
     backend = grouped_backend(
         "triton" if device.type == "cuda" else "sdpa", device.type, torch.float32, 16, specs, [0, 1]

@@ -1,6 +1,5 @@
 """On a CPU, a stored format that gains no speed and a wider dtype are said, once each."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from espalier import LLM
 from espalier.models.quantisers import quantise
 from tests.builders import make_target
+from tests.checkpoints import edit_config
 
 SIZE: dict[str, Any] = {"device": "cpu", "max_batch": 1, "max_context": 64, "num_pages": 9}
 
@@ -24,8 +24,7 @@ def test_what_costs_more_is_said_once(
     if to is not None:
         quantise(path, tmp_path / "out", to, torch.device("cpu"), lambda: None)
         path = tmp_path / "out"
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    edit_config(path, dtype=stored)
     for dtype in ("auto", "float32"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "espalier"):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.tree.edges import DepthRows
-from espalier.models import DraftModel, load_target, read_config
-from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.models import DraftModel
 from espalier.train.block import (
     MEASURED_TREES,
     accept_lengths,
@@ -31,6 +30,7 @@ from espalier.train.optim import make_optimizers
 from espalier.train.settings import EDGE_KINDS, BlockConfig
 from espalier.train.target import Eagle3Target
 from lab.bundle.llama import Llama, save_llama
+from tests.checkpoints import load_pair
 from tests.models.test_block_format import OverContext, context_planes
 
 CPU = torch.device("cpu")
@@ -127,9 +127,7 @@ def test_a_trained_draft_predicts_a_ring_at_every_depth(ring_target, trained):
 
 def engines_draft(directory: Path, target_dir: Path) -> DraftModel:
     """The draft as the engine reads it."""
-    capture = read_draft(directory, read_config(target_dir)).spec.captured_layers
-    loading = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
-    return load_draft(directory, load_target(target_dir, captured_layers=capture, **loading), **loading)
+    return load_pair(target_dir, directory, dtype=torch.float32, device="cpu", position_rows=64)[1]
 
 
 def test_the_module_computes_what_the_engine_computes(ring_target, trained):

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Json, LayerWindows
+from espalier.models.config import FULL_ATTENTION, SLIDING_ATTENTION, Json, LayerWindows
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 # Layer type -> (the field that has the RoPE's base, rope_theta, in older configs; the default base).
 RopeBases = Mapping[str, tuple[str, float]]
 

@@ -5,16 +5,9 @@ Gemma 3 has one RoPE for each layer type.  Gemma 2 has the same RoPE in all laye
 
 from dataclasses import replace
 
-from espalier.models.config import Family, Json, windows_in_even_layers
+from espalier.models.config import FULL_ATTENTION, SLIDING_ATTENTION, Family, Json, windows_in_even_layers
 from espalier.models.config_values import positive_number, require_counts
-from espalier.models.families.by_type import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-    RopeBases,
-    layer_types_of,
-    ropes_by_type,
-    windows_by_type,
-)
+from espalier.models.families.by_type import RopeBases, layer_types_of, ropes_by_type, windows_by_type
 from espalier.models.stored_names import NORMS_AROUND_BLOCKS
 
 ROPE_BASES: RopeBases = {

@@ -21,9 +21,9 @@ from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
+from espalier.models.config import FULL_ATTENTION, SLIDING_ATTENTION, Experts, Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import kv_heads_and_head_size, path_in_errors
-from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of, windows_by_type
+from espalier.models.families.by_type import layer_types_of, windows_by_type
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention

@@ -11,7 +11,16 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
+from espalier.models.config import (
+    FULL_ATTENTION,
+    LINEAR_LAYER,
+    Experts,
+    Family,
+    Json,
+    LayerWindows,
+    ModelConfig,
+    hybrid_windows,
+)
 from espalier.models.config_values import positive_number, require_counts, require_multiple
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
@@ -69,7 +78,6 @@ MOE_SHARED = replace(
 )
 
 
-LINEAR_LAYER, FULL_ATTENTION = "linear_attention", "full_attention"
 LAYER_TYPES = {"mamba": LINEAR_LAYER, "attention": FULL_ATTENTION}
 COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),

@@ -9,16 +9,9 @@ from torch import Tensor
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
+from espalier.models.config import FULL_ATTENTION, SLIDING_ATTENTION, Experts, Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import positive_number
-from espalier.models.families.by_type import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-    RopeBases,
-    layer_types_of,
-    ropes_by_type,
-    windows_by_type,
-)
+from espalier.models.families.by_type import RopeBases, layer_types_of, ropes_by_type, windows_by_type
 from espalier.models.families.glm4_moe import sparse_layers
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention, OutputGate

@@ -6,7 +6,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
+from espalier.models.config import FULL_ATTENTION, Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import require_counts
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -15,7 +15,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import LayerNames, LayerNorms, MLPNames
 from espalier.models.weights import Weights
 
-CONV_LAYER, FULL_ATTENTION = "conv", "full_attention"
+CONV_LAYER = "conv"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 # Published field names -> the names that all families share.
 RENAMED_FIELDS = {

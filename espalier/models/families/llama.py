@@ -8,16 +8,17 @@ have one norm over all heads of q and one over all heads of k; OLMo 3 has window
 from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, Json, LayerWindows, windows_by_layer_type, windows_if_enabled
-from espalier.models.config_values import require_counts
-from espalier.models.families.by_type import (
+from espalier.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    RopeBases,
-    layer_types_of,
-    ropes_by_type,
-    windows_by_type,
+    Family,
+    Json,
+    LayerWindows,
+    windows_by_layer_type,
+    windows_if_enabled,
 )
+from espalier.models.config_values import require_counts
+from espalier.models.families.by_type import RopeBases, layer_types_of, ropes_by_type, windows_by_type
 from espalier.models.stored_names import LayerNorms
 
 LLAMA = Family(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, windows_by_layer_type
+from espalier.models.config import FULL_ATTENTION, Experts, Family, Json, LayerWindows, windows_by_layer_type
 from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
@@ -22,7 +22,7 @@ def mistral_windows(fields: Json) -> LayerWindows:
     """Returns the same window for each layer.
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention."""
     window = fields["sliding_window"]
-    if window is not None and "full_attention" in (fields.get("layer_types") or ()):
+    if window is not None and FULL_ATTENTION in (fields.get("layer_types") or ()):
         raise EspalierError(
             "layer_types with 'full_attention' and a sliding_window are both set, but this architecture uses the "
             "window in every layer; remove one of them with model_overrides"

@@ -7,13 +7,17 @@ from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
-from espalier.models.families.granite import (
+from espalier.models.config import (
     FULL_ATTENTION,
     LINEAR_LAYER,
-    require_mamba_sizes,
-    with_numeric_time_step_limit,
+    Experts,
+    Family,
+    Json,
+    LayerWindows,
+    ModelConfig,
+    no_windows,
 )
+from espalier.models.families.granite import require_mamba_sizes, with_numeric_time_step_limit
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import SingleBlockLayer
 from espalier.models.layers.linear import Embedding

@@ -10,7 +10,15 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
-from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, hybrid_windows
+from espalier.models.config import (
+    FULL_ATTENTION,
+    LINEAR_LAYER,
+    Experts,
+    Json,
+    LayerWindows,
+    ModelConfig,
+    hybrid_windows,
+)
 from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.families.qwen import QWEN3_MOE, experts_with_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
@@ -22,7 +30,6 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import MTPFamily
 from espalier.models.weights import Weights
 
-LINEAR_LAYER, FULL_ATTENTION = "linear_attention", "full_attention"
 HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
 COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
 # Fields for image tokens, which have three position ids.  They are removed, because a text token's three ids are equal.

@@ -215,7 +215,6 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return out.hidden
 
     def _module_layers(self, module: int) -> range:
-        """Returns the layers of a module."""
         first, count = self.cache.layers.start, self.spec.layers_per_module
         return range(first + (module - 1) * count, first + module * count)
 

@@ -201,7 +201,7 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     if is_gguf(path):
         return False
     config_json = read_json(path / "config.json")
-    if is_multimodal(config_json, FAMILIES.values()):
+    if is_multimodal(config_json):
         return False
     is_family = config_json.get("speculators_model_type") is None and architecture_of(config_json) in FAMILIES
     # Without safetensors files, the weights are in files that are not read here.

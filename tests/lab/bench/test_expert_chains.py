@@ -26,7 +26,7 @@ from lab.bench.ceilings import GpuCeilings
 from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_expert_copies, product_steps
 from lab.bench.floor import FloorMeter, LinearTimes, RoundSize, round_products
 from lab.bench.passes import prefill_pass
-from lab.bench.recipe_sizes import recipe_sizes
+from lab.bench.synthetic_models import recipe_sizes
 from lab.synthetic.checkpoint import Recipe, build_models
 from tests.lab.shapes import shape_named
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture

@@ -35,7 +35,7 @@ from lab.bench.floor import (
     round_products,
 )
 from lab.bench.passes import attended_rows, attention_flops, prefill_pass
-from lab.bench.recipe_sizes import recipe_sizes
+from lab.bench.synthetic_models import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.block import RANK, block_directories
 from tests.harness import prompts

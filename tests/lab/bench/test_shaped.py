@@ -19,9 +19,8 @@ from lab.bench.floor import FloorMeter
 from lab.bench.instrument import LaunchRecord
 from lab.bench.plot import Bars, plot_bars
 from lab.bench.ranked_models import synthetic_models
-from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.shaped import MeasuredCell, measure_cells, plain_cell_beside
-from lab.bench.synthetic_models import SyntheticModels
+from lab.bench.synthetic_models import SyntheticModels, recipe_sizes
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.mixtures import mixture

@@ -15,16 +15,16 @@ from espalier.bench.shapes import GPT_OSS_FIELDS, LLAMA_FIELDS, QWEN3_FIELDS, SH
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.models import load_target, read_config
+from espalier.models import load_target
 from espalier.models.from_transformers.target import TransformersTarget
 from espalier.models.rope import RopeTables
-from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from lab.__main__ import main as lab
 from lab.synthetic import checkpoint as foundry
 from lab.synthetic.chain import PROBABILITIES, predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.rope import MIN_SCORE_DROP, make_lag_code
+from tests.checkpoints import load_pair
 from tests.harness import CPU, request
 from tests.lab.shapes import greedy_continuation
 from tests.models.reference import load_reference, reference_logits
@@ -121,22 +121,27 @@ def generate(engine: Engine, starts: list[list[int]], count: int) -> list[list[i
     return [r.output for r in requests]
 
 
-@pytest.mark.parametrize("family", [LLAMA_FIELDS, QWEN3_FIELDS], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["chain", "copy"])
-def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
-    """From files: the same logits in both, the greedy token that the rule names, and its probabilities."""
-    recipe = a_recipe(shape=tiny(family), mode=mode)
+def followed_rule(recipe: Recipe, tmp_path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """From files: the same logits in both, and the greedy token that the rule names.  Returns (tokens, logits)."""
     path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
-    chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    text = start + greedy_continuation(chain, start, 60)
+    text = start + greedy_continuation(recipe.chain(), start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
     own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
-    given = logits[0, PROMPT:].softmax(-1).gather(1, chain.successors(tokens[0, PROMPT:]))
+    return tokens[0], logits[0]
+
+
+@pytest.mark.parametrize("family", [LLAMA_FIELDS, QWEN3_FIELDS], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["chain", "copy"])
+def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
+    """The tokens also have the probabilities that the rule gives them."""
+    recipe = a_recipe(shape=tiny(family), mode=mode)
+    tokens, logits = followed_rule(recipe, tmp_path)
+    given = logits[PROMPT:].softmax(-1).gather(1, recipe.chain().successors(tokens[PROMPT:]))
     if mode == "chain":
         # Layers disturb each logit by a few tenths at this size; in the mean that cancels.
         torch.testing.assert_close(given.mean(0).float(), torch.tensor(PROBABILITIES), atol=0.02, rtol=0)
@@ -155,10 +160,7 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [shard.name for shard in shards]
     loading = {"dtype": torch.float32, "device": CPU, "position_rows": POSITIONS}
-    target = load_target(
-        path, captured_layers=read_draft(draft_path, read_config(path)).spec.captured_layers, **loading
-    )
-    draft = load_draft(draft_path, target, **loading)
+    target, draft = load_pair(path, draft_path, **loading)
     made, made_draft = models(recipe, torch.float32)
     assert (made.captured_layers, made.layer_specs, made_draft.layer_specs) == (
         target.captured_layers,

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
-from espalier.models import load_target
 from espalier.models.families.gemma4 import ParallelMLP
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
+from lab.synthetic.checkpoint import Recipe, build_models
 from lab.synthetic.quantised import QuantisedTensors
 from tests.harness import CPU
 from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import HYBRIDS, SUPPORTED, WITH_EXPERTS, mixture
-from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
-from tests.models.reference import load_reference, reference_logits
+from tests.lab.synthetic.test_checkpoint import POSITIONS, REACH, an_engine, followed_rule, generate, prompts, tiny
 from tests.oracles.dense import DensePass
 
 TREE = (5, 4, 16)
@@ -30,18 +28,7 @@ TYPICAL = ("qwen3-moe", "v3")
 
 @pytest.mark.parametrize("name", [*SUPPORTED, *HYBRIDS])
 def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) -> None:
-    """From files: the same logits in both, and the greedy token that the rule names."""
-    correlation = 0.5 if name in WITH_EXPERTS else 0.0
-    recipe = Recipe(mixture(name), routing_correlation=correlation)
-    path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
-    [start] = prompts(recipe, 1)
-    text = start + greedy_continuation(recipe.chain(), start, 60)
-    tokens = torch.tensor([text])
-    logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
-    target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
-    own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
-    torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
-    assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
+    followed_rule(Recipe(mixture(name), routing_correlation=0.5 if name in WITH_EXPERTS else 0.0), tmp_path)
 
 
 @pytest.mark.parametrize("weights", ["dense", "fp8"])
