@@ -90,7 +90,6 @@ RUNS = {
         f"prefill-{shape}": Run(120, f"python -m lab prefill --shape {shape} --page-size 64 --prompts 1x8192")
         for shape in ("deepseek-v2-lite", "qwen3-30b-a3b")
     },
-    "shared-experts": Run(90, "python -m scripts.shared_experts"),
     "correlated": Run(
         150, f"{ROUND} --shape qwen3-30b-a3b --routing-correlation 1 --cells 1x1024:3,4,16 8x1024:3,4,16"
     ),
