@@ -34,7 +34,9 @@ LOG2_E = 1.4426950408889634
 class AttentionConstexprs(NamedTuple):
     """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
-    SOFTCAP: the soft-cap of logits, 0 for none.
+    WINDOW: the sliding window, 0 for none.  SOFTCAP: the soft-cap of logits, 0 for none.
+    STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree.  PRECISION: input_precision of tl.dot.
+    BLOCK_N, BLOCK_R: committed rows and staged rows per step.  STAGES: pipeline stages.
     FIRST_TILE_SIZE, SECOND_TILE_SIZE: how many values of a row the first and the second tile hold (RowTiles).
     FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two.
     """
@@ -225,6 +227,7 @@ def attend_blocks(
 ):
     """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
+    num_lower, num_unmasked: see count_committed_blocks (work_items.py).
     MASKED: whether some rows are at or after `end`, or before `first_position`, or outside a window.  Rows that do not
     exist may be NaN, so they are not read.
     """

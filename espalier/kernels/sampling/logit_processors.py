@@ -38,7 +38,11 @@ class LogitsArguments(NamedTuple):
 
 
 class SlotArguments(NamedTuple):
-    """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields."""
+    """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields.
+
+    bias_ids_ptr, bias_values_ptr: the token ids and values of logit_bias.  stop_ids_ptr: the request's stop ids.
+    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt.
+    """
 
     ints_ptr: Any
     floats_ptr: Any
@@ -53,7 +57,10 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1."""
+    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1.
+
+    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks.
+    """
 
     tokens_ptr: Any
     tokens_stride: Any

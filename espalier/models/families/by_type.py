@@ -47,12 +47,13 @@ def ropes_by_type(config_fields: Json, layer_types: Sequence[str], bases: RopeBa
     return [ropes[kind] for kind in layer_types]
 
 
-def _rope_of_type(config_fields: Json, kind: str, bases: RopeBases, rope: Json) -> Json:
-    field, default = bases[kind]
+def _rope_of_type(config_fields: Json, layer_type: str, bases: RopeBases, rope: Json) -> Json:
+    """Returns the RoPE parameters of a layer type.  rope: its entry of rope_parameters."""
+    field, default = bases[layer_type]
     base = config_fields.get(field)
     if base is not None and rope.get("rope_theta", base) != base:
         raise EspalierError(
-            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(rope['rope_theta'])}; "
-            "remove one of the two"
+            f"{field} is {shown(base)}, but rope_theta of {layer_type!r} in rope_parameters is "
+            f"{shown(rope['rope_theta'])}; remove one of the two"
         )
     return {"rope_theta": default if base is None else base, **rope}

@@ -54,6 +54,7 @@ def routed_experts(config_fields: Json, topk_methods: tuple[str, ...], layers: f
 
 
 def _routing(config_fields: Json, method: str) -> Routing:
+    """Returns the routing for this topk_method."""
     routing = Routing(
         config_fields["n_routed_experts"],
         config_fields["num_experts_per_tok"],
