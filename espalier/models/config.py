@@ -319,42 +319,44 @@ def _parse_fields(
     )
 
 
-def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
+def refuse_unsupported(config_fields: Json, supported_fields: tuple[str, ...]) -> None:
     """Raises EspalierError for a config with a field whose computation is not implemented.
     supported_fields: the fields of NEUTRAL_VALUES that the model's family supports."""
     for name, neutral in NEUTRAL_VALUES.items():
-        if name in fields and name not in supported_fields and fields[name] not in neutral:
-            value = fields[name]
+        if name in config_fields and name not in supported_fields and config_fields[name] not in neutral:
+            value = config_fields[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{name} = {shown(value)} is not supported, only {supported}; use another model")
 
 
-def _read_activation(fields: Json, field: str) -> Activation:
+def _read_activation(config_fields: Json, field: str) -> Activation:
     """Returns the activation that `field` names.  Raises EspalierError for an activation that is not supported."""
-    name = fields.get(field, "silu")
+    name = config_fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
         raise EspalierError(f"{field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 
-def _with_attention_fields(fields: Json) -> Json:
+def _with_attention_fields(config_fields: Json) -> Json:
     """Moves the fields of attention from rope_parameters, where transformers 5 writes them, to the top level."""
-    ropes = [fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
-    return fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
+    ropes = [config_fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
+    return config_fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
-    fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
+    config_fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all layers support."""
-    layers = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
+    layers = (
+        [{}] * config_fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(config_fields)
+    )
     ropes_and_contexts = []
     for layer_fields in layers:
         if layer_fields is None:
             ropes_and_contexts.append((RopeConfig(head_size, 1.0, "none"), max_position_embeddings))
             continue
-        merged = _with_attention_fields({**fields, **layer_fields})
+        merged = _with_attention_fields({**config_fields, **layer_fields})
         refuse_unsupported(merged, family.supported_fields)
         size = layer_fields.get("head_dim", head_size)
         rotary_dim = latent.rope_size if latent else rotated_size(merged, size)
@@ -362,43 +364,43 @@ def _read_ropes(
     return tuple(rope for rope, _ in ropes_and_contexts), min(context for _, context in ropes_and_contexts)
 
 
-def no_windows(fields: Json) -> LayerWindows:
-    return (None,) * int(fields["num_hidden_layers"])
+def no_windows(config_fields: Json) -> LayerWindows:
+    return (None,) * int(config_fields["num_hidden_layers"])
 
 
-def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
+def windows_by_layer_type(config_fields: Json, default: Callable[[int], bool]) -> LayerWindows:
     """Returns the window of each layer: `sliding_window` for sliding layers, else None.  `layer_types` says which
     layers are sliding.  If config.json has no `layer_types`, layer i is sliding if default(i) is true."""
-    window, types = fields.get("sliding_window"), fields.get("layer_types")
+    window, types = config_fields.get("sliding_window"), config_fields.get("layer_types")
     if window is None:
-        return no_windows(fields)
-    layers = range(int(fields["num_hidden_layers"]))
+        return no_windows(config_fields)
+    layers = range(int(config_fields["num_hidden_layers"]))
     slides = [types[i] == SLIDING_ATTENTION for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_even_layers(fields: Json) -> LayerWindows:
+def windows_in_even_layers(config_fields: Json) -> LayerWindows:
     """Returns the window of each layer.  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
-    return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
+    return windows_by_layer_type(config_fields, lambda layer: layer % 2 == 0)
 
 
-def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
+def windows_if_enabled(config_fields: Json, default: Callable[[int], bool]) -> LayerWindows:
     """Returns the window of each layer, as windows_by_layer_type, but None for each if use_sliding_window is false."""
-    window = fields["sliding_window"] if fields["use_sliding_window"] else None
-    return windows_by_layer_type({**fields, "sliding_window": window}, default)
+    window = config_fields["sliding_window"] if config_fields["use_sliding_window"] else None
+    return windows_by_layer_type({**config_fields, "sliding_window": window}, default)
 
 
-def hybrid_windows(fields: Json) -> LayerWindows:
+def hybrid_windows(config_fields: Json) -> LayerWindows:
     """Returns the windows of a hybrid model: None for each layer.  Raises EspalierError if no layer has attention."""
-    if FULL_ATTENTION not in (fields["layer_types"] or ()):
+    if FULL_ATTENTION not in (config_fields["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
         )
-    return no_windows(fields)
+    return no_windows(config_fields)
 
 
-def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
-    types = fields.get("layer_types")
+def _read_windows(config_fields: Json, family: Family, layers: int) -> LayerWindows:
+    types = config_fields.get("layer_types")
     if types is not None:
         supported = {FULL_ATTENTION, SLIDING_ATTENTION, *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - supported)
@@ -412,22 +414,23 @@ def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
                 f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    window = config_fields.get("sliding_window") if config_fields.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = family.windows(fields)
+    windows = family.windows(config_fields)
     for layer, kind in enumerate(types or ()):
         if kind == SLIDING_ATTENTION and windows[layer] is None:
             raise EspalierError(
                 f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
-                f"({family.architecture}, sliding_window = {fields.get('sliding_window')!r}, use_sliding_window = "
-                f"{fields.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
+                f"({family.architecture}, sliding_window = {config_fields.get('sliding_window')!r}, "
+                f"use_sliding_window = {config_fields.get('use_sliding_window')!r}); correct layer_types, or set the "
+                "window with model_overrides"
             )
     return windows
 
 
-def _read_experts(fields: Json, family: Family) -> Experts | None:
-    experts = family.experts(fields)
+def _read_experts(config_fields: Json, family: Family) -> Experts | None:
+    experts = family.experts(config_fields)
     if experts is not None:
         for name, value, min_size in (("size", experts.intermediate_size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not min_size <= value <= MAX_SIZE:

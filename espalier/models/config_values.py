@@ -70,45 +70,46 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def require_field_types(fields: Json) -> None:
+def require_field_types(config_fields: Json) -> None:
     """Raises EspalierError if a field of FIELD_TYPES has a value of a wrong type."""
     for name, (is_allowed, needed) in FIELD_TYPES.items():
-        value = fields.get(name)
+        value = config_fields.get(name)
         if not (value is None and needed.endswith("null")) and not is_allowed(value):
             raise EspalierError(f"{name} = {shown(value)}; {needed} is needed; correct it or pass model_overrides")
 
 
-def positive_number(fields: Json, name: str) -> float:
+def positive_number(config_fields: Json, name: str) -> float:
     """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
-    value = fields.get(name)
+    value = config_fields.get(name)
     if not _is_positive(value):
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
-    return float(fields[name])
+    return float(config_fields[name])
 
 
-def require_counts(fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
+def require_counts(config_fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
     """Raises EspalierError if a field is not an integer from 1 to `max_value`."""
     for name in names:
-        positive_integer(fields, name, max_value)
+        positive_integer(config_fields, name, max_value)
 
 
-def require_multiple(fields: Json, name: str, divisor_name: str) -> None:
+def require_multiple(config_fields: Json, name: str, divisor_name: str) -> None:
     """Raises EspalierError if the field `name` is not a multiple of the field `divisor_name`."""
-    if fields[name] % fields[divisor_name]:
+    if config_fields[name] % config_fields[divisor_name]:
         raise EspalierError(
-            f"{name} = {fields[name]} is no multiple of {divisor_name} = {fields[divisor_name]}; correct the config"
+            f"{name} = {config_fields[name]} is no multiple of {divisor_name} = {config_fields[divisor_name]}; "
+            "correct the config"
         )
 
 
-def rotated_size(fields: Json, head_size: int) -> int:
+def rotated_size(config_fields: Json, head_size: int) -> int:
     """Returns how many values at the beginning of a head are rotated.  Raises EspalierError for an invalid
     partial_rotary_factor.
 
     For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0.
     """
-    if rope_type_of(fields) == "proportional":
+    if rope_type_of(config_fields) == "proportional":
         return head_size
-    share = fields.get("partial_rotary_factor")
+    share = config_fields.get("partial_rotary_factor")
     size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
@@ -118,9 +119,9 @@ def rotated_size(fields: Json, head_size: int) -> int:
     return size
 
 
-def positive_integer(fields: Json, name: str, max_value: int | None = None) -> int:
+def positive_integer(config_fields: Json, name: str, max_value: int | None = None) -> int:
     """Returns the value of a field that must be a positive integer.  Raises EspalierError for any other value."""
-    value, max_value = fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
+    value, max_value = config_fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
         raise EspalierError(
             f"{name} = {shown(value)}; a positive integer is needed, {max_value} at most; correct it or pass "
@@ -129,11 +130,13 @@ def positive_integer(fields: Json, name: str, max_value: int | None = None) -> i
     return value
 
 
-def kv_heads_and_head_size(fields: Json, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(config_fields: Json, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if fields.get("head_dim") is None else positive_integer(fields, "head_dim")
+    head_size = (
+        hidden // heads if config_fields.get("head_dim") is None else positive_integer(config_fields, "head_dim")
+    )
     name = "num_key_value_heads"
-    kv_heads = heads if fields.get(name) is None else positive_integer(fields, name)
+    kv_heads = heads if config_fields.get(name) is None else positive_integer(config_fields, name)
     if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
             f"{heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
@@ -142,9 +145,9 @@ def kv_heads_and_head_size(fields: Json, heads: int, hidden: int) -> tuple[int, 
     return kv_heads, head_size
 
 
-def read_eos_token_ids(fields: Json, generation: Json) -> tuple[int, ...]:
+def read_eos_token_ids(config_fields: Json, generation: Json) -> tuple[int, ...]:
     ids: list[int] = []
-    for source in (generation.get("eos_token_id"), fields.get("eos_token_id")):
+    for source in (generation.get("eos_token_id"), config_fields.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):

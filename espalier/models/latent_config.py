@@ -46,11 +46,11 @@ class IndexerConfig:
         return self.layer_types[layer] == FULL_INDEXER
 
 
-def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
+def read_indexer_config(config_fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
     """Returns the sizes of the indexers.  read_count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
-    types = indexer_types(fields)
-    if fields.get("q_lora_rank") is None:
+    types = indexer_types(config_fields)
+    if config_fields.get("q_lora_rank") is None:
         raise EspalierError(
             "q_lora_rank is null, but index queries are made from the queries' latent; use another model"
         )
@@ -58,29 +58,29 @@ def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]
         topk=read_count("index_topk"),
         heads=read_count("index_n_heads"),
         size=read_count("index_head_dim"),
-        interleaved=bool(fields["indexer_rope_interleave"]),
+        interleaved=bool(config_fields["indexer_rope_interleave"]),
         layer_types=types,
     )
-    if index.size < fields["qk_rope_head_dim"]:
+    if index.size < config_fields["qk_rope_head_dim"]:
         raise EspalierError(
-            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {fields['qk_rope_head_dim']}, the "
+            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {config_fields['qk_rope_head_dim']}, the "
             "values of it that are rotated; correct the config or pass model_overrides"
         )
     return index
 
 
-def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
+def indexer_types(config_fields: dict[str, Any]) -> tuple[str, ...]:
     """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for contradicting fields."""
-    layers = fields["num_hidden_layers"]
+    layers = config_fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
-    declared, pattern, freq, offset = (fields.get(name) for name in names)
+    declared, pattern, freq, offset = (config_fields.get(name) for name in names)
     declarations = [
         _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
     if pattern is None and (freq is not None or not declarations):
-        declarations.append(_scheduled_indexer_types(fields, layers))
+        declarations.append(_scheduled_indexer_types(config_fields, layers))
     types = declarations[0]
     for other in declarations[1:]:
         if other != types:
@@ -106,8 +106,8 @@ def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]
     return tuple(INDEXER_TYPES[kind] for kind in value)
 
 
-def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, ...]:
-    freq, offset = fields.get(FREQ_FIELD), fields.get(OFFSET_FIELD)
+def _scheduled_indexer_types(config_fields: dict[str, Any], layers: int) -> tuple[str, ...]:
+    freq, offset = config_fields.get(FREQ_FIELD), config_fields.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
@@ -146,21 +146,21 @@ class LatentConfig:
 
 
 def read_latent_config(
-    fields: dict[str, Any], read_count: Callable[[str], int], is_indexed: bool = False
+    config_fields: dict[str, Any], read_count: Callable[[str], int], is_indexed: bool = False
 ) -> LatentConfig:
     """Returns the sizes of latent attention.  read_count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
-        q_rank=None if fields.get("q_lora_rank") is None else read_count("q_lora_rank"),
+        q_rank=None if config_fields.get("q_lora_rank") is None else read_count("q_lora_rank"),
         kv_rank=read_count("kv_lora_rank"),
         nope_size=read_count("qk_nope_head_dim"),
         rope_size=read_count("qk_rope_head_dim"),
         v_size=read_count("v_head_dim"),
-        interleaved=bool(fields["rope_interleave"]),
+        interleaved=bool(config_fields["rope_interleave"]),
     )
     if latent.rope_size % 2:
         raise EspalierError(
             f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, indexer=read_indexer_config(fields, read_count)) if is_indexed else latent
+    return replace(latent, indexer=read_indexer_config(config_fields, read_count)) if is_indexed else latent

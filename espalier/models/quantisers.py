@@ -196,6 +196,7 @@ def _join_codes(codes: Sequence[Tensor]) -> Tensor:
 
 
 def _encode_fp8(values: Tensor) -> Tensor:
+    """Rounds values to FP8, limited to -FP8_MAX .. FP8_MAX."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 

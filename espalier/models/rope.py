@@ -217,12 +217,12 @@ def rope_type_of(fields: Mapping[str, Any]) -> str:
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tuple[RopeConfig, int]:
+def read_rope(config_fields: Json, rotary_dim: int, max_position_embeddings: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
     rotary_dim: the number of rotated values of a head.  Two formats are supported: rope_theta with rope_scaling, and
     rope_parameters of transformers 5, which contains all values.  Raises EspalierError for a type or parameter that is
     not supported."""
-    new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
+    new, old = (with_rope_type(config_fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
         # The type "default" in rope_parameters is ignored, because users add rope_scaling to such configs.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
@@ -237,12 +237,12 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
             "rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
     _require_values(parameters, kind, max_position_embeddings)
-    theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
+    theta = parameters.get("rope_theta") or config_fields.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
     # The field at the config's top level has priority, as in transformers.
     name = "original_max_position_embeddings"
-    original_max_position = int(fields.get(name) or parameters.get(name) or max_position_embeddings)
+    original_max_position = int(config_fields.get(name) or parameters.get(name) or max_position_embeddings)
     scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
@@ -260,7 +260,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
         type=kind,
         original_max_position=original_max_position,
         attention_factor=_attention_factor(parameters, kind, original_max_position, max_position_embeddings),
-        query_scaling_beta=float(fields.get("llama_4_scaling_beta") or 0),
+        query_scaling_beta=float(config_fields.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         longrope_factors=_longrope_factors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
         partial_rotary_factor=_partial_rotary_factor(parameters) if kind == "proportional" else 1.0,

@@ -46,8 +46,8 @@ BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr"
 FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr", "row_scale_ptr")
 ROWS = ("k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "row_ptr", "staged_ptr")
 FP8_ROWS = dict.fromkeys(ROWS, "*fp8e4nv")
-INT32 = ("table_ptr", "splits_ptr", "split_starts_ptr")
-INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
+INT32 = ("page_table_ptr", "splits_ptr", "split_starts_ptr")
+INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "ancestor_bits_ptr")
 STRIDES = ("q_stride_b", "q_stride_q", "q_stride_h", "k_stride_row", "k_stride_h", "v_stride_row", "v_stride_h")
 STRIDES += (
     *(f"staged_{x}_stride_{d}" for x in "kv" for d in "brh"),

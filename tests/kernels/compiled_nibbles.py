@@ -23,9 +23,9 @@ from espalier.kernels.layers.quantised_plans import nibble_plan_by_rule
 from espalier.kernels.layers.quantised_tile import FORMAT_CODES
 from tests.kernels.compiled import CHIP, machine_code
 
-KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
+KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zero_points_ptr": "*u8", "out_ptr": "*bf16"}
 # Of experts, whose pairs are sorted.
-TILE_KINDS = dict.fromkeys(("order_ptr", "ends_ptr", "tile_experts_ptr", "tile_begins_ptr"), "*i32")
+TILE_KINDS = dict.fromkeys(("pair_order_ptr", "pair_ends_ptr", "tile_experts_ptr", "tile_begins_ptr"), "*i32")
 TILE_KINDS |= {"live_ptr": "*i1", "weights_ptr": "*fp32", "bias_ptr": "*bf16"}
 ALIGNED = (*KINDS, "scales_ptr", "num_out", "num_in", "x_stride")
 SHAPE = (28672, 4096)
@@ -37,14 +37,14 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
     constants |= {"INPUT_GROUP_SIZE": 0, "EVEN_OUT": True, "EVEN_IN": even, "IS_GATED": True, "PREFETCHED_LINES": 4}
     constants |= {"ROWS_PER_SCALE": 1, "USE_PDL": True}
-    constants |= {} if zeros else {"zeros_ptr": None}
+    constants |= {} if zeros else {"zero_points_ptr": None}
     function = _linear_quantised_kernel
     kinds = dict.fromkeys(constants, "constexpr") | {
         name: kind for name, kind in KINDS.items() if name not in constants
     }
     kinds["scales_ptr"] = {"mxfp4": "*u8", "nvfp4": "*i16"}.get(code, "*bf16")
     if code == "nvfp4":
-        kinds["zeros_ptr"] = "*fp64"
+        kinds["zero_points_ptr"] = "*fp64"
     source = ASTSource(
         fn=function,
         signature={name: kinds.get(name, "i32") for name in function.arg_names},
@@ -58,7 +58,7 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
 def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, even: bool) -> dict:
     """Of a kernel for few rows."""
     constants = {"CODE": code, "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "USE_PDL": True}
-    constants |= {} if zeros else {"zeros_ptr": None}
+    constants |= {} if zeros else {"zero_points_ptr": None}
     if function is hopper_linear_kernel:
         constants |= {"IS_GATED": True, "bias_ptr": None}
     else:
@@ -72,7 +72,7 @@ def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, ev
         }
         constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
     kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*bf16" if code == "int4" else "*i32"}
-    kinds["zeros_ptr"] = "*fp64" if code == "nvfp4" else "*u8"
+    kinds["zero_points_ptr"] = "*fp64" if code == "nvfp4" else "*u8"
     source = GluonASTSource(
         fn=function,
         signature={name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names},

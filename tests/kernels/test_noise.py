@@ -15,12 +15,12 @@ TOLERANCE = {torch.float32: 2.0**-22, torch.float64: 2.0**-51}
 
 
 @kernel
-def _noise_kernel(bits_ptr, gumbel_ptr, seeds_ptr, positions_ptr, num_positions, vocab, BLOCK: tl.constexpr):
+def _noise_kernel(ancestor_bits_ptr, gumbel_ptr, seeds_ptr, positions_ptr, num_positions, vocab, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k0, k1 = noise_keys(tl.load(seeds_ptr + place // num_positions), tl.load(positions_ptr + place))
     at = place * vocab + ids
-    tl.store(bits_ptr + at, random_bits_of_ids(ids, k0, k1).to(tl.int32, bitcast=True), mask=ids < vocab)
+    tl.store(ancestor_bits_ptr + at, random_bits_of_ids(ids, k0, k1).to(tl.int32, bitcast=True), mask=ids < vocab)
     tl.store(gumbel_ptr + at, gumbel_noise(ids, k0, k1, gumbel_ptr.dtype.element_ty), mask=ids < vocab)
 
 

@@ -34,7 +34,9 @@ LOG2_E = 1.4426950408889634
 class AttentionConstexprs(NamedTuple):
     """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
-    SOFTCAP: the soft-cap of logits, 0 for none.
+    WINDOW: the sliding window, 0 for none.  SOFTCAP: the soft-cap of logits, 0 for none.
+    STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree.  PRECISION: input_precision of tl.dot.
+    BLOCK_N, BLOCK_R: committed rows and staged rows per step.  STAGES: pipeline stages.
     FIRST_TILE_SIZE, SECOND_TILE_SIZE: how many values of a row the first and the second tile hold (RowTiles).
     FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two.
     """
@@ -138,16 +140,19 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if all are on one page."""
+def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if all are on one page.
+
+    page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded.
+    """
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
+        page = tl.load(page_ids_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
         offset = tl.arange(0, BLOCK_N)
-        page = tl.load(table + begin // PAGE_SIZE + offset // PAGE_SIZE, mask=begin + offset < end, other=0)
+        page = tl.load(page_ids_ptr + begin // PAGE_SIZE + offset // PAGE_SIZE, mask=begin + offset < end, other=0)
     else:
         key_position = begin + tl.arange(0, BLOCK_N)
-        page = tl.load(table + key_position // PAGE_SIZE, mask=key_position < end, other=0)
+        page = tl.load(page_ids_ptr + key_position // PAGE_SIZE, mask=key_position < end, other=0)
     return page
 
 
@@ -198,14 +203,16 @@ def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.cons
 
 
 @kernel
-def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
+def _attend_unmasked_blocks(
+    q, page_ids_ptr, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr
+):
     """Attend to positions begin .. end in whole blocks of BLOCK_N, without a mask, as every query sees these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = load_pages_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
+    page = load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE, BLOCK_N)
     for block_begin in tl.range(begin, end, BLOCK_N, num_stages=CONSTANTS.STAGES):
         row = pool_rows_of_block(page, block_begin, PAGE_SIZE, BLOCK_N)
-        page = load_pages_of_block(table, block_begin + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(page_ids_ptr, block_begin + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -215,24 +222,25 @@ def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_w
 
 @kernel
 def attend_blocks(
-    q, q_rope, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block, end_block,
-    scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
+    q, q_rope, position, page_ids_ptr, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block,
+    end_block, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
     """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
+    num_lower, num_unmasked: see count_committed_blocks (work_items.py).
     MASKED: whether some rows are at or after `end`, or before `first_position`, or outside a window.  Rows that do not
     exist may be NaN, so they are not read.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     block_begin = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
-    page = load_pages_of_block(table, block_begin, end, PAGE_SIZE, BLOCK_N)
+    page = load_pages_of_block(page_ids_ptr, block_begin, end, PAGE_SIZE, BLOCK_N)
     for step in tl.range(begin_block, end_block, num_stages=CONSTANTS.STAGES):
         block_begin = begin + nth_block_index(step, num_lower, num_unmasked) * BLOCK_N
         next_begin = begin + nth_block_index(step + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = block_begin + tl.arange(0, BLOCK_N)
         row = pool_rows_of_block(page, block_begin, PAGE_SIZE, BLOCK_N)
-        page = load_pages_of_block(table, next_begin, end, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(page_ids_ptr, next_begin, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first_position) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
@@ -246,8 +254,8 @@ def attend_blocks(
 
 @kernel
 def attend_staged(
-    q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_stride_r, bits_ptr, bits_stride_q,
-    begin_row, end_row, num_rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
+    q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_stride_r, ancestor_bits_ptr,
+    bits_stride_q, begin_row, end_row, num_rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
     """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
@@ -265,7 +273,8 @@ def attend_staged(
             if WINDOW > 0:
                 seen = seen & (query[:, None] - node[None, :] < WINDOW)
         else:
-            word = tl.load(bits_ptr + query.to(tl.int64) * bits_stride_q + first_row // 64, mask=query_exists, other=0)
+            words_ptr = ancestor_bits_ptr + query.to(tl.int64) * bits_stride_q
+            word = tl.load(words_ptr + first_row // 64, mask=query_exists, other=0)
             seen = exists[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
             if WINDOW > 0:
                 position_ptrs = row_position_ptr + row * row_position_stride_r
@@ -279,7 +288,8 @@ def attend_staged(
 
 @kernel
 def attend_committed(
-    q, position, table, tiles, begin, end, first_position, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
+    q, position, page_ids_ptr, tiles, begin, end, first_position, scale, max_score, sum_weights, acc,
+    CONSTANTS: tl.constexpr,
 ):
     """Attend to positions begin .. end of K and V, first to the unmasked blocks.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
@@ -287,11 +297,11 @@ def attend_committed(
     if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
         max_score, sum_weights, acc = _attend_unmasked_blocks(
-            q, table, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
+            q, page_ids_ptr, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
         )
     return attend_blocks(
-        q, None, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, num_unmasked, num_blocks,
-        scale, max_score, sum_weights, acc, True, CONSTANTS,
+        q, None, position, page_ids_ptr, tiles, begin, end, first_position, num_lower, num_unmasked, num_unmasked,
+        num_blocks, scale, max_score, sum_weights, acc, True, CONSTANTS,
     )
 # fmt: on
 
@@ -387,11 +397,11 @@ def common_launch_arguments(
     staged_kind = STAGED_NONE if staged is None else STAGED_CHAIN if ancestor_bits is None else STAGED_TREE
     return {
         "q_ptr": q,
-        "table_ptr": prefix.page_table,
+        "page_table_ptr": prefix.page_table,
         "splits_ptr": splits.table,
         "split_starts_ptr": splits.starts,
         # Without ancestor bits the kernel gets a placeholder pointer, which it does not read.
-        "bits_ptr": inputs.nodes.positions if ancestor_bits is None else ancestor_bits,
+        "ancestor_bits_ptr": inputs.nodes.positions if ancestor_bits is None else ancestor_bits,
         "out_ptr": out,
         "lse_ptr": lse,
         "partial_ptr": partials.out,
@@ -402,7 +412,7 @@ def common_launch_arguments(
         "rows": 0 if staged is None else staged[0].shape[1],
         "first_position": prefix.first_position,
         **named_strides(q, "q_stride_b", "q_stride_q", "q_stride_h"),
-        **named_strides(prefix.page_table, "table_stride_b"),
+        **named_strides(prefix.page_table, "page_table_stride_b"),
         **(
             {"bits_stride_b": 0, "bits_stride_q": 0}
             if ancestor_bits is None

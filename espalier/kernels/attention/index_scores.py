@@ -67,30 +67,35 @@ def _score_block(
 
 @kernel
 def _store_scores(
-    score, out_ptr, group_max_ptr, block, end, column, group, query, query_exists, out_stride_q, group_max_stride_q,
-    GROUP_SIZE: tl.constexpr,
+    score, out_ptr, group_max_ptr, block_index, num_rows, first_column, first_group, query, query_exists,
+    out_stride_q, group_max_stride_q, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest score of each group of rows.
+    """Store scores [BLOCK_N, QUERIES] of rows below num_rows, and the highest score of each group of rows.
 
-    column: the column of out_ptr for row 0 of all blocks.  group: the column of group_max_ptr for the group of row 0.
+    first_column: the column of out_ptr for row 0 of all blocks.
+    first_group: the column of group_max_ptr for the group of row 0.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
-    row = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    tl.store(out_ptr + query * out_stride_q + (column + row), score, mask=(row < end) & query_exists)
-    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_SIZE, GROUP_SIZE, QUERIES]), 1)
-    at = block * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
+    row = block_index * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    tl.store(out_ptr + query * out_stride_q + (first_column + row), score, mask=(row < num_rows) & query_exists)
+    top = tl.max(
+        tl.reshape(tl.where(row < num_rows, score, float("-inf")), [BLOCK_N // GROUP_SIZE, GROUP_SIZE, QUERIES]), 1
+    )
+    at = block_index * (BLOCK_N // GROUP_SIZE) + tl.arange(0, BLOCK_N // GROUP_SIZE)[:, None]
     tl.store(
-        group_max_ptr + query * group_max_stride_q + (group + at), top, mask=(at * GROUP_SIZE < end) & query_exists
+        group_max_ptr + query * group_max_stride_q + (first_group + at),
+        top,
+        mask=(at * GROUP_SIZE < num_rows) & query_exists,
     )
 
 
 @kernel
 def _index_scores_kernel(
-    q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr, group_max_ptr,
-    queries, rows, capacity, prefix_begin,
-    q_stride_b, q_stride_q, weight_stride_b, weight_stride_q, key_stride_row, staged_stride_b, staged_stride_r,
-    table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, group_max_stride_b,
+    q_ptr, weight_ptr, key_ptr, staged_ptr, page_table_ptr, length_ptr, ancestor_bits_ptr, out_ptr, group_max_ptr,
+    num_queries, num_staged_rows, num_positions, prefix_begin, q_stride_b, q_stride_q, weight_stride_b,
+    weight_stride_q, key_stride_row, staged_stride_b, staged_stride_r, page_table_stride_b, length_stride_b,
+    bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, group_max_stride_b,
     group_max_stride_q,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HEADS: tl.constexpr,
@@ -104,7 +109,7 @@ def _index_scores_kernel(
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     q_index = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_HEADS) // BLOCK_HEADS
     head = tl.arange(0, QUERIES * BLOCK_HEADS) % BLOCK_HEADS
-    exists = (q_index < queries) & (head < HEADS)
+    exists = (q_index < num_queries) & (head < HEADS)
     weight = tl.load(weight_ptr + request * weight_stride_b + q_index * weight_stride_q + head, mask=exists, other=0.0)
     q = tl.load(
         q_ptr + request * q_stride_b + (q_index.to(tl.int64) * q_stride_q + head * HEAD_SIZE)[:, None] + value[None, :],
@@ -114,14 +119,14 @@ def _index_scores_kernel(
     out = out_ptr + request * out_stride_b
     top = group_max_ptr + request * group_max_stride_b
     query = query.to(tl.int64)[None, :]
-    query_exists = query < queries
+    query_exists = query < num_queries
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
     committed_blocks = (length + BLOCK_N - 1) // BLOCK_N
-    table = table_ptr + request * table_stride_b
-    page = load_pages_of_block(table, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+    page_ids_ptr = page_table_ptr + request * page_table_stride_b
+    page = load_pages_of_block(page_ids_ptr, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
     for block in tl.range(program, committed_blocks, tl.num_programs(1), num_stages=STAGES):
         row = pool_rows_of_block(page, block * BLOCK_N, PAGE_SIZE, BLOCK_N)
-        page = load_pages_of_block(table, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+        page = load_pages_of_block(page_ids_ptr, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             key_ptr + (row * key_stride_row)[:, None] + value[None, :],
@@ -132,23 +137,23 @@ def _index_scores_kernel(
             score, out, top, block, length, 0, 0, query, query_exists, out_stride_q, group_max_stride_q, GROUP_SIZE
         )
     # The last program takes the first staged block, because it may have one committed block less than other programs.
-    first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
+    first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (num_staged_rows + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             staged_ptr + request * staged_stride_b + at.to(tl.int64) * staged_stride_r + value[None, :],
-            mask=(at < rows) & (value < HEAD_SIZE)[None, :], other=0.0,
+            mask=(at < num_staged_rows) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         word = tl.load(
-            bits_ptr + request * bits_stride_b + query * bits_stride_q + at // 64,
-            mask=(at < rows) & query_exists, other=0,
+            ancestor_bits_ptr + request * bits_stride_b + query * bits_stride_q + at // 64,
+            mask=(at < num_staged_rows) & query_exists, other=0,
         )  # fmt: skip
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
         score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_HEADS, PRECISION)
-        group = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
+        group = (num_positions + GROUP_SIZE - 1) // GROUP_SIZE
         _store_scores(
-            score, out, top, block, rows, capacity, group, query, query_exists, out_stride_q, group_max_stride_q,
-            GROUP_SIZE,
+            score, out, top, block, num_staged_rows, num_positions, group, query, query_exists, out_stride_q,
+            group_max_stride_q, GROUP_SIZE,
         )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ BLOCKS_PER_STEP = 64
 
 @kernel(do_not_specialize=["batch"])
 def _count_contiguous_blocks_kernel(
-    splits_ptr, split_starts_ptr, table_ptr, out_ptr, batch, first_position, table_stride_b,
+    splits_ptr, split_starts_ptr, page_table_ptr, out_ptr, batch, first_position, page_table_stride_b,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_PER_STEP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
@@ -131,7 +131,7 @@ def _count_contiguous_blocks_kernel(
     exists = split < tl.load(split_starts_ptr + batch)
     request, begin, end, _request_splits = load_split_range(splits_ptr, split, exists)
     _num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
-    table = table_ptr + request * table_stride_b
+    table = page_table_ptr + request * page_table_stride_b
     block, offset = tl.arange(0, BLOCKS_PER_STEP), tl.arange(0, BLOCK_N)
     num_checked = num_unmasked * 0
     count = num_unmasked * 0

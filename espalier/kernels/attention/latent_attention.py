@@ -62,11 +62,11 @@ from espalier.kernels.runtime.launch import chip
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _latent_attention_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, page_table_ptr, splits_ptr, split_starts_ptr, ancestor_bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
-    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
-    bits_stride_q,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, page_table_stride_b,
+    bits_stride_b, bits_stride_q,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     STAGED_KIND: tl.constexpr, LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -100,7 +100,7 @@ def _latent_attention_kernel(
             sum_weights = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
-            table = table_ptr + request * table_stride_b
+            table = page_table_ptr + request * page_table_stride_b
             max_score, sum_weights, out = attend_blocks(
                 q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, 0, num_unmasked,
                 scale, max_score, sum_weights, out, False, CONSTANTS,
@@ -117,8 +117,8 @@ def _latent_attention_kernel(
                 max_score, sum_weights, out = attend_staged(
                     q, q_rope, query, query_exists, query,
                     RowTiles(staged, staged_stride_r, staged + V_SIZE, staged_stride_r), 0, 0,
-                    bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, scale, max_score, sum_weights,
-                    out, CONSTANTS,
+                    ancestor_bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, scale, max_score,
+                    sum_weights, out, CONSTANTS,
                 )
             trigger_merge(base, num_work_items, USE_PDL)
             write_work_item_result(

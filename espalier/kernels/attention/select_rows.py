@@ -45,49 +45,49 @@ def _score_key(score):
 
 
 @kernel
-def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
+def _load_chunk(scores, columns, chunk, num_scores, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
     """Returns (columns, whether their rows are visible, keys of their scores) of chunk number `chunk` of the scores.
 
-    count: the number of scores in all chunks.
+    num_scores: the number of scores in all chunks.
     columns: the list of columns to load.  None: columns 0 .. gap_begin-1, then the columns from gap_begin+gap_size on.
     """
     i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
-    exists = i < count
+    exists = i < num_scores
     if columns is None:
         column = i + tl.where(i >= gap_begin, gap_size, 0)
     else:
         column = tl.load(columns + i, mask=exists, other=0)
-    key = _score_key(tl.load(values + column, mask=exists, other=float("-inf")))
+    key = _score_key(tl.load(scores + column, mask=exists, other=float("-inf")))
     return column, exists & (key >= LOWEST_VISIBLE_KEY), key
 
 
 @kernel
-def _num_bits(x):
+def _num_bits(number):
     """Returns the number of bits of a uint32 without its leading zeros."""
     bits = tl.zeros([], tl.uint32)
     for i in tl.static_range(5):
-        has_more = x >> (16 >> i) > 0
+        has_more = number >> (16 >> i) > 0
         bits += tl.where(has_more, 16 >> i, 0).to(tl.uint32)
-        x = tl.where(has_more, x >> (16 >> i), x)
-    return bits + tl.where(x > 0, 1, 0).to(tl.uint32)
+        number = tl.where(has_more, number >> (16 >> i), number)
+    return bits + tl.where(number > 0, 1, 0).to(tl.uint32)
 
 
 @kernel
-def _max_visible_key(values, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
-    """Returns the highest key of `count` values, at least LOWEST_VISIBLE_KEY."""
+def _max_visible_key(scores, num_scores, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
+    """Returns the highest key of `num_scores` scores, at least LOWEST_VISIBLE_KEY."""
     high = tl.full([], LOWEST_VISIBLE_KEY, tl.uint32)
-    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
-        _column, seen, key = _load_chunk(values, None, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+    for chunk in range((num_scores + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        _column, seen, key = _load_chunk(scores, None, chunk, num_scores, gap_begin, gap_size, SCORES_PER_CHUNK)
         high = tl.maximum(high, tl.max(tl.where(seen, key, LOWEST_VISIBLE_KEY).to(tl.uint32), 0))
     return high
 
 
 @kernel
 def _find_threshold(
-    values, columns, count, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
+    scores, columns, num_scores, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Search for the threshold of the topk highest of `count` values (see _load_chunk).
+    """Search for the threshold of the topk highest of `num_scores` scores (see _load_chunk).
 
     All keys are from min_key to max_key.  max_first_bin_bits: a bin of the first iteration, except the last bin, holds
     at most 2^max_first_bin_bits keys.
@@ -95,20 +95,20 @@ def _find_threshold(
     keys from max_key - span to max_key are ties at the threshold, of which the first num_skipped_ties are not selected.
     So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk.
     """
-    span, num_in_bin, num_wanted = max_key - min_key, count, tl.minimum(topk, count)
+    span, num_in_bin, num_wanted = max_key - min_key, num_scores, tl.minimum(topk, num_scores)
     max_bin_bits = tl.full([], max_first_bin_bits, tl.uint32)
     bin_index = tl.arange(0, NUM_BINS)
     while (num_in_bin - num_wanted > num_extra) & (span > 0):
         bin_bits = tl.minimum(_num_bits(span // NUM_BINS), max_bin_bits)
         max_bin_bits = tl.full([], 32, tl.uint32)
         counts = tl.zeros([NUM_BINS], tl.int32)
-        for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
-            _column, seen, key = _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+        for chunk in range((num_scores + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+            _column, seen, key = _load_chunk(scores, columns, chunk, num_scores, gap_begin, gap_size, SCORES_PER_CHUNK)
             is_between = seen & (key <= max_key) & (max_key - key <= span)
             bin_of_key = tl.minimum((max_key - key) >> bin_bits, NUM_BINS - 1)
             counts += tl.histogram(bin_of_key.to(tl.int32), NUM_BINS, mask=is_between)
         num_upto_bin = tl.cumsum(counts, 0)
-        # In the first iteration fewer values than wanted may be visible, because `count` includes invisible rows.
+        # In the first iteration fewer values than wanted may be visible, because `num_scores` includes invisible rows.
         num_wanted = tl.minimum(num_wanted, tl.max(num_upto_bin, 0))
         is_threshold_bin = (num_upto_bin >= num_wanted) & (num_upto_bin - counts < num_wanted)
         num_wanted -= tl.sum(tl.where(is_threshold_bin, num_upto_bin - counts, 0), 0)
@@ -139,9 +139,9 @@ def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_ea
 
 @kernel
 def _list_candidate_groups(
-    groups,
+    group_scores,
     list_ptr,
-    count,
+    num_groups,
     gap_begin,
     gap_size,
     topk,
@@ -154,14 +154,14 @@ def _list_candidate_groups(
 
     Returns (number of listed groups, a key below which no row is selected, the highest key of all groups).
     """
-    max_key = _max_visible_key(groups, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+    max_key = _max_visible_key(group_scores, num_groups, gap_begin, gap_size, SCORES_PER_CHUNK)
     high, span, skipped_ties = _find_threshold(
-        groups, None, count, gap_begin, gap_size, tl.full([], LOWEST_VISIBLE_KEY, tl.uint32), max_key, topk, num_extra,
-        FIRST_BIN_BITS, SCORES_PER_CHUNK, NUM_BINS,
+        group_scores, None, num_groups, gap_begin, gap_size, tl.full([], LOWEST_VISIBLE_KEY, tl.uint32), max_key,
+        topk, num_extra, FIRST_BIN_BITS, SCORES_PER_CHUNK, NUM_BINS,
     )  # fmt: skip
     num_above, num_ties = 0, 0
-    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
-        column, seen, key = _load_chunk(groups, None, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+    for chunk in range((num_groups + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        column, seen, key = _load_chunk(group_scores, None, chunk, num_groups, gap_begin, gap_size, SCORES_PER_CHUNK)
         is_selected, place, above, ties = _place_selected(seen, key, high, span, skipped_ties, num_above, num_ties)
         tl.store(list_ptr + place, column, mask=is_selected)
         num_above += above
@@ -173,12 +173,12 @@ def _list_candidate_groups(
 
 @kernel
 def _list_candidate_rows(
-    scores, group_list, row_list, num_groups, min_key, length, capacity, rows,
+    scores, group_list, row_list, num_groups, min_key, length, num_positions, num_staged_rows,
     GROUP_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the columns of those rows in the listed groups whose key is at least `min_key`.  Returns their number."""
     GROUPS: tl.constexpr = SCORES_PER_CHUNK // GROUP_SIZE
-    num_before_staged = (capacity + GROUP_SIZE - 1) // GROUP_SIZE
+    num_before_staged = (num_positions + GROUP_SIZE - 1) // GROUP_SIZE
     count = 0
     for chunk in range((num_groups + GROUPS - 1) // GROUPS):
         i = chunk * GROUPS + tl.arange(0, GROUPS)
@@ -186,8 +186,8 @@ def _list_candidate_rows(
         is_staged = group >= num_before_staged
         first_row = (group - tl.where(is_staged, num_before_staged, 0)) * GROUP_SIZE
         row = first_row[:, None] + tl.arange(0, GROUP_SIZE)[None, :]
-        exists = row < tl.where(i < num_groups, tl.where(is_staged, rows, length), 0)[:, None]
-        column = row + tl.where(is_staged, capacity, 0)[:, None]
+        exists = row < tl.where(i < num_groups, tl.where(is_staged, num_staged_rows, length), 0)[:, None]
+        column = row + tl.where(is_staged, num_positions, 0)[:, None]
         is_listed = exists & (_score_key(tl.load(scores + column, mask=exists, other=float("-inf"))) >= min_key)
         num_upto_row, in_group = tl.cumsum(is_listed.to(tl.int32), 1), tl.sum(is_listed.to(tl.int32), 1)
         num_before = count + tl.cumsum(in_group, 0) - in_group
@@ -198,18 +198,18 @@ def _list_candidate_rows(
 
 @kernel
 def _write_selected_rows(
-    scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
+    scores, row_list, page_ids_ptr, out_ptr, num_listed, num_positions, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the selected committed rows.  Returns (their number, the number of selected ties, staged rows included)."""
     num_above, num_ties, num_written = 0, 0, tl.zeros([], tl.int32)
-    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
-        column, seen, key = _load_chunk(scores, row_list, chunk, count, 0, 0, SCORES_PER_CHUNK)
+    for chunk in range((num_listed + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        column, seen, key = _load_chunk(scores, row_list, chunk, num_listed, 0, 0, SCORES_PER_CHUNK)
         is_selected, out_index, above, ties = _place_selected(
             seen, key, max_key, key_span, num_skipped_ties, num_above, num_ties
         )
-        is_selected = is_selected & (column < capacity)
-        page = tl.load(table + column // PAGE_SIZE, mask=is_selected, other=0)
+        is_selected = is_selected & (column < num_positions)
+        page = tl.load(page_ids_ptr + column // PAGE_SIZE, mask=is_selected, other=0)
         tl.store(out_ptr + out_index, page * PAGE_SIZE + column % PAGE_SIZE, mask=is_selected)
         num_written += tl.sum(is_selected.to(tl.int32), 0)
         num_above += above
@@ -219,66 +219,77 @@ def _write_selected_rows(
 
 @kernel
 def _write_selected_bits(
-    scores, words, rows, max_key, key_span, num_selected_ties, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
+    scores,
+    words_ptr,
+    num_staged_rows,
+    max_key,
+    key_span,
+    num_selected_ties,
+    WORDS: tl.constexpr,
+    WORD_BITS: tl.constexpr,
 ):
     """Write the bits of the selected staged rows.  The last num_selected_ties of all ties are selected.  Staged rows
     have the last positions, so the count starts at the last staged row."""
     row = tl.arange(0, WORDS * WORD_BITS)
-    exists = row < rows
+    exists = row < num_staged_rows
     key = _score_key(tl.load(scores + row, mask=exists, other=float("-inf")))
     is_above = exists & (key > max_key)
     is_tie = exists & (key <= max_key) & (max_key - key <= key_span)
     is_selected = is_above | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0, reverse=True) <= num_selected_ties))
     bits = tl.reshape(is_selected.to(tl.int64) << (row % WORD_BITS).to(tl.int64), [WORDS, WORD_BITS])
     word = tl.arange(0, WORDS)
-    tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD_BITS - 1) // WORD_BITS)
+    tl.store(words_ptr + word, tl.sum(bits, 1), mask=word < (num_staged_rows + WORD_BITS - 1) // WORD_BITS)
 
 
 @kernel
 def _select_rows_kernel(
-    score_ptr, group_ptr, length_ptr, table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
-    queries, capacity, rows, topk, num_extra, width, score_stride_b, score_stride_q, group_stride_b, group_stride_q,
-    length_stride_b, table_stride_b, group_list_stride_q, row_list_stride_q,
+    score_ptr, group_ptr, length_ptr, page_table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
+    num_queries, num_positions, num_staged_rows, topk, num_extra, num_columns, score_stride_b, score_stride_q,
+    group_stride_b, group_stride_q, length_stride_b, page_table_stride_b, group_list_stride_q, row_list_stride_q,
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B · Q).  Each program has its own part of the list buffers."""
     pdl_trigger_and_wait(USE_PDL)
     query = tl.program_id(0).to(tl.int64)
-    request = query // queries
+    request = query // num_queries
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
-    scores = score_ptr + request * score_stride_b + query % queries * score_stride_q
-    table, out = table_ptr + request * table_stride_b, row_ptr + query * width
+    scores = score_ptr + request * score_stride_b + query % num_queries * score_stride_q
+    page_ids_ptr, out = page_table_ptr + request * page_table_stride_b, row_ptr + query * num_columns
     # For a request with at most topk rows, no committed row is listed, and all visible staged rows are selected.
     max_key, span = tl.full([], LOWEST_VISIBLE_KEY - 1, tl.uint32), tl.zeros([], tl.uint32)
     num_rows, num_selected_ties = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    if length + rows > topk:
-        groups = group_ptr + request * group_stride_b + query % queries * group_stride_q
+    if length + num_staged_rows > topk:
+        groups = group_ptr + request * group_stride_b + query % num_queries * group_stride_q
         group_list, row_list = group_list_ptr + query * group_list_stride_q, row_list_ptr + query * row_list_stride_q
         gap_begin = (length + GROUP_SIZE - 1) // GROUP_SIZE
-        gap_size = (capacity + GROUP_SIZE - 1) // GROUP_SIZE - gap_begin
+        gap_size = (num_positions + GROUP_SIZE - 1) // GROUP_SIZE - gap_begin
         num_listed, min_key, max_group_key = _list_candidate_groups(
-            groups, group_list, gap_begin + (rows + GROUP_SIZE - 1) // GROUP_SIZE, gap_begin, gap_size, topk, num_extra,
-            SCORES_PER_CHUNK, NUM_BINS,
+            groups, group_list, gap_begin + (num_staged_rows + GROUP_SIZE - 1) // GROUP_SIZE, gap_begin, gap_size,
+            topk, num_extra, SCORES_PER_CHUNK, NUM_BINS,
         )  # fmt: skip
         # The barrier is needed because a thread reads entries of the list that other threads wrote.
         tl.debug_barrier()
         count = _list_candidate_rows(
-            scores, group_list, row_list, num_listed, min_key, length, capacity, rows, GROUP_SIZE, SCORES_PER_CHUNK
-        )
+            scores, group_list, row_list, num_listed, min_key, length, num_positions, num_staged_rows, GROUP_SIZE,
+            SCORES_PER_CHUNK,
+        )  # fmt: skip
         tl.debug_barrier()
         max_key, span, num_skipped_ties = _find_threshold(
             scores, row_list, count, 0, 0, min_key, max_group_key, topk, 0, 32, SCORES_PER_CHUNK, NUM_BINS
         )
         num_rows, num_selected_ties = _write_selected_rows(
-            scores, row_list, table, out, count, capacity, max_key, span, num_skipped_ties, PAGE_SIZE, SCORES_PER_CHUNK
-        )
+            scores, row_list, page_ids_ptr, out, count, num_positions, max_key, span, num_skipped_ties, PAGE_SIZE,
+            SCORES_PER_CHUNK,
+        )  # fmt: skip
     tl.store(count_ptr + query, num_rows.to(tl.int64))
-    for chunk in range(num_rows // SCORES_PER_CHUNK, (width + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+    for chunk in range(num_rows // SCORES_PER_CHUNK, (num_columns + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
         place = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
-        tl.store(out + place, tl.zeros([SCORES_PER_CHUNK], tl.int32), mask=(place >= num_rows) & (place < width))
-    words = word_ptr + query * ((rows + WORD_BITS - 1) // WORD_BITS)
-    _write_selected_bits(scores + capacity, words, rows, max_key, span, num_selected_ties, WORDS, WORD_BITS)
+        tl.store(out + place, tl.zeros([SCORES_PER_CHUNK], tl.int32), mask=(place >= num_rows) & (place < num_columns))
+    words = word_ptr + query * ((num_staged_rows + WORD_BITS - 1) // WORD_BITS)
+    _write_selected_bits(
+        scores + num_positions, words, num_staged_rows, max_key, span, num_selected_ties, WORDS, WORD_BITS
+    )
 
 
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:

@@ -70,17 +70,16 @@ def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(
-    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr, table_ptr, splits_ptr, split_starts_ptr, position_ptr,
-    row_position_ptr, bits_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
-    scale, batch, queries, rows, first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h,
-    v_stride_row, v_stride_h, staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b,
-    staged_v_stride_r, staged_v_stride_h, table_stride_b, position_stride_b, position_stride_q,
-    row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
-    KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED_KIND: tl.constexpr,
-    HAS_SINK: tl.constexpr, LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr, page_table_ptr, splits_ptr, split_starts_ptr, position_ptr,
+    row_position_ptr, ancestor_bits_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr,
+    v_scale_ptr, scale, batch, queries, rows, first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row,
+    k_stride_h, v_stride_row, v_stride_h, staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b,
+    staged_v_stride_r, staged_v_stride_h, page_table_stride_b, position_stride_b, position_stride_q,
+    row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q, KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED_KIND: tl.constexpr, HAS_SINK: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
@@ -116,7 +115,7 @@ def _tree_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             tiles = RowTiles(k_ptr + head * k_stride_h, k_stride_row, v_ptr + head * v_stride_h, v_stride_row)
             max_score, sum_weights, out = attend_committed(
-                q, position, table_ptr + request * table_stride_b, tiles, begin, end, first_position,
+                q, position, page_table_ptr + request * page_table_stride_b, tiles, begin, end, first_position,
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED_KIND > 0:
@@ -129,7 +128,7 @@ def _tree_attention_kernel(
                 max_score, sum_weights, out = attend_staged(
                     q, None, query, query_exists, position, staged,
                     row_position_ptr + request * row_position_stride_b, row_position_stride_r,
-                    bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, score_scale, max_score,
+                    ancestor_bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, score_scale, max_score,
                     sum_weights, out, CONSTANTS,
                 )
             trigger_merge(base, num_work_items, USE_PDL)

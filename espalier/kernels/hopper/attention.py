@@ -23,11 +23,11 @@ from espalier.kernels.runtime.launch import tma_descriptor
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
-    table_ptr, splits_ptr, split_starts_ptr, position_ptr, row_position_ptr, bits_ptr,
+    page_table_ptr, splits_ptr, split_starts_ptr, position_ptr, row_position_ptr, ancestor_bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
     scale, batch, queries, rows, first_position,
     q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h, staged_k_stride_b,
-    staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h, table_stride_b,
+    staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h, page_table_stride_b,
     position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     k_descriptor, v_descriptor, contiguous_ptr,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr,
@@ -66,7 +66,7 @@ def hopper_attention_kernel(
     )
     positions = RowPtrs(position_ptr, position_stride_b, position_stride_q, 0)
     row_positions = RowPtrs(row_position_ptr, row_position_stride_b, row_position_stride_r, 0)
-    ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
+    ancestor_bits = RowPtrs(ancestor_bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
     # With one attending warpgroup, the first function is left out.  With two-byte rows, the last function is left out.
@@ -81,8 +81,8 @@ def hopper_attention_kernel(
                 scales, HAS_SINK, CONSTANTS,
             )),
             (load_work_items, (
-                loaded, plan, committed, staged, table_ptr, table_stride_b, positions, (k_descriptor, v_descriptor),
-                contiguous_ptr, CONSTANTS,
+                loaded, plan, committed, staged, page_table_ptr, page_table_stride_b, positions, (k_descriptor,
+                v_descriptor), contiguous_ptr, CONSTANTS,
             )),
             (convert_work_items, (loaded, stages, plan, positions, CONSTANTS)),
         ][2 - WARPGROUPS:4 if FP8 else 3],

@@ -182,11 +182,11 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
 
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, page_table_ptr, splits_ptr, split_starts_ptr, ancestor_bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
-    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
-    bits_stride_q, half_descriptor, rope_descriptor,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, page_table_stride_b,
+    bits_stride_b, bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
@@ -227,19 +227,19 @@ def hopper_latent_kernel(
         scale = scale * row_scale
     committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
     # A placeholder for positions, which only kernels with a window read.
-    unused = RowPtrs(bits_ptr, 0, 0, 0)
+    unused = RowPtrs(ancestor_bits_ptr, 0, 0, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
     # With two-byte rows, the last function is left out.
     gl.warp_specialize(
         [
             (score_and_sum_left_half, (
                 q_shared, stages, exchange, plan, RowPtrs(q_ptr, q_stride_b, q_stride_q, q_stride_h), unused,
-                RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0), results, scale, CONSTANTS,
+                RowPtrs(ancestor_bits_ptr, bits_stride_b, bits_stride_q, 0), results, scale, CONSTANTS,
             )),
             (sum_right_half, (stages, exchange, plan, unused, results, CONSTANTS)),
             (load_work_items, (
-                loaded, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_stride_b,
-                unused, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
+                loaded, plan, (committed, committed, committed), (staged, staged, staged), page_table_ptr,
+                page_table_stride_b, unused, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
             )),
             (convert_work_items, (loaded, stages, plan, unused, CONSTANTS)),
         ][:4 if FP8 else 3],

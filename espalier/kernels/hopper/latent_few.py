@@ -42,8 +42,11 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _visible_rows(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Returns [BLOCK_N] bool: the rows of a block that the request's only query sees.  bits_ptr: its ancestor bits."""
+def _visible_rows(block_number, plan, blocks, ancestor_bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Returns [BLOCK_N] bool: the rows of a block that the request's only query sees.
+
+    ancestor_bits_ptr: the ancestor bits of this query.
+    """
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:
@@ -55,14 +58,14 @@ def _visible_rows(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr
         if CONSTANTS.STAGED_KIND == 1:
             seen = seen & (node <= 0)
         if CONSTANTS.STAGED_KIND == 2:
-            word = gl.load(bits_ptr + node // 64, mask=seen, other=0)
+            word = gl.load(ancestor_bits_ptr + node // 64, mask=seen, other=0)
             seen = seen & ((word >> (node % 64).to(gl.int64)) & 1 != 0)
     return seen
 
 
 @gluon_kernel
 def _attend_work_item(
-    q_shared, weight_shared, stages, blocks_done, plan, blocks, bits_ptr, scale,
+    q_shared, weight_shared, stages, blocks_done, plan, blocks, ancestor_bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights)."""
@@ -89,7 +92,7 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= blocks.num_unmasked:
-            seen = _visible_rows(t, plan, blocks, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            seen = _visible_rows(t, plan, blocks, ancestor_bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -160,11 +163,11 @@ def _attend_work_items(
 
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_few_kernel(
-    q_ptr, row_ptr, staged_ptr, table_ptr, splits_ptr, split_starts_ptr, bits_ptr,
+    q_ptr, row_ptr, staged_ptr, page_table_ptr, splits_ptr, split_starts_ptr, ancestor_bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first_position,
-    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
-    bits_stride_q, half_descriptor, rope_descriptor,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, page_table_stride_b,
+    bits_stride_b, bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
@@ -191,7 +194,7 @@ def hopper_latent_few_kernel(
     plan = WorkPlan(splits_ptr, split_starts_ptr, num_splits, 1, queries, rows, first_position)
     committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
     # The ancestor bits are a placeholder for positions, which are not read without a window.
-    bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
+    bits = RowPtrs(ancestor_bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     gl.warp_specialize(
         [
@@ -200,8 +203,8 @@ def hopper_latent_few_kernel(
                 results, scale, CONSTANTS,
             )),
             (load_work_items, (
-                stages, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_stride_b,
-                bits, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
+                stages, plan, (committed, committed, committed), (staged, staged, staged), page_table_ptr,
+                page_table_stride_b, bits, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
             )),
         ],
         [LOAD_WARPS],

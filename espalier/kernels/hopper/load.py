@@ -173,7 +173,7 @@ def _rows_of_request(sources, request, kv_head):
 
 @gluon_kernel
 def load_work_items(
-    stages, plan, committed, staged, table_ptr, table_stride_b, positions, descriptors, contiguous_ptr,
+    stages, plan, committed, staged, page_table_ptr, page_table_stride_b, positions, descriptors, contiguous_ptr,
     CONSTANTS: gl.constexpr,
 ):
     """Load the blocks of all work items of a program.
@@ -197,7 +197,7 @@ def load_work_items(
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             blocks = work_item_blocks(plan, work_item, positions, ROW_LAYOUT, CONSTANTS)
-            table, end_position = table_ptr + work_item.request * table_stride_b, blocks.end_committed
+            table, end_position = page_table_ptr + work_item.request * page_table_stride_b, blocks.end_committed
             staged_rows = _rows_of_request(staged, work_item.request, work_item.kv_head)
             num_contiguous = 0
             if CONSTANTS.TMA_BLOCKS != 0:

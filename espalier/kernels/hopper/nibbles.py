@@ -67,6 +67,7 @@ def _split_columns(words):
 
 @gluon_kernel
 def _low_halves(words):
+    """Returns the low halves of uint32, as bfloat16."""
     return (words & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 

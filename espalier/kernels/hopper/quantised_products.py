@@ -46,7 +46,7 @@ def split_gate_and_up(tile):
 
 @gluon_kernel
 def hopper_linear_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
+    x_ptr, words_ptr, scales_ptr, zero_points_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr, EVEN_IN: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
@@ -61,8 +61,8 @@ def hopper_linear_kernel(
     x_places = rows * x_stride + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
     block = gl.program_id(0)
     acc = nibble_product(
-        NibblePointers(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
-        k_begin, k_end, CODE, STAGES, IS_GATED, EVEN_IN, USE_PDL, ACC_LAYOUT,
+        NibblePointers(words_ptr, scales_ptr, zero_points_ptr), block, x_ptr, x_places, rows < num_rows, num_out,
+        num_in, k_begin, k_end, CODE, STAGES, IS_GATED, EVEN_IN, USE_PDL, ACC_LAYOUT,
     )
     if bias_ptr is not None:
         # Only the first split adds the bias.
@@ -83,15 +83,15 @@ def hopper_linear_kernel(
 
 @gluon_kernel
 def _pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile_index, expert,
+    pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert,
     IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Returns a tile's pairs (token, expert), see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if IS_SORTED:
         place += gl.load(begins_ptr + tile_index)
-        inside = place < gl.load(ends_ptr + expert)
-        pair = gl.load(order_ptr + place, mask=inside, other=0)
+        inside = place < gl.load(pair_ends_ptr + expert)
+        pair = gl.load(pair_order_ptr + place, mask=inside, other=0)
     else:
         place += tile_index
         inside = place == tile_index
@@ -101,8 +101,8 @@ def _pairs_of_tile(
 
 @gluon_kernel
 def hopper_gate_up_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
-    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    x_ptr, words_ptr, scales_ptr, zero_points_ptr, bias_ptr,
+    pair_order_ptr, pair_ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
     CODE: gl.constexpr, ACTIVATION_KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr,
     LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -119,7 +119,7 @@ def hopper_gate_up_kernel(
         return
     block = gl.program_id(0)
     _, inside, pair = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
     )
     x_places = gl.expand_dims(pair // top_k * x_stride, 1)
     x_places += gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
@@ -127,10 +127,10 @@ def hopper_gate_up_kernel(
         first_bias = bias_ptr + expert * 2 * num_out
         bias = gl.load(first_bias + weight_rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC_LAYOUT)))
     first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
-    if zeros_ptr is not None:
-        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
+    if zero_points_ptr is not None:
+        zero_points_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr,
+        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zero_points_ptr), block, x_ptr,
         x_places, gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
         CODE, STAGES, True, EVEN_IN, False, ACC_LAYOUT,
     )
@@ -141,7 +141,7 @@ def hopper_gate_up_kernel(
     OUT: gl.constexpr = gate.type.layout
     out = apply_activation(gate.to(gl.float32), up.to(gl.float32), ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT)
     place, inside, _ = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, OUT),
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, OUT),
     )
     column = gl.expand_dims(block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, OUT)), 1)
     places = gl.expand_dims(place.to(gl.int64) * num_out, 0) + column
@@ -150,8 +150,8 @@ def hopper_gate_up_kernel(
 
 @gluon_kernel
 def hopper_down_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
-    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    x_ptr, words_ptr, scales_ptr, zero_points_ptr, bias_ptr, weights_ptr,
+    pair_order_ptr, pair_ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
     CODE: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
@@ -167,7 +167,7 @@ def hopper_down_kernel(
         return
     block = gl.program_id(0)
     place, inside, _ = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
     )
     x_places = gl.expand_dims(place * num_in, 1) + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
     weight_expert = gl.minimum(expert, num_experts - 1)
@@ -176,10 +176,10 @@ def hopper_down_kernel(
         bias = gl.load(bias_ptr + weight_expert * num_out + bias_rows)
     # Rows without an expert take no steps, because hopper_gate_up_kernel writes no inputs for these rows.
     first, row_words, row_scales = weight_expert * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
-    if zeros_ptr is not None:
-        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
+    if zero_points_ptr is not None:
+        zero_points_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr,
+        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zero_points_ptr), block, x_ptr,
         x_places, gl.expand_dims(inside, 1), num_out, num_in, 0,
         gl.where(expert == num_experts, 0, num_in),
         CODE, STAGES, False, EVEN_IN, USE_PDL, ACC_LAYOUT,
@@ -187,7 +187,7 @@ def hopper_down_kernel(
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     place, inside, pair = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, ACC_LAYOUT),
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, ACC_LAYOUT),
     )
     weight = gl.load(weights_ptr + pair, mask=inside, other=1.0)
     # gl.where instead of a product with 0, because the weight of a row without an expert may be NaN.

@@ -76,6 +76,8 @@ class WorkItemBlocks(NamedTuple):
     The first num_committed blocks hold the committed rows begin_committed .. end_committed, see count_committed_blocks
     (work_items.py).  The other blocks hold the staged rows begin_staged .. end_staged; only the last split of
     a request has them.  num_blocks is at least one.
+    num_lower: how many first blocks contain positions below `first_position`.  num_unmasked: how many of the next
+    blocks need no mask.
     """
 
     begin_committed: Any

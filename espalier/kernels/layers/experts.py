@@ -122,9 +122,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @kernel
 def _gated_kernel(
-    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr,
-    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
-    num_out, num_in, x_stride, num_rows, top_k, num_experts,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zero_points_ptr, bias_ptr, shared_ptr, pair_order_ptr, pair_ends_ptr,
+    tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr, num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     NUM_PIECES: tl.constexpr, NUM_MATRICES: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr, IS_SORTED: tl.constexpr,
@@ -146,8 +145,9 @@ def _gated_kernel(
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
     # rows_of_tile comes before the branch on `expert`, so that its loads do not wait for `expert`.
     place, inside, row, _ = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
-    )
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES,
+        IS_SORTED, ROWS,
+    )  # fmt: skip
     if (expert < 0) | (expert == num_experts):
         return
     row = row.to(tl.int64)
@@ -173,11 +173,11 @@ def _gated_kernel(
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
         # Gate and up are one product, so that the pipeline fills only once.
-        gate_up_rows = expert * NUM_MATRICES * num_out + weight_rows(
+        w_rows = expert * NUM_MATRICES * num_out + weight_rows(
             num_out, NUM_MATRICES * BLOCK_OUT, False, NUM_MATRICES == 2
         )
         acc = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, gate_up_rows, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
+            w_ptr, scales_ptr, zero_points_ptr, w_rows, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, NUM_MATRICES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         gate, up = split_gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if NUM_MATRICES == 2 else (acc, acc)
@@ -194,9 +194,8 @@ def _gated_kernel(
 
 @kernel
 def _down_kernel(
-    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr, weights_ptr,
-    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
-    num_out, num_in, num_rows, top_k, num_experts,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zero_points_ptr, bias_ptr, shared_ptr, weights_ptr, pair_order_ptr,
+    pair_ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr, num_out, num_in, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, HAS_LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
@@ -226,8 +225,9 @@ def _down_kernel(
         prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, PREFETCHED_LINES)
     pdl_wait(USE_PDL)
     place, inside, row, out_part = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
-    )
+        pair_order_ptr, pair_ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES,
+        IS_SORTED, ROWS,
+    )  # fmt: skip
     if expert < 0:
         return
     # Rows without experts skip the product, because _gated_kernel has not written their x.
@@ -242,7 +242,7 @@ def _down_kernel(
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + x_row * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
         acc = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + x_row * num_in, x_scale_ptrs, inside, num_in, 0, k_end,
+            w_ptr, scales_ptr, zero_points_ptr, w_row, x_ptr + x_row * num_in, x_scale_ptrs, inside, num_in, 0, k_end,
             CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     if bias_ptr is not None:

@@ -63,7 +63,8 @@ def _count_pairs_kernel(
 
 @kernel(do_not_specialize=["num_tiles"])
 def _sort_pairs_kernel(
-    ids_ptr, live_ptr, counts_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
+    ids_ptr, live_ptr, counts_ptr, pair_order_ptr, pair_ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs,
+    num_tiles,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_BINS: tl.constexpr, ROWS: tl.constexpr, HAS_LIVE: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +88,7 @@ def _sort_pairs_kernel(
     place = tl.sum(tl.where(bins < own_expert, counts, 0), 0)
     first_tile = tl.sum(tl.where(bins < own_expert, tiles, 0), 0)
     own_tiles = tl.sum(tl.where(bins == own_expert, tiles, 0), 0)
-    tl.store(ends_ptr + own_expert, place + tl.sum(tl.where(bins == own_expert, counts, 0), 0))
+    tl.store(pair_ends_ptr + own_expert, place + tl.sum(tl.where(bins == own_expert, counts, 0), 0))
     # The last program also writes -1 to the unused tiles.
     num_listed = num_tiles - first_tile if own_expert == NUM_EXPERTS else own_tiles
     for begin in range(0, num_listed, BLOCK):
@@ -99,20 +100,20 @@ def _sort_pairs_kernel(
         pair = begin + offset
         expert = _experts_of_pairs(ids_ptr, live_ptr, pair, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
         is_own = (expert == own_expert).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own != 0)
+        tl.store(pair_order_ptr + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own != 0)
         place += tl.sum(is_own, 0)
 
 
 @kernel
 def pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
+    pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Returns (place, inside, pair), [ROWS] each: the index of a pair in `order`, whether the pair exists, and the
     pair's number row · K + choice."""
     if IS_SORTED:
         place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
-        inside = place < tl.load(ends_ptr + expert)
-        pair = tl.load(order_ptr + place, mask=inside, other=0)
+        inside = place < tl.load(pair_ends_ptr + expert)
+        pair = tl.load(pair_order_ptr + place, mask=inside, other=0)
     else:
         place = tile_index + tl.arange(0, ROWS)
         inside = place == tile_index
@@ -226,7 +227,7 @@ def tile_and_expert(
 
 @kernel
 def rows_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile_index, expert, num_rows, top_k,
+    pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert, num_rows, top_k,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Returns (place, inside, row, out_part), [ROWS] each.
@@ -236,7 +237,9 @@ def rows_of_tile(
     Shared pieces come after the pairs.  Piece p has the places (top_k + p) · num_rows + row, and out_part top_k + p.
     """
     if NUM_PIECES == 0:
-        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
+        place, inside, pair = pairs_of_tile(
+            pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS
+        )
         row, out_part = pair // top_k, pair % top_k
     else:
         if tile_index < 0:
@@ -244,7 +247,9 @@ def rows_of_tile(
             out_part = tl.zeros((ROWS,), tl.int32) + top_k + tile_index + NUM_PIECES
             place, inside = out_part * num_rows + row, row < num_rows
         else:
-            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
+            place, inside, pair = pairs_of_tile(
+                pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS
+            )
             row, out_part = pair // top_k, pair % top_k
     return place, inside, row, out_part
 

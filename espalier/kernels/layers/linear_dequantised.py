@@ -91,7 +91,7 @@ def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
 
 @kernel
 def _write_dequantised_rows_kernel(
-    words_ptr, scales_ptr, zeros_ptr, out_ptr, num_rows, num_in,
+    words_ptr, scales_ptr, zero_points_ptr, out_ptr, num_rows, num_in,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _write_dequantised_rows_kernel(
         groups = tl.minimum(units * 32 // GROUP_SIZE, tl.cdiv(num_in, GROUP_SIZE) - 1) if GROUP_SIZE > 0 else units * 0
         places = (w_rows * (tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1))[:, None] + groups[None, :]
         scales = tl.load(scales_ptr + places).to(tl.float32)
-        numbers -= tl.load(zeros_ptr + places).to(tl.float32)[:, :, None] if zeros_ptr is not None else 8.0
+        numbers -= tl.load(zero_points_ptr + places).to(tl.float32)[:, :, None] if zero_points_ptr is not None else 8.0
     else:
         # Rows of scales are padded to multiples of E2M1_SCALE_PADDING columns (quantised.py), so no load is masked.
         scale_codes = tl.load(scales_ptr + (w_rows * (tl.cdiv(num_in, 256) * 256 // UNIT))[:, None] + units[None, :])
@@ -125,7 +125,7 @@ def _write_dequantised_rows_kernel(
         else:
             # SCALE_UNIT (quantised.py) explains the stored bits.  The product is in float64, as in the reference.
             scales = (scale_codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
-            scales = (scales * tl.load(zeros_ptr + w_rows)[:, None]).to(tl.float32)
+            scales = (scales * tl.load(zero_points_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)
     columns = first + tl.arange(0, BLOCK_IN)
     tl.store(out_ptr + w_rows[:, None] * num_in + columns[None, :], values, mask=columns[None, :] < num_in)

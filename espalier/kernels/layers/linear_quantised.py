@@ -101,7 +101,7 @@ def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None)
 
 @kernel
 def _linear_quantised_kernel(
-    x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
+    x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
     EVEN_IN: tl.constexpr, IS_GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
@@ -120,13 +120,14 @@ def _linear_quantised_kernel(
     if USE_PDL:
         prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, PREFETCHED_LINES)
         if CODE == 1:
-            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE)
+            prefetch_scales(scales_ptr, zero_points_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE)
     pdl_wait(USE_PDL)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
         x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
     acc = quantised_dot(
-        codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptr + x_rows * x_stride, x_scale_ptrs, rows < num_rows, num_in,
+        codes_ptr, scales_ptr, zero_points_ptr, w_rows, x_ptr + x_rows * x_stride, x_scale_ptrs, rows < num_rows,
+        num_in,
         k_begin, k_end, CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
     )  # fmt: skip
     if bias_ptr is not None:

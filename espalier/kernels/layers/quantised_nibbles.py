@@ -19,7 +19,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @kernel
 def nibble_dot(
-    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
+    words_ptr, scales_ptr, zero_points_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def nibble_dot(
             if CODE == 1:
                 # The offset is not loaded ahead, because its registers would get another layout than the words.
                 group = w_rows * num_groups + _group_of_column(first_column, num_groups, GROUP_SIZE)
-                offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
+                offset = _zero_point_offsets(zero_points_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 step_sum = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # 32 columns have one MXFP4 exponent, or two NVFP4 scales.
@@ -96,7 +96,7 @@ def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
 
 
 @kernel
-def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
+def prefetch_scales(scales_ptr, zero_points_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
     The cache lines of the first and the last scale hold most of the other scales too.
@@ -106,8 +106,8 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
     groups = ends // GROUP_SIZE if GROUP_SIZE > 0 else ends * 0
     places = w_rows[:, None] * num_groups + groups[None, :]
     prefetch(scales_ptr + places)
-    if zeros_ptr is not None:
-        prefetch(zeros_ptr + places)
+    if zero_points_ptr is not None:
+        prefetch(zero_points_ptr + places)
 
 
 @kernel
@@ -120,15 +120,15 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 @kernel
-def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _zero_point_offsets(zero_points_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Returns the offsets that _decode_int4 adds: each row's -(zero point) · STEP, in both halves of a uint32.
-    If zeros_ptr is None, all zero points are 8."""
+    If zero_points_ptr is None, all zero points are 8."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
-    if zeros_ptr is None:
+    if zero_points_ptr is None:
         # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
         offsets = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if tl.bfloat16 == DTYPE else 0xA400A400, tl.uint32)
     else:
-        offset = (tl.load(zeros_ptr + group).to(tl.float32) * -STEP).to(DTYPE)
+        offset = (tl.load(zero_points_ptr + group).to(tl.float32) * -STEP).to(DTYPE)
         both = offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
         offsets = tl.broadcast_to(both[:, None], (BLOCK_OUT, WORDS))
     return offsets

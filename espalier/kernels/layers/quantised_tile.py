@@ -47,7 +47,7 @@ def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
 
 @kernel
 def quantised_dot(
-    codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
+    codes_ptr, scales_ptr, zero_points_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
@@ -62,11 +62,11 @@ def quantised_dot(
     """
     if CODE > 0:
         acc = nibble_dot(
-            codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
+            codes_ptr, scales_ptr, zero_points_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
             CODE, GROUP_SIZE, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         if CODE == 3:
-            acc *= tl.load(zeros_ptr + w_rows).to(tl.float32)[:, None]
+            acc *= tl.load(zero_points_ptr + w_rows).to(tl.float32)[:, None]
     else:
         acc = _fp8_dot(
             codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,

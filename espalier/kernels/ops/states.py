@@ -212,6 +212,7 @@ class PathRows(NamedTuple):
 
 
 def _supports_kernels(values: Tensor) -> bool:
+    """Whether the kernels run on tensors of this device and dtype."""
     return values.is_cuda and values.dtype != torch.float64
 
 

@@ -67,11 +67,11 @@ def _solve_tree(
 
 @kernel
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, num_nodes, num_ancestor_words,
-    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, ancestor_bits_ptr, skip_ptr, out_ptr, num_nodes,
+    num_ancestor_words, HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -87,7 +87,7 @@ def _tree_kernel(
     node = tl.arange(0, BLOCK_R)
     is_node = node < num_nodes
     row = request * num_nodes + node
-    word = tl.load(bits_ptr + row * num_ancestor_words, mask=is_node, other=0)
+    word = tl.load(ancestor_bits_ptr + row * num_ancestor_words, mask=is_node, other=0)
     seen_t = (((word[None, :] >> node[:, None]) & 1) != 0) & is_node[:, None]
     gate = gates_ptr + row * 2 * HEADS + head
     log_decay = tl.load(gate, mask=is_node, other=0.0).to(ACC_DTYPE)

@@ -117,6 +117,7 @@ def float_to_key(x):
 
 @kernel
 def key_to_float(key):
+    """Convert keys of float_to_key to the floats."""
     if key.dtype == tl.int32:
         x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     else:

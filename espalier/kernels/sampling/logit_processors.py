@@ -38,7 +38,11 @@ class LogitsArguments(NamedTuple):
 
 
 class SlotArguments(NamedTuple):
-    """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields."""
+    """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields.
+
+    bias_ids_ptr, bias_values_ptr: the token ids and values of logit_bias.  stop_ids_ptr: the request's stop ids.
+    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt.
+    """
 
     ints_ptr: Any
     floats_ptr: Any
@@ -53,11 +57,14 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1."""
+    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1.
+
+    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks.
+    """
 
     tokens_ptr: Any
     tokens_stride: Any
-    bits_ptr: Any
+    ancestor_bits_ptr: Any
     bits_batch_stride: Any
     bits_query_stride: Any
     first_output: Any
@@ -89,7 +96,7 @@ class DraftedRow(NamedTuple):
     """The drafted tokens, ancestor bits and mask of one row.  Fields: see DraftedArguments."""
 
     tokens_ptr: Any
-    bits_ptr: Any
+    ancestor_bits_ptr: Any
     first_output: Any
     num_tokens: Any
     mask_ptr: Any
@@ -251,7 +258,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
     position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
     drafted_row = DraftedRow(
         tokens_ptr=drafted.tokens_ptr + b * drafted.tokens_stride,
-        bits_ptr=drafted.bits_ptr + b * drafted.bits_batch_stride + q * drafted.bits_query_stride,
+        ancestor_bits_ptr=drafted.ancestor_bits_ptr + b * drafted.bits_batch_stride + q * drafted.bits_query_stride,
         first_output=drafted.first_output, num_tokens=drafted.num_tokens,
         mask_ptr=drafted.mask_ptr + b * drafted.mask_batch_stride + q * drafted.mask_query_stride,
         mask_words=drafted.mask_words,
@@ -315,7 +322,7 @@ def process_logits(x, ids, is_token, row, drafted):
     if row.has_penalties != 0:
         counts = tl.load(row.counts_ptr + ids, mask=is_token, other=0)
         for e in range(drafted.first_output, drafted.num_tokens):
-            is_ancestor = (tl.load(drafted.bits_ptr + e // 64) >> (e % 64)) & 1
+            is_ancestor = (tl.load(drafted.ancestor_bits_ptr + e // 64) >> (e % 64)) & 1
             counts += ((ids == tl.load(drafted.tokens_ptr + e)) & (is_ancestor != 0)).to(tl.int32)
         is_seen = as_column(tl.load(row.seen_ptr + ids, mask=is_token, other=0) != 0, x)
         counts = as_column(counts, x)

@@ -103,6 +103,7 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
 
 @kernel
 def load_offset(launch_row, queries, offsets):
+    """Returns the offset of a row of the launch.  offsets: (pointer to [B, queries], its two strides)."""
     offsets_ptr, batch_stride, query_stride = offsets
     return tl.load(offsets_ptr + launch_row // queries * batch_stride + launch_row % queries * query_stride)
 

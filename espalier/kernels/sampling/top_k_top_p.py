@@ -96,9 +96,10 @@ def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cutoff, num_ties,
 
 
 @kernel
-def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
+def mass_of_value(logit, max_logit, BLOCK: tl.constexpr):
+    """Returns probability_mass of a single logit."""
     # The mass is computed for a whole block, because Triton's interpreter may round exp of a single number differently.
-    return tl.max(probability_mass(tl.zeros([BLOCK], max_logit.dtype) + value, max_logit), 0)
+    return tl.max(probability_mass(tl.zeros([BLOCK], max_logit.dtype) + logit, max_logit), 0)
 
 
 @kernel

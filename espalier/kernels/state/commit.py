@@ -116,10 +116,10 @@ def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[i
 
 
 @kernel
-def _replace_columns(row, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+def _replace_columns(row, column, batch_index, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
     """Returns `row` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
     inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
-    field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
+    field = tl.load(field_ptr + batch_index * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
     if field_ptr.dtype.element_ty == tl.float32:
         field = field.to(tl.int32, bitcast=True)
     return tl.where(inside, field.to(tl.int64), row)

@@ -24,67 +24,68 @@ EXPERT_FIELDS = (
 SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+def routed_experts(config_fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
     topk_methods: the values of topk_method that the family supports, the default first.  All these methods have the
     same scoring_func.
     Raises EspalierError for another topk_method or scoring_func."""
-    if not fields["n_routed_experts"] or not layers:
+    if not config_fields["n_routed_experts"] or not layers:
         return None
-    method = fields.get("topk_method") or topk_methods[0]
+    method = config_fields.get("topk_method") or topk_methods[0]
     scoring = SCORING_OF_METHOD[topk_methods[0]]
     for name, value, supported in (
         ("topk_method", method, topk_methods),
-        ("scoring_func", fields.get("scoring_func") or scoring, (scoring,)),
+        ("scoring_func", config_fields.get("scoring_func") or scoring, (scoring,)),
     ):
         if value not in supported:
             values = " or ".join(map(repr, supported))
             raise EspalierError(f"{name} = {value!r} is not supported, only {values}; use another model")
-    size, num_shared = fields["moe_intermediate_size"], fields["n_shared_experts"] or 0
+    size, num_shared = config_fields["moe_intermediate_size"], config_fields["n_shared_experts"] or 0
     if not isinstance(num_shared, int):
         raise EspalierError(f"n_shared_experts = {num_shared!r}; an integer or null is needed; correct the config")
     return Experts(
         layers,
-        _routing(fields, method),
+        _routing(config_fields, method),
         size,
         size * num_shared if isinstance(size, int) else 0,
         "shared_experts",
-        shared_has_bias=bool(fields.get("mlp_bias", False)),
+        shared_has_bias=bool(config_fields.get("mlp_bias", False)),
     )
 
 
-def _routing(fields: Json, method: str) -> Routing:
+def _routing(config_fields: Json, method: str) -> Routing:
+    """Returns the routing for this topk_method."""
     routing = Routing(
-        fields["n_routed_experts"],
-        fields["num_experts_per_tok"],
-        norm_topk_prob=bool(fields["norm_topk_prob"]),
-        routed_scaling_factor=fields["routed_scaling_factor"],
+        config_fields["n_routed_experts"],
+        config_fields["num_experts_per_tok"],
+        norm_topk_prob=bool(config_fields["norm_topk_prob"]),
+        routed_scaling_factor=config_fields["routed_scaling_factor"],
     )
     if method == "greedy":
         return routing
-    routing = replace(routing, n_group=fields["n_group"] or 1, topk_group=fields["topk_group"] or 1)
+    routing = replace(routing, n_group=config_fields["n_group"] or 1, topk_group=config_fields["topk_group"] or 1)
     if method == "group_limited_greedy":
         return routing
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
 
-def expert_layers_after_dense(fields: Json) -> frozenset[int]:
+def expert_layers_after_dense(config_fields: Json) -> frozenset[int]:
     """Returns the indices of layers with experts: the multiples of moe_layer_freq that are at least
     first_k_dense_replace."""
-    first, step = fields["first_k_dense_replace"] or 0, fields.get("moe_layer_freq") or 1
+    first, step = config_fields["first_k_dense_replace"] or 0, config_fields.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", step)):
         if not isinstance(value, int) or value < 0:
             raise EspalierError(f"{name} = {value!r}; an integer of at least 0 is needed; correct the config")
-    return frozenset(layer for layer in range(first, int(fields["num_hidden_layers"])) if layer % step == 0)
+    return frozenset(layer for layer in range(first, int(config_fields["num_hidden_layers"])) if layer % step == 0)
 
 
-def _experts_v2(fields: Json) -> Experts | None:
+def _experts_v2(config_fields: Json) -> Experts | None:
     # As in the publisher's code, routing weights are scaled only if they are not normed.  Transformers never norms
     # routing weights.  Published configs do not set norm_topk_prob.
-    norm = fields["norm_topk_prob"] and fields["num_experts_per_tok"] != 1
-    scale = 1.0 if norm else fields["routed_scaling_factor"]
-    as_published = {**fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}
-    return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(fields))
+    norm = config_fields["norm_topk_prob"] and config_fields["num_experts_per_tok"] != 1
+    scale = 1.0 if norm else config_fields["routed_scaling_factor"]
+    as_published = {**config_fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}
+    return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(config_fields))
 
 
 V2 = Family(

@@ -16,11 +16,11 @@ ROPE_BASES: RopeBases = {
 }
 
 
-def _layer_types(fields: Json) -> list[str]:
+def _layer_types(config_fields: Json) -> list[str]:
     """Returns the type of each layer, from `layer_types`; by default, every sliding_window_pattern-th layer is full."""
-    if fields.get("layer_types") is None:
-        require_counts(fields, ("sliding_window_pattern",))
-    return layer_types_of(fields, lambda layer: layer % fields["sliding_window_pattern"] == 0)
+    if config_fields.get("layer_types") is None:
+        require_counts(config_fields, ("sliding_window_pattern",))
+    return layer_types_of(config_fields, lambda layer: layer % config_fields["sliding_window_pattern"] == 0)
 
 
 FAMILY = Family(

@@ -155,32 +155,32 @@ class Gemma4Layer:
         s.add(out)
 
 
-def _layer_types(fields: Json) -> list[str]:
+def _layer_types(config_fields: Json) -> list[str]:
     """Returns the type of each layer, from `layer_types`; by default, every sixth layer and the last layer are full."""
-    return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
+    return layer_types_of(config_fields, lambda layer: layer % 6 == 0 or layer == config_fields["num_hidden_layers"])
 
 
-def _windows(fields: Json) -> LayerWindows:
-    if fields["use_bidirectional_attention"] not in (None, False, "vision"):
-        value = shown(fields["use_bidirectional_attention"])
+def _windows(config_fields: Json) -> LayerWindows:
+    if config_fields["use_bidirectional_attention"] not in (None, False, "vision"):
+        value = shown(config_fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
-    kinds = _layer_types(fields)
+    kinds = _layer_types(config_fields)
     if kinds and kinds[-1] != FULL_ATTENTION:
         raise EspalierError(
             f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL_ATTENTION!r}; correct it"
         )
-    return windows_by_type(fields, kinds)
+    return windows_by_type(config_fields, kinds)
 
 
-def _sizes_by_layer(fields: Json) -> list[Json]:
+def _sizes_by_layer(config_fields: Json) -> list[Json]:
     """Returns, for each layer, the fields of FIELDS_BY_LAYER whose values differ from those of the config.
     Transformers writes these values into `per_layer_config`.  Published files have the fields global_head_dim and
     num_global_key_value_heads instead."""
-    by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
+    by_layer, kinds = config_fields.get("per_layer_config"), _layer_types(config_fields)
     if by_layer is None:
-        full_layer_sizes = {"head_dim": fields["global_head_dim"]}
-        if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
-            full_layer_sizes["num_key_value_heads"] = fields["num_global_key_value_heads"]
+        full_layer_sizes = {"head_dim": config_fields["global_head_dim"]}
+        if config_fields["attention_k_eq_v"] and config_fields["num_global_key_value_heads"] is not None:
+            full_layer_sizes["num_key_value_heads"] = config_fields["num_global_key_value_heads"]
         return [full_layer_sizes if kind == FULL_ATTENTION else {} for kind in kinds]
     if not isinstance(by_layer, Mapping) or not all(isinstance(sizes, Mapping) for sizes in by_layer.values()):
         raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
@@ -190,19 +190,21 @@ def _sizes_by_layer(fields: Json) -> list[Json]:
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
 
 
-def _ropes(fields: Json) -> list[Json]:
+def _ropes(config_fields: Json) -> list[Json]:
     """Returns the RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
-    kinds, parameters = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
+    kinds, parameters = _layer_types(config_fields), config_fields.get("rope_parameters") or DEFAULT_ROPES
     for name in ("rope_theta", "rope_scaling"):
-        if fields.get(name) is not None:
-            raise EspalierError(f"{name} = {shown(fields[name])} has no effect in Gemma 4; set it in rope_parameters")
+        if config_fields.get(name) is not None:
+            raise EspalierError(
+                f"{name} = {shown(config_fields[name])} has no effect in Gemma 4; set it in rope_parameters"
+            )
     for kind in kinds:
         if not isinstance(parameters.get(kind), Mapping):
             raise EspalierError(
                 f"rope_parameters has {shown(parameters.get(kind))} for {kind!r}; Gemma 4 needs an object for each "
                 "type of layer; correct it"
             )
-    sizes = [layer_sizes.get("head_dim", fields["head_dim"]) for layer_sizes in _sizes_by_layer(fields)]
+    sizes = [layer_sizes.get("head_dim", config_fields["head_dim"]) for layer_sizes in _sizes_by_layer(config_fields)]
     ropes = {kind: _without_ignored_share(parameters[kind]) for kind in set(kinds)}
     return [{"rope_parameters": ropes[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
@@ -213,14 +215,14 @@ def _without_ignored_share(parameters: Json) -> Json:
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
-def _experts(fields: Json) -> Experts | None:
-    if not fields["enable_moe_block"]:
+def _experts(config_fields: Json) -> Experts | None:
+    if not config_fields["enable_moe_block"]:
         return None
     return Experts(
-        frozenset(range(fields["num_hidden_layers"])),
-        Routing(fields["num_experts"], fields["top_k_experts"], norm_topk_prob=True),
-        fields["moe_intermediate_size"],
-        fields["intermediate_size"],
+        frozenset(range(config_fields["num_hidden_layers"])),
+        Routing(config_fields["num_experts"], config_fields["top_k_experts"], norm_topk_prob=True),
+        config_fields["moe_intermediate_size"],
+        config_fields["intermediate_size"],
         "mlp",
         router_name="router.proj",
         scale_name="router.per_expert_scale",

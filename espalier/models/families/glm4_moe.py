@@ -18,24 +18,24 @@ from espalier.models.stored_names import NEXTN_LAYERS
 UNGROUPED_ROUTING = {"n_group": 1, "topk_group": 1}
 
 
-def sparse_layers(fields: Json) -> frozenset[int] | None:
+def sparse_layers(config_fields: Json) -> frozenset[int] | None:
     """Returns the indices of the layers whose `mlp_layer_types` is sparse; None if the field is missing."""
-    types = fields.get("mlp_layer_types")
+    types = config_fields.get("mlp_layer_types")
     if types is None:
         return None
-    if len(types) != fields["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
+    if len(types) != config_fields["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
         raise EspalierError(
             f"mlp_layer_types = {types!r}; 'dense' or 'sparse' is needed for each of "
-            f"{fields['num_hidden_layers']} layers; correct the config"
+            f"{config_fields['num_hidden_layers']} layers; correct the config"
         )
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def experts_by_type(fields: Json) -> Experts | None:
+def experts_by_type(config_fields: Json) -> Experts | None:
     """Returns the experts of the sparse layers.  If `mlp_layer_types` is missing, DeepSeek-V3's fields decide which
     layers have experts."""
-    layers = sparse_layers(fields)
-    return V3.experts(fields) if layers is None else routed_experts(fields, ("noaux_tc",), layers)
+    layers = sparse_layers(config_fields)
+    return V3.experts(config_fields) if layers is None else routed_experts(config_fields, ("noaux_tc",), layers)
 
 
 GLM = Family(

@@ -6,16 +6,20 @@ from espalier.models.config import Experts, Family, Json, windows_in_even_layers
 from espalier.models.config_values import positive_number
 
 
-def _experts(fields: Json) -> Experts:
+def _experts(config_fields: Json) -> Experts:
     return Experts(
-        frozenset(range(int(fields["num_hidden_layers"]))),
-        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax", logit_bias=True),
-        fields["intermediate_size"],
+        frozenset(range(int(config_fields["num_hidden_layers"]))),
+        Routing(
+            config_fields["num_local_experts"], config_fields["num_experts_per_tok"], "topk_softmax", logit_bias=True
+        ),
+        config_fields["intermediate_size"],
         router_name="router",
         storage="stacked",
         has_biases=True,
         activation=Activation(
-            positive_number(fields, "swiglu_alpha"), up_offset=1.0, limit=positive_number(fields, "swiglu_limit")
+            positive_number(config_fields, "swiglu_alpha"),
+            up_offset=1.0,
+            limit=positive_number(config_fields, "swiglu_limit"),
         ),
     )
 

@@ -33,14 +33,14 @@ FACTOR_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multi
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
-def _experts(fields: Json) -> Experts | None:
-    if fields["num_local_experts"] == 0:
+def _experts(config_fields: Json) -> Experts | None:
+    if config_fields["num_local_experts"] == 0:
         return None
     return Experts(
-        frozenset(range(int(fields["num_hidden_layers"]))),
-        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax"),
-        fields["intermediate_size"],
-        shared_size=fields.get("shared_intermediate_size") or 0,
+        frozenset(range(int(config_fields["num_hidden_layers"]))),
+        Routing(config_fields["num_local_experts"], config_fields["num_experts_per_tok"], "topk_softmax"),
+        config_fields["intermediate_size"],
+        shared_size=config_fields.get("shared_intermediate_size") or 0,
         shared_name="shared_mlp",
         shared_prefix="",
         shared_names=SHARED_MLP,
@@ -99,41 +99,41 @@ def _normalise_fields(config_json: Json) -> Json:
     return with_numeric_time_step_limit(fields)
 
 
-def with_numeric_time_step_limit(fields: Json) -> Json:
+def with_numeric_time_step_limit(config_fields: Json) -> Json:
     """Returns the fields, in which INFINITY in time_step_limit is replaced by the number."""
-    limits = fields.get("time_step_limit")
+    limits = config_fields.get("time_step_limit")
     if not isinstance(limits, list):
-        return fields
-    return {**fields, "time_step_limit": [float("inf") if limit == INFINITY else limit for limit in limits]}
+        return config_fields
+    return {**config_fields, "time_step_limit": [float("inf") if limit == INFINITY else limit for limit in limits]}
 
 
-def require_mamba_sizes(fields: Json, count_fields: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+def require_mamba_sizes(config_fields: Json, count_fields: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Raises EspalierError for invalid fields of Mamba-2, and if no layer has attention.
     count_fields: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and
     the number of groups; the heads of a group share B and C."""
-    require_counts(fields, count_fields)
-    require_multiple(fields, *heads_and_groups)
-    hybrid_windows(fields)
-    limits = fields["time_step_limit"]
+    require_counts(config_fields, count_fields)
+    require_multiple(config_fields, *heads_and_groups)
+    hybrid_windows(config_fields)
+    limits = config_fields["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(limit, int | float) for limit in limits):
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
-def _checked_windows(fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
     """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
-    if LINEAR_LAYER in (fields["layer_types"] or ()):
-        require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
-    return hybrid_windows(fields)
+    if LINEAR_LAYER in (config_fields["layer_types"] or ()):
+        require_mamba_sizes(config_fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
+    return hybrid_windows(config_fields)
 
 
-def _ropes(fields: Json) -> list[Json | None]:
+def _ropes(config_fields: Json) -> list[Json | None]:
     """Returns the RoPE fields of each layer: either all layers have the config's RoPE, or no layer has a RoPE."""
-    kind = fields["position_embedding_type"]
+    kind = config_fields["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
         value = shown(kind)
         raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
-    return [{} if kind == "rope" else None] * fields["num_hidden_layers"]
+    return [{} if kind == "rope" else None] * config_fields["num_hidden_layers"]
 
 
 def _recurrent_state(config: ModelConfig) -> RecurrentState:

@@ -23,16 +23,16 @@ ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)
 PER_HEAD_GATING, PER_VALUE_GATING = (True, "per-head"), ("per-element",)
 
 
-def _layer_types(fields: Json) -> list[str]:
-    return layer_types_of(fields, lambda layer: True)
+def _layer_types(config_fields: Json) -> list[str]:
+    return layer_types_of(config_fields, lambda layer: True)
 
 
-def _heads_by_layer(fields: Json) -> list[int]:
+def _heads_by_layer(config_fields: Json) -> list[int]:
     """Returns the number of query heads of each layer.  Raises EspalierError for invalid numbers."""
-    layers, by_layer = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
+    layers, by_layer = config_fields["num_hidden_layers"], config_fields.get("num_attention_heads_per_layer")
     if by_layer is None:
-        return [fields["num_attention_heads"]] * layers
-    kv_heads = fields["num_key_value_heads"]
+        return [config_fields["num_attention_heads"]] * layers
+    kv_heads = config_fields["num_key_value_heads"]
     is_list = isinstance(by_layer, list) and len(by_layer) == layers
     if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in by_layer):
         raise EspalierError(
@@ -42,29 +42,29 @@ def _heads_by_layer(fields: Json) -> list[int]:
     return by_layer
 
 
-def _windows(fields: Json) -> LayerWindows:
-    _heads_by_layer(fields)
-    if fields["gating"] not in (*PER_HEAD_GATING, *PER_VALUE_GATING):
+def _windows(config_fields: Json) -> LayerWindows:
+    _heads_by_layer(config_fields)
+    if config_fields["gating"] not in (*PER_HEAD_GATING, *PER_VALUE_GATING):
         raise EspalierError(
-            f"gating = {shown(fields['gating'])} is not supported, only true, 'per-head' or 'per-element'"
+            f"gating = {shown(config_fields['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
-    return windows_by_type(fields, _layer_types(fields))
+    return windows_by_type(config_fields, _layer_types(config_fields))
 
 
-def _experts(fields: Json) -> Experts:
-    layers = sparse_layers(fields)
+def _experts(config_fields: Json) -> Experts:
+    layers = sparse_layers(config_fields)
     return Experts(
-        frozenset(range(1, fields["num_hidden_layers"])) if layers is None else layers,
+        frozenset(range(1, config_fields["num_hidden_layers"])) if layers is None else layers,
         Routing(
-            fields["num_experts"],
-            fields["num_experts_per_tok"],
+            config_fields["num_experts"],
+            config_fields["num_experts_per_tok"],
             "sigmoid",
             norm_topk_prob=True,
-            routed_scaling_factor=positive_number(fields, "moe_routed_scaling_factor"),
+            routed_scaling_factor=positive_number(config_fields, "moe_routed_scaling_factor"),
             correction_bias=True,
         ),
-        fields["moe_intermediate_size"],
-        fields["shared_expert_intermediate_size"],
+        config_fields["moe_intermediate_size"],
+        config_fields["shared_expert_intermediate_size"],
         "shared_expert",
         correction_name="experts.e_score_correction_bias",
     )

@@ -36,13 +36,13 @@ def _normalise_fields(config_json: Json) -> Json:
     return fields
 
 
-def _checked_windows(fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
     """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
-    require_counts(fields, ("conv_L_cache", "block_multiple_of"))
-    factor = fields["block_ffn_dim_multiplier"]
+    require_counts(config_fields, ("conv_L_cache", "block_multiple_of"))
+    factor = config_fields["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
         raise EspalierError(f"block_ffn_dim_multiplier = {shown(factor)}; a positive number is needed; correct it")
-    return hybrid_windows(fields)
+    return hybrid_windows(config_fields)
 
 
 def _mlp_size(config: ModelConfig) -> int:
@@ -57,24 +57,24 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(fields["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
-def _experts(fields: Json) -> Experts:
-    require_counts(fields, ("num_experts",))
+def _experts(config_fields: Json) -> Experts:
+    require_counts(config_fields, ("num_experts",))
     routing = Routing(
-        fields["num_experts"],
-        fields["num_experts_per_tok"],
+        config_fields["num_experts"],
+        config_fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(fields["norm_topk_prob"]),
+        norm_topk_prob=bool(config_fields["norm_topk_prob"]),
         norm_eps=1e-6,
-        routed_scaling_factor=fields["routed_scaling_factor"],
-        correction_bias=bool(fields["use_expert_bias"]),
+        routed_scaling_factor=config_fields["routed_scaling_factor"],
+        correction_bias=bool(config_fields["use_expert_bias"]),
     )
-    layers, dense = fields["num_hidden_layers"], fields["num_dense_layers"]
+    layers, dense = config_fields["num_hidden_layers"], config_fields["num_dense_layers"]
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise EspalierError(f"num_dense_layers = {shown(dense)}; a number of layers is needed; correct it")
     return Experts(
         frozenset(range(dense, layers)),
         routing,
-        fields["moe_intermediate_size"],
+        config_fields["moe_intermediate_size"],
         storage="joined",
         prefix="feed_forward.",
         names=MLP_NAMES,

@@ -37,12 +37,12 @@ LLAMA = Family(
 ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION: ("rope_theta", 5e5)}
 
 
-def _layers_with_rope(fields: Json) -> list[bool]:
+def _layers_with_rope(config_fields: Json) -> list[bool]:
     """Returns for each layer whether it has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
-    layers, flags = fields["num_hidden_layers"], fields["no_rope_layers"]
+    layers, flags = config_fields["num_hidden_layers"], config_fields["no_rope_layers"]
     if flags is None:
-        require_counts(fields, ("no_rope_layer_interval",))
-        return [layer % fields["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
+        require_counts(config_fields, ("no_rope_layer_interval",))
+        return [layer % config_fields["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
     if not isinstance(flags, list) or len(flags) < layers or not set(map(repr, flags)) <= {"0", "1"}:
         raise EspalierError(
             f"no_rope_layers = {shown(flags)}; 0 or 1 is needed for each of {layers} layers; correct it"
@@ -72,9 +72,9 @@ SMOLLM3 = replace(
 )
 
 
-def _layer_types(fields: Json) -> list[str]:
+def _layer_types(config_fields: Json) -> list[str]:
     """Returns the type of each layer, from `layer_types`; by default, every fourth layer has full attention."""
-    return layer_types_of(fields, lambda layer: layer % 4 == 0)
+    return layer_types_of(config_fields, lambda layer: layer % 4 == 0)
 
 
 OLMO2 = replace(
@@ -97,16 +97,16 @@ OLMO3 = replace(
 )
 
 
-def _exaone4_windows(fields: Json) -> LayerWindows:
+def _exaone4_windows(config_fields: Json) -> LayerWindows:
     """Returns the window of each layer.  By default, every sliding_window_pattern-th layer has full attention."""
-    pattern = fields["sliding_window_pattern"]
+    pattern = config_fields["sliding_window_pattern"]
     is_number = isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0
-    if fields["sliding_window"] is not None and fields.get("layer_types") is None and not is_number:
+    if config_fields["sliding_window"] is not None and config_fields.get("layer_types") is None and not is_number:
         raise EspalierError(
             f"sliding_window_pattern = {shown(pattern)}; without layer_types a positive integer is needed; add "
             "layer_types with model_overrides"
         )
-    return windows_by_layer_type(fields, lambda layer: (layer + 1) % pattern != 0)
+    return windows_by_layer_type(config_fields, lambda layer: (layer + 1) % pattern != 0)
 
 
 EXAONE4 = Family(

@@ -21,20 +21,20 @@ def _normalise_fields(config_json: Json) -> Json:
     return {"partial_rotary_factor": share, **{name: config_json[name] for name in config_json if name != "rotary_dim"}}
 
 
-def _experts(fields: Json) -> Experts:
-    scoring = fields.get("scoring_func")
+def _experts(config_fields: Json) -> Experts:
+    scoring = config_fields.get("scoring_func")
     if scoring not in (None, "sigmoid"):
         raise EspalierError(f"scoring_func = {shown(scoring)} is not supported, only 'sigmoid'; use another model")
     return Experts(
-        frozenset(range(int(fields["num_hidden_layers"]))),
+        frozenset(range(int(config_fields["num_hidden_layers"]))),
         Routing(
-            fields["num_local_experts"],
-            fields["num_experts_per_tok"],
+            config_fields["num_local_experts"],
+            config_fields["num_experts_per_tok"],
             "sigmoid",
             norm_topk_prob=True,
             correction_bias=True,
         ),
-        fields["intermediate_size"],
+        config_fields["intermediate_size"],
         prefix="block_sparse_moe.",
         names=MLPNames(("w1", "w3"), "w2"),
         correction_name="e_score_correction_bias",

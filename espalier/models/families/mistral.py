@@ -18,16 +18,16 @@ from espalier.models.stored_names import LayerNames, MLPNames
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def mistral_windows(fields: Json) -> LayerWindows:
+def mistral_windows(config_fields: Json) -> LayerWindows:
     """Returns the same window for each layer.
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention."""
-    window = fields["sliding_window"]
-    if window is not None and FULL_ATTENTION in (fields.get("layer_types") or ()):
+    window = config_fields["sliding_window"]
+    if window is not None and FULL_ATTENTION in (config_fields.get("layer_types") or ()):
         raise EspalierError(
             "layer_types with 'full_attention' and a sliding_window are both set, but this architecture uses the "
             "window in every layer; remove one of them with model_overrides"
         )
-    return (window,) * int(fields["num_hidden_layers"])
+    return (window,) * int(config_fields["num_hidden_layers"])
 
 
 MISTRAL = Family(
@@ -79,11 +79,11 @@ MINISTRAL3 = replace(
 )
 
 
-def _experts(fields: Json) -> Experts:
+def _experts(config_fields: Json) -> Experts:
     return Experts(
-        frozenset(range(int(fields["num_hidden_layers"]))),
-        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], norm_topk_prob=True),
-        fields["intermediate_size"],
+        frozenset(range(int(config_fields["num_hidden_layers"]))),
+        Routing(config_fields["num_local_experts"], config_fields["num_experts_per_tok"], norm_topk_prob=True),
+        config_fields["intermediate_size"],
         prefix="block_sparse_moe.",
         names=MLPNames(("w1", "w3"), "w2"),
     )
@@ -108,12 +108,12 @@ MIXTRAL = replace(
 )
 
 
-def _ropes(fields: Json) -> list[Json]:
-    ropes = {name: rope for name, rope in with_rope_type(fields).items() if name in ROPE_FIELDS}
+def _ropes(config_fields: Json) -> list[Json]:
+    ropes = {name: rope for name, rope in with_rope_type(config_fields).items() if name in ROPE_FIELDS}
     for name, rope in ropes.items():
         if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:
             ropes[name] = {**rope, "rope_type": "longrope"}
-    return [ropes] * fields["num_hidden_layers"]
+    return [ropes] * config_fields["num_hidden_layers"]
 
 
 PHI3 = replace(

@@ -22,24 +22,26 @@ from espalier.models.stored_names import NORMS_AROUND_BLOCKS
 from espalier.models.weights import Weights
 
 
-def _has_full_attention(fields: Json, layer: int) -> bool:
+def _has_full_attention(config_fields: Json, layer: int) -> bool:
     """Whether a layer has full attention: the last layer, and every fourth layer counted back from the last."""
-    return (fields["num_hidden_layers"] - 1 - layer) % 4 == 0
+    return (config_fields["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _windows(fields: Json) -> LayerWindows:
+def _windows(config_fields: Json) -> LayerWindows:
     for name in ("qk_scale_factor", "post_norm_eps"):
-        positive_number(fields, name)
-    return windows_by_type(fields, layer_types_of(fields, lambda layer: _has_full_attention(fields, layer - 1)))
+        positive_number(config_fields, name)
+    return windows_by_type(
+        config_fields, layer_types_of(config_fields, lambda layer: _has_full_attention(config_fields, layer - 1))
+    )
 
 
-def _ropes(fields: Json) -> list[Json | None]:
+def _ropes(config_fields: Json) -> list[Json | None]:
     """Returns the RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.  As in transformers, all
     other layers have the base in rope_parameters."""
-    layers, thetas = fields["num_hidden_layers"], fields.get("layer_rope_theta")
+    layers, thetas = config_fields["num_hidden_layers"], config_fields.get("layer_rope_theta")
     if thetas is None:
-        return [None if _has_full_attention(fields, layer) else {} for layer in range(layers)]
-    base = (fields.get("rope_parameters") or fields).get("rope_theta", 10000.0)
+        return [None if _has_full_attention(config_fields, layer) else {} for layer in range(layers)]
+    base = (config_fields.get("rope_parameters") or config_fields).get("rope_theta", 10000.0)
     if not isinstance(thetas, list) or len(thetas) != layers or any(theta not in (0, base) for theta in thetas):
         raise EspalierError(
             f"layer_rope_theta = {shown(thetas)}; 0 or the model's rope_theta, {base}, is needed for each of {layers} "

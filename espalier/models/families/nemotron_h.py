@@ -53,38 +53,42 @@ def _normalise_fields(config_json: Json) -> Json:
     return fields
 
 
-def _checked_windows(fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
     """Returns None for each layer, because no layer has a window.  Raises EspalierError for unsupported values."""
-    require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
+    require_mamba_sizes(config_fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
-        if fields[name] != only:
-            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only {only!r}; use another model")
+        if config_fields[name] != only:
+            raise EspalierError(
+                f"{name} = {shown(config_fields[name])} is not supported, only {only!r}; use another model"
+            )
     for name in ("use_bias", "mlp_bias", "attention_bias"):
-        if fields[name]:
-            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only False; use another model")
-    return no_windows(fields)
+        if config_fields[name]:
+            raise EspalierError(
+                f"{name} = {shown(config_fields[name])} is not supported, only False; use another model"
+            )
+    return no_windows(config_fields)
 
 
-def _experts(fields: Json) -> Experts | None:
-    layers = frozenset(layer for layer, kind in enumerate(fields["layer_types"] or ()) if kind == MOE_LAYER)
+def _experts(config_fields: Json) -> Experts | None:
+    layers = frozenset(layer for layer, kind in enumerate(config_fields["layer_types"] or ()) if kind == MOE_LAYER)
     if not layers:
         return None
     routing = Routing(
-        fields["n_routed_experts"],
-        fields["num_experts_per_tok"],
+        config_fields["n_routed_experts"],
+        config_fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(fields["norm_topk_prob"]),
-        routed_scaling_factor=fields["routed_scaling_factor"],
-        n_group=fields["n_group"] or 1,
-        topk_group=fields["topk_group"] or 1,
+        norm_topk_prob=bool(config_fields["norm_topk_prob"]),
+        routed_scaling_factor=config_fields["routed_scaling_factor"],
+        n_group=config_fields["n_group"] or 1,
+        topk_group=config_fields["topk_group"] or 1,
         group_score="top2_sum",
         correction_bias=True,
     )
-    shared = fields["moe_shared_expert_intermediate_size"] if fields["n_shared_experts"] else 0
+    shared = config_fields["moe_shared_expert_intermediate_size"] if config_fields["n_shared_experts"] else 0
     return Experts(
         layers,
         routing,
-        fields["moe_intermediate_size"],
+        config_fields["moe_intermediate_size"],
         shared,
         "shared_experts",
         activation=RELU2,

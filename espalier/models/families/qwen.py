@@ -21,10 +21,10 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(fields: Json) -> LayerWindows:
+def qwen_windows(config_fields: Json) -> LayerWindows:
     """Returns the window of each layer, if `use_sliding_window` is set.  `layer_types` says which layers are sliding;
     without that field, the layers from `max_window_layers` on are sliding."""
-    return windows_if_enabled(fields, lambda layer: layer >= fields["max_window_layers"])
+    return windows_if_enabled(config_fields, lambda layer: layer >= config_fields["max_window_layers"])
 
 
 QWEN2 = Family(
@@ -70,32 +70,43 @@ QWEN3 = Family(
 )
 
 
-def expert_layers(fields: Json) -> frozenset[int]:
+def expert_layers(config_fields: Json) -> frozenset[int]:
     """Returns the layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
-    require_counts(fields, ("decoder_sparse_step",))
-    step = fields["decoder_sparse_step"]
-    sparse = frozenset(range(step - 1, int(fields["num_hidden_layers"]), step))
-    return sparse - {*(fields["mlp_only_layers"] or ())}
+    require_counts(config_fields, ("decoder_sparse_step",))
+    step = config_fields["decoder_sparse_step"]
+    sparse = frozenset(range(step - 1, int(config_fields["num_hidden_layers"]), step))
+    return sparse - {*(config_fields["mlp_only_layers"] or ())}
 
 
-def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
+def read_routing(config_fields: Json, default_num_experts: int) -> Routing | None:
     """Returns the routing; None without experts.  default_num_experts: the number if no field sets it."""
     # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
-    num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)
+    num_experts = next(
+        (config_fields[name] for name in names if config_fields.get(name) is not None), default_num_experts
+    )
     if num_experts == 0:
         return None
-    return Routing(num_experts, fields["num_experts_per_tok"], norm_topk_prob=bool(fields["norm_topk_prob"]))
+    return Routing(
+        num_experts, config_fields["num_experts_per_tok"], norm_topk_prob=bool(config_fields["norm_topk_prob"])
+    )
 
 
-def experts_with_shared(fields: Json, default_num_experts: int = 60) -> Experts | None:
+def experts_with_shared(config_fields: Json, default_num_experts: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None for a model without experts.
     default_num_experts: see read_routing."""
-    routing = read_routing(fields, default_num_experts)
+    routing = read_routing(config_fields, default_num_experts)
     if routing is None:
         return None
-    shared_size, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(fields), routing, fields["moe_intermediate_size"], shared_size, "shared_expert", gate)
+    shared_size, gate = config_fields["shared_expert_intermediate_size"], "shared_expert_gate"
+    return Experts(
+        expert_layers(config_fields),
+        routing,
+        config_fields["moe_intermediate_size"],
+        shared_size,
+        "shared_expert",
+        gate,
+    )
 
 
 QWEN2_MOE = replace(
@@ -122,9 +133,13 @@ QWEN2_MOE = replace(
 )
 
 
-def _experts(fields: Json) -> Experts | None:
-    routing = read_routing(fields, default_num_experts=128)
-    return None if routing is None else Experts(expert_layers(fields), routing, fields["moe_intermediate_size"])
+def _experts(config_fields: Json) -> Experts | None:
+    routing = read_routing(config_fields, default_num_experts=128)
+    return (
+        None
+        if routing is None
+        else Experts(expert_layers(config_fields), routing, config_fields["moe_intermediate_size"])
+    )
 
 
 QWEN3_MOE = replace(

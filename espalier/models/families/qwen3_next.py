@@ -63,16 +63,17 @@ def normalise_fields(config_json: Json) -> Json:
     return {**config_json, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
-def checked_windows(fields: Json) -> LayerWindows:
+def checked_windows(config_fields: Json) -> LayerWindows:
     """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
-    require_counts(fields, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
-    require_counts(fields, COUNT_FIELDS)
-    require_multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
-    if fields.get("attn_output_gate", True) is not True:
+    require_counts(config_fields, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
+    require_counts(config_fields, COUNT_FIELDS)
+    require_multiple(config_fields, "linear_num_value_heads", "linear_num_key_heads")
+    if config_fields.get("attn_output_gate", True) is not True:
         raise EspalierError(
-            f"attn_output_gate = {shown(fields['attn_output_gate'])} is not supported, only True; use another model"
+            f"attn_output_gate = {shown(config_fields['attn_output_gate'])} is not supported, only True; "
+            "use another model"
         )
-    return hybrid_windows(fields)
+    return hybrid_windows(config_fields)
 
 
 def recurrent_state(config: ModelConfig) -> RecurrentState:
@@ -134,8 +135,8 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     )
 
 
-def experts(fields: Json) -> Experts | None:
-    declared = experts_with_shared(fields, default_num_experts=512)
+def experts(config_fields: Json) -> Experts | None:
+    declared = experts_with_shared(config_fields, default_num_experts=512)
     return None if declared is None else replace(declared, storage="joined")
 
 
