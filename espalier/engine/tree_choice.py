@@ -6,6 +6,7 @@ rounds it runs another tree that is nearly as good.  Tokens never depend on the 
 """
 
 import logging
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from espalier.config import RoundCosts
-from espalier.engine.acceptance import Acceptance, AcceptanceSample, DecayingRate
+from espalier.engine.acceptance import GAIN_PRIOR_TOKENS, Acceptance, AcceptanceSample, DecayingRate
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
@@ -34,6 +35,9 @@ LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
 # The tokens per unit of time are averaged over TOKEN_RATE_ROUNDS rounds.  The expected gains of looked-up guesses are
 # uncertain, so a round without the draft must be expected to beat a round with the draft by MIN_LOOKUP_GAIN tokens.
 TOKEN_RATE_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
+# A place where guesses are likely is easy for the draft too.  So the tokens of rounds with a draft are counted by
+# class of LookupGain.tokens.  GAIN_BOUNDS separate the classes.  Counts are averaged over GAIN_CLASS_ROUNDS rounds.
+GAIN_BOUNDS, GAIN_CLASS_ROUNDS = (0.3, 0.6, 1.0, 2.0), 64
 log = logging.getLogger("espalier")
 
 
@@ -106,13 +110,15 @@ class TreeChooser:
 @dataclass(frozen=True)
 class RoundInFlight:
     """A launched round.  context: see TreeChooser.choose.  chosen_at: when its tree was chosen, in seconds;
-    knows_guesses: whether the host knew the gain of its guesses then."""
+    lookup_gain: the expected gain of its guesses; None if the host did not know it then; expected_tokens: the tokens of
+    a request that were expected of its tree, whatever the guesses; used only if the gain is known."""
 
     tree: TreeShape
     batch: int
     context: float
     chosen_at: float
-    knows_guesses: bool
+    lookup_gain: LookupGain | None
+    expected_tokens: float
 
 
 @dataclass
@@ -164,6 +170,8 @@ class MeasuredTreeChooser(TreeChooser):
         self.num_choices = self.num_changes = 0
         # In the latest rounds: the tokens of a request (numerator), and the time of these rounds (denominator).
         self.token_rate = DecayingRate()
+        # By class of gain: the tokens of rounds with a draft (numerator), and how many their tree led to expect.
+        self.draft_tokens_by_class = [DecayingRate() for _ in range(len(GAIN_BOUNDS) + 1)]
         self._in_flight: deque[RoundInFlight] = deque()
         self._last_read_round: tuple[TreeShape, int, float] | None = None
 
@@ -183,16 +191,18 @@ class MeasuredTreeChooser(TreeChooser):
     ) -> TreeShape | None:
         bucket = self._bucket(next_bucket(batch))
         lookup_tree = bucket.lookup_tree
-        knows_guesses = lookup_gain is not None and lookup_tree is not None and not self.costs.uses_clock
+        if lookup_tree is None or self.costs.uses_clock:
+            lookup_gain = None
         if not num_drafting:
             tree = self.layout.tree_without_draft
-        elif knows_guesses and lookup_tree is not None and lookup_gain is not None:
+        elif lookup_tree is not None and lookup_gain is not None:
             tree = self._choose_with_known_guesses(
                 bucket, batch, num_drafting / batch, context, lookup_tree, lookup_gain
             )
         else:
             tree = self._choose(bucket, num_drafting / batch, context, bucket.trees)
-        self._in_flight.append(RoundInFlight(tree, bucket.size, context, self.clock(), knows_guesses))
+        expected = self._expected_tokens(tree, num_drafting / batch) if lookup_gain is not None else 1.0
+        self._in_flight.append(RoundInFlight(tree, bucket.size, context, self.clock(), lookup_gain, expected))
         return tree
 
     def _choose_with_known_guesses(
@@ -203,32 +213,56 @@ class MeasuredTreeChooser(TreeChooser):
         The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
         draft_tree = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(draft_tree, bucket.size, context)
-        # An explored tree is left for `lookup_tree` only if its greatest possible number of tokens is too small.
+        # An explored or new tree is left for `lookup_tree` only if its greatest possible number of tokens is too small.
         tokens = 1.0 + draft_tree.steps
-        if draft_tree == bucket.tree:
-            tokens = self.rate(draft_tree, bucket.size, share, context) * seconds
+        if draft_tree == bucket.tree and self._is_tried(bucket):
+            tokens = self._expected_tokens(draft_tree, share)
+            tokens *= self._draft_ratio(gain) if draft_tree.steps else 1.0
         saved_time = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
         tokens_per_time = self.token_rate.rate(tokens / seconds, 1.0)
         lookup_tokens = 1 + gain.tokens + saved_time * tokens_per_time
         return lookup_tree if lookup_tokens > tokens + MIN_LOOKUP_GAIN else draft_tree
+
+    def _draft_ratio(self, gain: LookupGain) -> float:
+        """The tokens of a round with a draft where guesses have this gain, divided by those expected of its tree.
+
+        It is at least 1, and at least that of the class below.  So a class in which the draft failed a few times by
+        chance is drafted again."""
+        ratio = 1.0
+        for counts in self.draft_tokens_by_class[: bisect(GAIN_BOUNDS, gain.tokens) + 1]:
+            ratio = max(ratio, counts.rate(ratio, GAIN_PRIOR_TOKENS))
+        return ratio
 
     def record(
         self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
         in_flight = self._in_flight.popleft()
         self._count_time(in_flight, rows)
-        if in_flight.knows_guesses:
-            self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
-            self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
-            self.token_rate.numerator += 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
-            if in_flight.tree.drafts:
-                self.acceptance.add(in_flight.tree, samples)
+        if in_flight.lookup_gain is not None:
+            self._count_tokens(in_flight, in_flight.lookup_gain, samples, rows)
             return
         self._acceptance_of(in_flight.tree).add(in_flight.tree, samples)
         lookup_tree = self._bucket(in_flight.batch).lookup_tree
         if lookup_tree is not None and in_flight.tree.drafts and in_flight.tree.steps:
             # The other sources were asked too, so their acceptance is known.
             self.lookup_acceptance.add(lookup_tree, lookup_samples)
+
+    def _count_tokens(
+        self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], rows: int
+    ) -> None:
+        tokens = 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
+        self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
+        self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
+        self.token_rate.numerator += tokens
+        if not in_flight.tree.drafts:
+            return
+        self.acceptance.add(in_flight.tree, samples)
+        if in_flight.tree.steps:
+            for counts in self.draft_tokens_by_class:
+                counts.decay(1 - 1 / GAIN_CLASS_ROUNDS)
+            counts = self.draft_tokens_by_class[bisect(GAIN_BOUNDS, gain.tokens)]
+            counts.numerator += tokens
+            counts.denominator += in_flight.expected_tokens
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
         return self.acceptance if tree.drafts else self.lookup_acceptance
@@ -279,12 +313,15 @@ class MeasuredTreeChooser(TreeChooser):
 
     def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:
         """The expected tokens a second of one request.  share: as in `_choose`."""
-        gained = share * (self._acceptance_of(tree).accept_length(tree) - 1)
-        return (1 + gained) / self.times.seconds(tree, bucket_size, context)
+        return self._expected_tokens(tree, share) / self.times.seconds(tree, bucket_size, context)
+
+    def _expected_tokens(self, tree: TreeShape, share: float) -> float:
+        """The expected tokens of one request in a round.  share: as in `_choose`."""
+        return 1 + share * (self._acceptance_of(tree).accept_length(tree) - 1)
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
         best = max(rates, key=lambda tree: rates[tree])
-        if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
+        if self._is_tried(bucket) and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
             if best == PLAIN_TREE:
                 # Guesses that paid for a while may soon pay again.
                 was_lasting = bucket.rounds_held > LASTING_ROUNDS
@@ -293,6 +330,11 @@ class MeasuredTreeChooser(TreeChooser):
             bucket.interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
             bucket.rounds_to_exploration = bucket.interval
             self.num_changes += 1
+
+    def _is_tried(self, bucket: BucketState) -> bool:
+        """Whether the chosen tree has run long enough to be left.  For one request, a draft runs longer."""
+        added = 4 * self.pace.single_request_rounds // bucket.size if bucket.tree != PLAIN_TREE else 0
+        return bucket.rounds_held > self.pace.rounds_before_change + added
 
     def _explore_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
         """The tree that is explored from this round on; None if no exploration is due."""

@@ -252,6 +252,28 @@ def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_wor
     assert by_guesses(choice, MAX_INTERVAL + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
 
 
+def test_a_draft_that_is_better_where_guesses_are_likely_is_not_left_there() -> None:
+    """Both find the same places easy.  So the mean of the draft's tokens is too low where guesses gain something."""
+    alone = TreeShape(5, 4, 16, drafts=False)
+    choice = MeasuredTreeChooser(
+        layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft_cost=0.15), is_lookup=False
+    )
+    for _ in range(40):
+        by_guesses(choice, 1, (0.0,), 1)
+        by_guesses(choice, 1, (1.5,), 4)
+    assert [*by_guesses(choice, 1, (0.0,), 1), *by_guesses(choice, 1, (1.5,), 4)] == [TREE] * 2
+    # Guesses that gain more than the draft are still verified alone.
+    assert by_guesses(choice, 1, (4.0,), 4) == [alone]
+
+
+def test_one_request_gives_its_draft_more_than_a_few_rounds() -> None:
+    alone = TreeShape(5, 4, 16, drafts=False)
+    choice = MeasuredTreeChooser(
+        layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft_cost=0.15), is_lookup=False
+    )
+    assert by_guesses(choice, 12, (0.0, 0.7), 0) + by_guesses(choice, 100, (0.0, 0.7), 4) == [TREE] * 112
+
+
 def test_however_long_a_choice_lasts_others_are_tried() -> None:
     simulated, others = Simulation(0, 0.9), []
     for number in range(5 * MAX_INTERVAL):

@@ -125,12 +125,12 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
         )
     )
-    params = SamplingParams(temperature=temperature, max_tokens=30)
+    params = SamplingParams(temperature=temperature, max_tokens=60)
     asked = [[request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9, 4, 7, 6]))] for _ in range(2)]
     plain = run(replace(setup, num_sent_paths=0).plain().engine(), asked[1])
     assert run(engine, asked[0]).tokens == plain.tokens
     assert (
-        engine.scheduler.round_trees.num_rounds[choices[0][1][1]] > 10
+        engine.scheduler.round_trees.num_rounds[choices[0][1][1]] > 5
         and len(engine.scheduler.round_trees.num_rounds) > 1
     )
 
