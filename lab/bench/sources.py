@@ -75,12 +75,22 @@ def run(args: Namespace) -> None:
             rows += measure_variants(cases[name], params, {"text": name, "temperature": temperature})
             advance()
     write_json(args.json, {"sources": rows})
-    names = ["text", "temperature", "drafts", "tokens/s", "of eagle3", "of ngram", "choosing", "accept length"]
+    names = [
+        "text",
+        "temperature",
+        "drafts",
+        "tokens/s",
+        "of eagle3",
+        "of ngram",
+        "choosing",
+        "accept length",
+        "texts equal",
+    ]
     print_table([names, *([str(value) for value in row.values()] for row in rows)])
 
 
 def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
-    totals = {name: VariantTotal(0.0, 0.0, 0, SpeculationStats()) for name in SOURCE_VARIANTS}
+    totals, num_equal = {name: VariantTotal(0.0, 0.0, 0, SpeculationStats()) for name in SOURCE_VARIANTS}, 0
     with ExitStack() as stack:
         engines = {name: stack.enter_context(_llm_of_variant(variant)) for name, variant in SOURCE_VARIANTS.items()}
         spent = stack.enter_context(time_functions(TIMED_FUNCTIONS))
@@ -96,7 +106,9 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
                 totals[name].num_tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
                 said.add(tuple(output.token_ids))
-            assert len(said) == 1, "tokens do not depend on who drafts"
+            num_equal += len(said) == 1
+            # On a GPU, a product's rounding may depend on how many rows the tree has.
+            assert len(said) == 1 or torch.cuda.is_available(), "tokens do not depend on who drafts"
     rates = {name: total.num_tokens / total.seconds for name, total in totals.items()}
     return [
         {
@@ -107,6 +119,7 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
             "of ngram": round(rate / rates["ngram"], 3),
             "choosing": round(totals[name].choosing_seconds / totals[name].seconds, 4),
             "accept length": round(totals[name].stats.accept_length, 2),
+            "texts equal": f"{num_equal}/{len(prompts)}",
         }
         for name, rate in rates.items()
     ]

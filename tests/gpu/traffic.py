@@ -47,6 +47,8 @@ def mixed(count: int, max_tokens: int = 24, seed: int = 13, longest: int = 17, *
 
 def asked(index: int, prompt: Sequence[int], max_tokens: int, **style: Any) -> Request:
     style = {**style, "min_tokens": min(style.get("min_tokens", 0), max_tokens)}
+    if style.get("speculation") is False:
+        style.pop("max_draft_depth", None)  # these two are refused together
     return request(index, prompt, SamplingParams(max_tokens=max_tokens, **style), seed=7 * index)
 
 
