@@ -12,6 +12,8 @@ from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbe
 from lab.shape_flags import SHAPE_NAMES, add_shape_flags
 
 ACCEPT_LENGTH_HELP = "accept length of the draft of --shape with tree 5,8,64 (4)"
+# The kinds of text of `lab sources`.
+SOURCE_TEXTS = ("code", "prose", "edited")
 CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain, 8x1024:auto or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 
 
@@ -164,7 +166,17 @@ def defaults(parser: ArgumentParser) -> None:
 
 
 def sources(parser: ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of code and of prose (8)")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of each kind of text (8)")
+    parser.add_argument(
+        "--texts",
+        nargs="+",
+        choices=SOURCE_TEXTS,
+        default=SOURCE_TEXTS,
+        help="kinds of text (all)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="temperatures (0 1)"
+    )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer (96)")
     add_json_flag(parser)
 

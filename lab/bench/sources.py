@@ -1,11 +1,12 @@
 """`python -m lab sources`: a draft with other sources, compared with the draft and each source alone.
 
-The bundled model runs.  All engines are loaded at once and take turns at every prompt, so a busy machine slows them
-equally.  On a CPU the seconds are processor time, which does not depend on other processes.
+The bundled model runs.  All engines are loaded at once and take turns at every prompt, each time in another order, so
+a busy machine slows them equally.  On a CPU the seconds are processor time, which does not depend on other processes.
 "choosing" is the share of the time in which nodes are scored, merged, shared out and counted.
 """
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from espalier.speculate.drafters.path_merging import PathMergingDrafter
 from espalier.speculate.tree import Tree
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, progress, write_json
+from lab.bench.flags import SOURCE_TEXTS
 
 SOURCE_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"steps": 0},
@@ -62,31 +64,16 @@ def clock_seconds() -> float:
 
 
 def run(args: Namespace) -> None:
-    cases = {
-        "code": code_prompts(args.prompts),
-        "prose": prose_prompts(args.prompts),
-        "edited file": edited_file_prompts(args.prompts),
-    }
-    asked = [(name, temperature) for name in cases for temperature in (0.0, 1.0)]
+    makers = dict(zip(SOURCE_TEXTS, (code_prompts, prose_prompts, edited_file_prompts), strict=True))
+    asked = [(name, temperature) for name in args.texts for temperature in args.temperature]
     rows = []
     with progress("measuring", len(asked)) as advance:
         for name, temperature in asked:
             params = SamplingParams(temperature=temperature, max_tokens=args.tokens, ignore_eos=True, seed=1)
-            rows += measure_variants(cases[name], params, {"text": name, "temperature": temperature})
+            rows += measure_variants(makers[name](args.prompts), params, {"text": name, "temperature": temperature})
             advance()
     write_json(args.json, {"sources": rows})
-    names = [
-        "text",
-        "temperature",
-        "drafts",
-        "tokens/s",
-        "of eagle3",
-        "of ngram",
-        "choosing",
-        "accept length",
-        "texts equal",
-    ]
-    print_table([names, *([str(value) for value in row.values()] for row in rows)])
+    print_table([[*rows[0]], *([str(value) for value in row.values()] for row in rows)])
 
 
 def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -96,9 +83,10 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
         spent = stack.enter_context(time_functions(TIMED_FUNCTIONS))
         for llm in engines.values():
             llm.generate("warm", SamplingParams(max_tokens=8))
-        for prompt in prompts:
-            said = set()
-            for name, llm in engines.items():
+        for i, prompt in enumerate(prompts):
+            said, order = set(), deque(engines.items())
+            order.rotate(i)
+            for name, llm in order:
                 begun, before = clock_seconds(), sum(spent)
                 [output] = llm.generate(prompt, params)
                 totals[name].seconds += clock_seconds() - begun
