@@ -286,7 +286,7 @@ class InputProcessor:
         """Returns the tokenizer.  Without one, raises EspalierError, which says that `purpose` needs a tokenizer."""
         if self.tokenizer is None:
             model = self.model_info.model
-            remedy = "convert it again with its tokenizer" if model.endswith(".gguf") else "add its tokenizer.json"
+            remedy = "put its tokenizer.json beside it" if model.endswith(".gguf") else "add its tokenizer.json"
             raise EspalierError(f"{purpose} needs a tokenizer, and {model} has none; {remedy}, or give token ids")
         return self.tokenizer
 

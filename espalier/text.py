@@ -213,27 +213,33 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
 
     Returns None if the model has no tokenizer; its prompts must then be token ids.
     """
-    if not _has_tokenizer(path):
+    tokenizer_path = _find_tokenizer(path)
+    if tokenizer_path is None:
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
-    hf = load_hugging_face_tokenizer(path)
+    hf = load_hugging_face_tokenizer(tokenizer_path)
     tokenizer = Tokenizer(hf)
     # Espalier itself limits prompts to max_context.  transformers would print its own warning about a long prompt.
     hf.model_max_length = sys.maxsize
     if tokenizer.num_tokens > vocab_size:
         log.warning(
             "the tokenizer of %s has %d tokens and the model only %d: a prompt with one of the other tokens is refused",
-            path,
+            tokenizer_path,
             tokenizer.num_tokens,
             vocab_size,
         )
     return tokenizer
 
 
-def _has_tokenizer(path: Path) -> bool:
+def _find_tokenizer(path: Path) -> Path | None:
+    """Returns the GGUF file or the directory that has the model's tokenizer; None if there is no tokenizer.
+
+    The tokenizer of a GGUF file without one may lie beside it."""
     if is_gguf(path):
-        return read_gguf(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
-    return any((path / name).exists() for name in TOKENIZER_FILES)
+        if read_gguf(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
+            return path
+        path = path.parent
+    return path if any((path / name).exists() for name in TOKENIZER_FILES) else None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -249,7 +249,8 @@ writes a quantised copy of a target or a draft: `espalier quantize path/to/model
 
 A `.gguf` file, the first of several of one model, or a directory whose only weights are one, is a model wherever a
 path is taken: `espalier serve model.gguf`. Its architecture is one of {gguf_architectures()}. Config, tokenizer
-and chat template come from the file; tokenizers need transformers 5.24. A field that is not understood is refused by
+and chat template come from the file, or the last two from files beside it if it has none; tokenizers need
+transformers 5.24. A field that is not understood is refused by
 name, and so is a block type that is not in the table above; F16, BF16 and F32 are dense. Blocks stay as they are in the
 file, also those of a tied head; the embedding becomes a table in the model's dtype. Drafts are not read from GGUF, but
 any draft may serve such a target.

@@ -22,7 +22,7 @@ from espalier.startup.checkpoints import find_draft, find_target
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 from tests.builders import make_eagle3, make_target
-from tests.gguf import convert
+from tests.gguf import convert, write_gguf
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gguf" / "model.gguf"
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_context": 128, "max_batch": 2}
@@ -43,10 +43,15 @@ def test_values_have_the_bits_of_the_library() -> None:
         assert hashlib.sha256(content).hexdigest() == expected[stored], name
 
 
-def test_a_file_without_a_tokenizer_must_be_converted_again() -> None:
-    with pytest.raises(
-        EspalierError, match=r"m\.gguf has none; convert it again with its tokenizer, or give token ids"
-    ):
+def test_a_file_without_a_tokenizer_takes_the_one_beside_it(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {})
+    assert load_tokenizer(file, 268) is None
+    of_fixture = load_tokenizer(FIXTURE, 268)
+    assert of_fixture is not None
+    of_fixture.hf.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(file, 268)
+    assert tokenizer is not None and tokenizer.encode("hello world") == of_fixture.encode("hello world")
+    with pytest.raises(EspalierError, match=r"m\.gguf has none; put its tokenizer.json beside it, or give token ids"):
         InputProcessor(ModelInfo("a/m.gguf", 9, 9), None).require_tokenizer("a text prompt")
 
 

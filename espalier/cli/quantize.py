@@ -49,6 +49,10 @@ def run(args: Namespace) -> int:
         if value is not None and not args.texts:
             raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")
     require_writable("--json", args.json)
+    if args.json is not None and args.json.resolve() == args.out.resolve():
+        raise EspalierError(
+            "--json and --out name one path, which becomes the model's directory; name another for --json"
+        )
     device = choose_device(EngineConfig(device=args.device))
     settings = {"device": device.type}
     path = find_target(args.model)

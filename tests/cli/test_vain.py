@@ -263,6 +263,7 @@ OTHERS = [
     (["bench", "choose", "--no-prefix-cache"], "--prefix-cache is not for bench choose"),
     (["bench", "choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for bench choose"),
     (["bench", "choose", "--tensor-parallel", "2"], "--tensor-parallel=2: bench choose measures on one GPU"),
+    (["quantize", "bundled", "--to", "fp8", "--out", "x", "--json", "./x"], "--json and --out name one path"),
     (["lab", "round", "--tensor-parallel", "2"], "--tensor-parallel=2: a mode of lab round that loads a model"),
     (["lab", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
     (["lab", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
