@@ -119,16 +119,6 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     assert paths.kinds[0].tolist() == [5 if agrees else 0, 0]
 
 
-def test_on_a_cpu_a_round_without_guesses_reads_no_text(monkeypatch):
-    table = RUNNER.table
-    table.guesses[2], table.prefix_len[2] = 0, table.guesses.shape[2]
-    table.guesses[2, 0, :2] = torch.tensor([0, 5])
-    batch = gather_slots(table, torch.tensor([2]))
-    monkeypatch.setattr(type(batch), "history_at", None)
-    paths = paths_of_guesses(batch, SENT.layout.steps)
-    assert not paths.kinds.any() and (paths.tokens == VOID).all()
-
-
 @given(st.data(), st.integers(0, 10_000))
 def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_merges(data, seed):
     layout, table, rng = SENT.layout, RUNNER.table, random(seed)

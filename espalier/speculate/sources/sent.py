@@ -17,10 +17,6 @@ def paths_of_guesses(slots: BatchState, steps: int) -> Paths:
     start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEADER_COLUMNS:]
     width = tokens.shape[2]
     num_decided = slots.prefix_len[:, None, None] - start[..., None]
-    may_agree = (kind > 0) & (num_decided[..., 0] >= 0) & (num_decided[..., 0] <= width)
-    if not kind.is_cuda and not bool(may_agree.any()):
-        # Most rounds with a draft have no guesses.  On a CPU they take this short way.
-        return Paths(torch.full_like(tokens[..., :steps], NO_TOKEN), torch.zeros_like(kind))
     place = torch.arange(width, device=tokens.device)
     decided_tokens = slots.history_at((start[..., None] + 1 + place).flatten(1)).view(tokens.shape)
     agrees = ((place >= num_decided) | (tokens == decided_tokens)).all(-1) & (num_decided[..., 0] >= 0)
