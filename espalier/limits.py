@@ -46,8 +46,8 @@ def check_bool(name: str, value: Any) -> None:
         raise EspalierError(f"{name}={shown(value)} is not supported; use True or False")
 
 
-def check_token_limits(params: Any) -> None:
-    """Refuse max_tokens and min_tokens that are allowed alone but not together.  params: SamplingParams."""
+def check_combinations(params: Any) -> None:
+    """Refuse values that are allowed alone but not together.  params: SamplingParams."""
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise EspalierError(
             "max_tokens=0 is not supported without prompt_logprobs: nothing would come back; use 1 or more, or ask for "
@@ -57,10 +57,6 @@ def check_token_limits(params: Any) -> None:
         raise EspalierError(
             f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}; lower it or raise max_tokens"
         )
-
-
-def check_speculation_fields(params: Any) -> None:
-    """Refuse a depth or a prediction that a request without draft tokens could not use.  params: SamplingParams."""
     if params.speculation is False and params.max_draft_depth:
         raise EspalierError("max_draft_depth excludes speculation=false; leave one of them out")
     if params.prediction and (params.speculation is False or params.max_draft_depth == 0):

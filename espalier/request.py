@@ -136,8 +136,7 @@ class SamplingParams:
                 check(name, value)
         if self.temperature is not None and 0 < self.temperature < TEMPERATURE_RANGE[0]:
             object.__setattr__(self, "temperature", 0.0)
-        limits.check_token_limits(self)
-        limits.check_speculation_fields(self)
+        limits.check_combinations(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
         """Returns the parameters with unset fields filled in.

@@ -268,22 +268,19 @@ class CudaExecutor:
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies an entry of the results ring to the host on the copy stream, while the compute stream goes on.
 
-        Called while the compute stream is the current stream.
-        Returns a pinned copy of prompt_logprobs.  Both copies are complete after `host_entry.copied_event`."""
+        Called on the compute stream.  Returns a pinned copy of prompt_logprobs, complete after `copied_event`."""
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
         # `with torch.cuda.stream` would first look up the current stream and device, which takes longer than the copy.
         torch.cuda.set_stream(self.copy_stream)
-        try:
-            host_logprobs = None
-            if prompt_logprobs is not None:
-                prompt_logprobs.record_stream(self.copy_stream)
-                host_logprobs = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
-                host_logprobs.copy_(prompt_logprobs, non_blocking=True)
-            host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
-            host_entry.copied_event.record(self.copy_stream)
-        finally:
-            torch.cuda.set_stream(self.stream)
+        host_logprobs = None
+        if prompt_logprobs is not None:
+            prompt_logprobs.record_stream(self.copy_stream)
+            host_logprobs = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
+            host_logprobs.copy_(prompt_logprobs, non_blocking=True)
+        host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
+        host_entry.copied_event.record(self.copy_stream)
+        torch.cuda.set_stream(self.stream)
         return host_logprobs
 
     @torch.inference_mode()
@@ -354,8 +351,7 @@ class CudaExecutor:
     ) -> CudaLaunchHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.  Called as `copy_entry` is.
 
-        output: the output of an eager launch; else None, because only eager launches compute prompt log-probabilities.
-        """
+        output: the output of an eager launch; else None: only eager launches compute prompt log-probabilities."""
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
             prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)

@@ -354,9 +354,8 @@ class Scheduler:
 
     def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
-        reason, num_kept = None, 0
+        reason, num_kept, max_num_tokens = None, 0, request.max_num_tokens(self.layout.max_context)
         prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
-        max_num_tokens = request.max_num_tokens(self.layout.max_context)
         for token in result.tokens:
             reason, num_kept = self._push_token(request, token, max_num_tokens), num_kept + 1
             if reason:
