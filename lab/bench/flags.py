@@ -172,7 +172,8 @@ def sources(parser: ArgumentParser) -> None:
         nargs="+",
         choices=SOURCE_TEXTS,
         default=SOURCE_TEXTS,
-        help="kinds of text (all)",
+        metavar="TEXT",
+        help=f"kinds of text, of {', '.join(SOURCE_TEXTS)} (all)",
     )
     parser.add_argument(
         "--temperature", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="temperatures (0 1)"
