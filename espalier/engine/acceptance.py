@@ -158,7 +158,8 @@ class Acceptance:
     first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
     rate is corrected by the same factor as at the depth above.
     uncounted_rounds: the samples of the latest rounds, all of `uncounted_tree`.  They are counted together when an
-    estimate is needed, because counting takes long beside a short round."""
+    estimate is needed, because counting takes long beside a short round.  expected_gains: the gain of a request in such
+    a round, by AcceptanceSample.max_depth."""
 
     steps: int
     min_rounds: int
@@ -171,6 +172,7 @@ class Acceptance:
     prior_weight: float = PRIOR_SAMPLES
     uncounted_tree: TreeShape | None = None
     uncounted_rounds: list[Sequence[AcceptanceSample]] = field(default_factory=list)
+    expected_gains: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -185,9 +187,6 @@ class Acceptance:
     def cap_weight(self, max_samples: float) -> None:
         """Reduces the weight of all rounds so far to at most this many samples."""
         self._count_rounds()
-        self._cap_counted_weight(max_samples)
-
-    def _cap_counted_weight(self, max_samples: float) -> None:
         if self.steps and self.first_child_counts[0].denominator > max_samples:
             self._decay(max_samples / self.first_child_counts[0].denominator)
             self._update_first_child()
@@ -226,16 +225,32 @@ class Acceptance:
             return
         if tree != self.uncounted_tree:
             self._count_rounds()
-        self.uncounted_tree = tree
+        if not self.uncounted_rounds:
+            self._expect_gains(tree)
+        if self._has_text_changed(samples):
+            self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
+            self.recent_gain = DecayingRate()
+            self._expect_gains(tree)
         self.uncounted_rounds.append(samples)
+
+    def _expect_gains(self, tree: TreeShape) -> None:
+        ratio = self._gain_ratio(tree)
+        self.uncounted_tree, self.expected_gains = tree, [ratio * gain for gain in gains(tree, self.first_child_rates)]
+
+    def _has_text_changed(self, samples: Sequence[AcceptanceSample]) -> bool:
+        """Whether the latest rounds gain much more or less than expected.  samples: of one more round."""
+        depth = len(self.expected_gains) - 1
+        self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent_gain.denominator += sum(self.expected_gains[min(sample.max_depth, depth)] for sample in samples)
+        self.recent_gain.numerator += sum(len(sample.sibling_ranks) for sample in samples)
+        expected, gained = self.recent_gain.denominator, self.recent_gain.numerator
+        return abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1)
 
     def _count_rounds(self) -> None:
         rounds, self.uncounted_rounds, tree = self.uncounted_rounds, [], self.uncounted_tree
         if not rounds or tree is None:
             return
-        depth, samples = depth_of(tree), [sample for samples in rounds for sample in samples]
-        num_rounds = len(rounds)
-        self._cap_weight_if_text_changed(tree, samples, num_rounds)
+        depth, samples, num_rounds = depth_of(tree), [sample for samples in rounds for sample in samples], len(rounds)
         self.prior_weight = max(PRIOR_DECAY**num_rounds * self.prior_weight, self.min_prior)
         self._decay((1 - 1 / max(self.min_rounds, self.min_samples * num_rounds / len(samples))) ** num_rounds)
         if tree not in self.counts_by_tree:
@@ -247,20 +262,6 @@ class Acceptance:
             _count_first_children(self.first_child_counts, sample, max_depth, weight)
             counts.add(sample, max_depth, weight)
         self._update_first_child()
-
-    def _cap_weight_if_text_changed(
-        self, tree: TreeShape, samples: Sequence[AcceptanceSample], num_rounds: int
-    ) -> None:
-        """Reduces the weight of older rounds if the latest rounds gain much more or less than expected."""
-        depth = depth_of(tree)
-        by_depth, ratio = gains(tree, self.first_child_rates), self._gain_ratio(tree)
-        self.recent_gain.decay((1 - 1 / max(2, RECENT_SAMPLES * num_rounds / len(samples))) ** num_rounds)
-        self.recent_gain.denominator += ratio * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
-        self.recent_gain.numerator += sum(len(sample.sibling_ranks) for sample in samples)
-        expected, gained = self.recent_gain.denominator, self.recent_gain.numerator
-        if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
-            self._cap_counted_weight(max(RECENT_SAMPLES / 4, len(samples)))
-            self.recent_gain = DecayingRate()
 
 
 def _count_first_children(

@@ -362,6 +362,31 @@ def test_what_a_path_says_of_first_children(sample: AcceptanceSample, counts: li
     assert [(count.denominator, count.numerator) for count in found.first_child_counts[:4]] == counts
 
 
+def test_rounds_that_are_counted_together_give_the_estimates_of_rounds_that_are_counted_alone() -> None:
+    simulated, alone, together = Simulation(3, 0.6), Acceptance(5, 24, 400), Acceptance(5, 24, 400)
+    for number in range(80):
+        # The text changes, which the two may notice a few rounds apart.
+        simulated.level = 0.8 if number < 40 else 0.3
+        samples = [simulated.sample(TREE) for _ in range(4)]
+        for found in (alone, together):
+            found.add(TREE, samples)
+        length = alone.accept_length(TREE)
+        if number % 4 == 3 and number not in range(40, 48):
+            assert together.accept_length(TREE) == pytest.approx(length, rel=0.01 if number < 40 else 0.1), number
+            if number < 40:
+                weights = [(each.first_child_counts[0].denominator, each.prior_weight) for each in (alone, together)]
+                assert weights[1] == pytest.approx(weights[0], rel=0.05), number
+
+
+def test_trees_are_compared_in_one_round_of_several() -> None:
+    compared: list[TreeShape] = []
+    simulated = Simulation(3, 0.6)
+    rate = simulated.choice.rate
+    simulated.choice.rate = lambda tree, *rest: compared.append(tree) or rate(tree, *rest)  # type: ignore[func-returns-value, method-assign]
+    simulated.run(8, 40)
+    assert len(compared) <= (40 / simulated.choice.pace.rounds_per_choice + 1) * len(set(compared))
+
+
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "espalier")
     simulated = Simulation(0, 0.02)
