@@ -378,6 +378,17 @@ def test_rounds_that_are_counted_together_give_the_estimates_of_rounds_that_are_
                 assert weights[1] == pytest.approx(weights[0], rel=0.1), number
 
 
+def test_a_change_of_the_text_is_noticed_though_no_estimate_is_asked() -> None:
+    simulated, found = Simulation(3, 0.8), Acceptance(5, 24, 400)
+    for _ in range(20):
+        found.add(TREE, [simulated.sample(TREE) for _ in range(8)])
+    found.accept_length(TREE)
+    weight = found.first_child_counts[0].denominator
+    for _ in range(4):
+        found.add(TREE, [AcceptanceSample(5, (), False, False)] * 8)
+    assert found.first_child_counts[0].denominator < weight / 4
+
+
 def test_trees_are_compared_in_one_round_of_several() -> None:
     compared: list[TreeShape] = []
     simulated = Simulation(3, 0.6)
