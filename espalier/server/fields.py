@@ -58,7 +58,8 @@ NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class RefusedField:
-    """Marks a refused field.  reason: the end of the error message.  It tells what to do."""
+    """Marks a refused field.  reason: the end of the error message, which says what to
+    send instead."""
 
     reason: str
 

@@ -49,7 +49,7 @@ MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport
 @dataclass(frozen=True)
 class RunFiles:
     """The files that a run reads and writes, and the texts of these files.  kind: the kind of the draft.
-    data: the user's text without held-out prompts.  own_text: text of the target.  state: see SavedState."""
+    data: the user's text without held-out prompts.  own_text: text that the target wrote.  state: see SavedState."""
 
     kind: str
     target: Path

@@ -159,7 +159,8 @@ def _block_offsets(block_index, num_out, row_size, COLUMNS: gl.constexpr, IS_GAT
 
 @gluon_kernel
 def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start to copy the words of columns first_column .. first_column + 255, and for E2M1 their scales.
+    """Start to copy the weights' codes: the words of columns first_column .. first_column + 255, and for E2M1 their
+    scales.
 
     offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255.
     """

@@ -249,7 +249,8 @@ def _write_latents_kernel(
 
 
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
+    """See ops/rope.py.  q: the output, whose last columns get the rotated q_rope.  Tolerance: one ulp of the dtype and
+    a few ulps of float32 from the reference."""
     check_latent_sizes(q_rope, q, latent, destination)
     operands, constants, blocks = _rotation_arguments(q_rope, q, latent, destination)
     if len(q):

@@ -80,9 +80,9 @@ class QuantisedFormat(WeightFormat):
 
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix as its device multiplies it: on a CPU without `input_scales`, so inputs are not quantised.
-    A CPU has no FP8 units, so FP8 inputs would not be faster.  Also, a difference in a value's last bit can change a
-    quantised input, so tree and plain decoding would differ more often (docs/design.md, section 6)."""
+    """Returns the matrix in the form that its device uses.  On a CPU, `input_scales` is removed, so inputs are not
+    quantised.  A CPU has no FP8 units, so FP8 inputs would not be faster.  Also, a difference in a value's last bit can
+    change a quantised input, so tree and plain decoding would differ more often (docs/design.md, section 6)."""
     return replace(matrix, input_scales=None) if matrix.device.type == "cpu" else matrix
 
 

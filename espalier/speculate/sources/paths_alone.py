@@ -19,7 +19,8 @@ VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
 def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_ancestor_words: int) -> tuple[Tree, Tensor]:
-    """Returns trees [B, nodes] of the slot table's guesses for a batch, and the nodes' kinds [B, nodes]."""
+    """Returns a tree [B, nodes] for each request, made of the guessed paths in the slot table, and the kind of each
+    node, [B, nodes]: the number of its source and match strength (espalier/slots.py)."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
     trees = []
