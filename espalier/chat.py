@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 
-# Some tokenizers do not declare their turn tokens as special; their names match this pattern.
+# Some tokenizers do not declare their turn tokens as special.  The names of these turn tokens match this pattern.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
-# Refuses a rendered text that is too long, before it is tokenized.
+# A function that refuses a rendered text that is too long.  It is called before the text is tokenized.
 TextCheck = Callable[[str], None]
 MAX_RENDERED_CHARS = 2**24
 LIMIT_ERROR = (
@@ -62,13 +62,15 @@ class Rendering(NamedTuple):
     variables: dict[str, Any]
 
 
-# A generator that makes token ids of a conversation.  The generator yields each Rendering, is sent the rendered text,
-# and returns the token ids.  So the caller chooses the process that renders the template.
+# A generator that turns a conversation into token ids.  The generator yields each Rendering, is sent the rendered text,
+# and returns the token ids.  So the caller can render the template in another process.
 RenderLoop = Generator[Rendering, str, list[int]]
 
 
 def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int]:
-    """Runs `steps`, with `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
+    """Runs the generator `steps` to its end, and returns the token ids.  render: makes the text of a Rendering.
+
+    Raises EspalierError."""
     try:
         rendering = next(steps)
         while True:
@@ -78,7 +80,9 @@ def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer.  Without a template, only `encode_steps` raises an error."""
+    """The chat template of a tokenizer.  If the tokenizer has no template, only `encode_steps` raises an error.
+
+    hf: the tokenizer of transformers."""
 
     def __init__(self, hf: Any):
         self.hf = hf
@@ -152,7 +156,7 @@ class ChatTemplate:
         return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
     def render(self, rendering: Rendering) -> str:
-        """Returns the text that the template makes of `rendering`.  Raises EspalierError."""
+        """Returns the text that the template makes from `rendering`.  Raises EspalierError."""
         messages, tools, variables = rendering
         try:
             text = str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
@@ -170,7 +174,8 @@ class ChatTemplate:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuses ChatOptions fields, apply_chat_template parameters, and names that the template does not read."""
+        """Refuses a name that is a field of ChatOptions, is a parameter of apply_chat_template, or is not read by the
+        template.  kwargs: chat_template_kwargs of ChatOptions."""
         if not isinstance(kwargs, Mapping):
             raise EspalierError(f"chat_template_kwargs={kwargs!r} is not supported; use a dict from name to value")
         if not kwargs:
@@ -239,7 +244,8 @@ class SpecialTokens:
             is_type = path[-1:] == ("type",) and value.isidentifier()
             return value if is_type else self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            # Names of arguments and parameters get marks, because templates print them.  Other names are looked up.
+            # Templates print the names of arguments and parameters, so these names get marks.  Templates look up all
+            # other names, so the other names must stay unchanged.
             prints_names = "arguments" in path or path[-1:] == ("properties",)
             return {
                 self.insert_marks(name, mark) if prints_names or not str(name).isidentifier() else name: (
@@ -269,10 +275,12 @@ class SpecialTokens:
     def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
         """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
-        positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
+        mark_positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
-        # A span has a mark inside if fewer positions are at or before its start than before its end.
-        template_spans = [span for span in spans if bisect_right(positions, span[0]) >= bisect_left(positions, span[1])]
+        # A span has a mark inside if fewer marks are at or before its start than before its end.
+        template_spans = [
+            span for span in spans if bisect_right(mark_positions, span[0]) >= bisect_left(mark_positions, span[1])
+        ]
         return RenderedPrompt(text, template_spans)
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
@@ -300,7 +308,7 @@ class SpecialTokens:
 class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
-    new_names: the random names, by old name.  Token ids, and the tokenization of all other text, are unchanged.
+    new_names: the random names, by old name.  Token ids do not change, and all other text gets the same tokens.
     """
 
     def __init__(self, backend: Any, old_names: Sequence[str]):
@@ -316,6 +324,7 @@ class RenamedTokenizer:
         self.backend.no_padding()
 
     def _rename_pieces(self, model: dict[str, Any]) -> None:
+        """Renames the special tokens in `model`, the object of this name in tokenizer.json."""
         pieces = model["vocab"]
         if isinstance(pieces, dict):
             model["vocab"] = {self.new_names.get(piece, piece): token for piece, token in pieces.items()}
@@ -330,7 +339,7 @@ class RenamedTokenizer:
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the longest possible one of `texts`.  Without texts, it matches nothing."""
+    """Returns a pattern that matches any of `texts`, a longer text first.  If `texts` is empty, it matches nothing."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, ordered)) + ")" if ordered else "(?!)")
 
@@ -362,7 +371,7 @@ def _variables_of(template: str) -> set[str]:
     from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
-        """The {% generation %} tag of transformers, around assistant messages."""
+        """Parses the {% generation %} tag, which transformers allows around assistant messages."""
 
         tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -371,7 +380,7 @@ def _variables_of(template: str) -> set[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class WithoutConstants(NodeTransformer):
-        """Keeps Jinja from computing constant expressions while it parses, as 'a' * 10**10 would take all memory."""
+        """Keeps Jinja from computing constant expressions: 'a' * 10**10 in a template would take all memory."""
 
         def visit_Const(self, node: nodes.Const) -> nodes.Node:
             return nodes.ContextReference()

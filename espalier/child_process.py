@@ -1,4 +1,4 @@
-"""What child processes inherit: environment variables with which they import their parent's espalier, and signals."""
+"""Prepares what a child process inherits: environment variables, and which signals are blocked."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Returns a copy of os.environ with changes.
+    """Returns the environment variables for a child process: os.environ with `changes`.
 
-    PYTHONSAFEPATH keeps `python -m` from importing another espalier, such as a clone, from the working directory.
+    PYTHONSAFEPATH keeps `python -m` in the child from importing another copy of espalier in the working directory.
     """
     is_here = Path(__file__).parents[1] == Path.cwd()
     return {**os.environ, **({} if is_here else {"PYTHONSAFEPATH": "1"}), **changes}

@@ -22,7 +22,7 @@ KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(help_text: str, default: Any = "auto", **limits: Any) -> Any:
-    """Returns a dataclass field with a help text.  limits: the bounds of its value, low and high (both included) or
+    """Returns a dataclass field with a help text.  limits: the bounds of its values: low and high (both included) or
     above (excluded); or choices, the allowed values."""
     return field(default=default, metadata={"help": help_text, **limits})
 
@@ -30,7 +30,7 @@ def option(help_text: str, default: Any = "auto", **limits: Any) -> Any:
 @refuse_unknown_fields
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The draft tree.  For this tree, SafeAILab's EAGLE has depth = steps - 1 and total_token = num_draft_tokens."""
+    """The draft tree.  SafeAILab's EAGLE calls the same sizes depth = steps - 1 and total_token = num_draft_tokens."""
 
     algorithm: str = option(
         "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
@@ -146,8 +146,9 @@ class EngineConfig:
 
 
 class RoundCosts(Protocol):
-    """Predicts the times of rounds.  The object is a plain value, so that it can be sent to another process.
+    """Predicts the time of a round: drafting a tree for each request, and verifying it.
 
+    The object is a plain value, so that it can be sent to another process.
     uses_clock: whether measured times correct the predictions.  If so, the predictions must be in seconds.
     """
 
@@ -155,11 +156,13 @@ class RoundCosts(Protocol):
     def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """Returns the predicted time of a round.  context: the mean number of tokens that a request has so far."""
+        """Returns the predicted time of a round of `batch` requests.  context: the mean number of tokens that a request
+        has so far."""
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """Returns the predicted time of a round that verifies `rows` rows in total.  Only called if not uses_clock."""
+        """Returns the predicted time of a round that verifies `rows` nodes in total.  Only called if uses_clock is
+        False."""
         ...
 
 
@@ -167,7 +170,7 @@ class RoundCosts(Protocol):
 class ResolvedConfig:
     """An EngineConfig without "auto": the values with which the engine runs.
 
-    layout: the trees and the sizes of passes.  num_pages: pages of the KV cache, with the dummy page of padding.
+    layout: the sizes of trees and passes.  num_pages: pages of the KV cache, including the dummy page for padding.
     num_snapshots: the most snapshots of recurrent states; 0 for a model without such states, or without a prefix cache.
     round_costs: predicts the times of rounds; None if the engine chooses no trees while it runs (tree_choice.py).
     sources: names of the sources that propose tokens beside the draft.  index_bytes: memory of the source "index"."""
@@ -227,6 +230,7 @@ def is_unresolved(value: Any) -> bool:
 def check_fields(config: Any, public_name: Callable[[str], str] = str) -> None:
     """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
+    config: an instance of a dataclass whose fields `option` made.
     public_name: returns the name of a field as the user knows it, such as the flag."""
     for f in fields(config):
         value = getattr(config, f.name)

@@ -1,4 +1,4 @@
-"""The CPU cores that this process may use, how its threads wait for each other, and their priority and end."""
+"""CPU cores and threads of this process: how many cores it may use, and how its threads wait, yield and end."""
 
 import atexit
 import os
@@ -20,13 +20,14 @@ MAX_EXIT_WAIT_S = 10.0
 # A variable of GNU's OpenMP, which runs PyTorch's threads.  OpenMP reads the variable when it is loaded.
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
-# This many spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  If the
-# thread that it waits for needs the same core, both threads become many times slower (docs/log.md).
+# This many spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  If a
+# spinning thread occupies the core that the other thread needs, both become many times slower (docs/log.md).
 SHORT_SPIN_COUNT = "1000"
 
 
 def limit_spinning() -> None:
-    """Make waiting threads of PyTorch sleep soon, unless the user chose how threads wait or PyTorch is loaded."""
+    """Make waiting threads of PyTorch sleep soon.  Does nothing if the user chose how threads wait, or if PyTorch is
+    already loaded."""
     if "torch" not in sys.modules and not is_wait_policy_set():
         os.environ[SPIN_COUNT_VARIABLE] = SHORT_SPIN_COUNT
 
@@ -47,16 +48,17 @@ def physical_cores() -> int:
 
 
 def lower_priority(native_id: int) -> None:
-    """Give a thread a small share of a core that other threads want.  Does nothing except on Linux."""
+    """Make a thread yield its core to other threads.  native_id: its threading.Thread.native_id.  Only on Linux."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, native_id, LOW_PRIORITY)
 
 
 def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
-    """At exit, wait up to MAX_EXIT_WAIT_S for threads for which is_in_library(thread) is true.
+    """At exit, wait up to MAX_EXIT_WAIT_S for threads that are inside a call of a C++ library.
 
-    If a thread's library call returns while the interpreter shuts down, C++ ends the thread and aborts the process.
+    If such a call returns while the interpreter shuts down, C++ ends the thread and aborts the process.
+    is_in_library(thread): whether the thread is inside such a call.
     """
     atexit.register(_wait_for_threads, is_in_library)
 

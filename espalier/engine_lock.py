@@ -16,8 +16,8 @@ class EngineLock:
     """In the block `with lock.run_postponed_after(), lock.lock:`, only this thread uses the engine.  Such a block is
     called a turn.  Turns may nest.
 
-    lock: `with` takes and releases this lock in C.  Ctrl-C could end a method written in Python after it takes the lock
-    and before the block begins.  Then every other thread would wait forever.
+    lock: `with` takes and releases this lock in C, where Ctrl-C cannot interrupt.  A method written in Python could be
+    ended by Ctrl-C after it took the lock and before the block begins.  Then all other threads would wait forever.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class EngineLock:
 
     @contextmanager
     def run_postponed_after(self) -> Iterator[None]:
-        """Runs the postponed actions of `run_when_free` after the block.  Does not take the lock for the block."""
+        """After the block, runs the actions that `run_when_free` postponed.  Does not take the lock for the block."""
         try:
             yield
         finally:
@@ -45,12 +45,14 @@ class EngineLock:
                 self._in_uninterrupted_turn = False
 
     def run_when_free(self, action: Callable[[], None]) -> None:
-        """Runs `action` in a turn, without waiting: now, or after the turn that keeps it from running now."""
+        """Runs `action` in a turn, but never waits for the lock.  If another thread has a turn, or this thread has an
+        uninterrupted turn, `action` runs after that turn."""
         self._postponed_actions.append(action)
         self._run_postponed()
 
     def _run_postponed(self) -> None:
-        # A thread that cannot take the lock leaves its action to the lock's owner, which runs it after its turn.
+        # A thread that cannot take the lock leaves its action in the queue.  The lock's owner runs the action after its
+        # own turn.
         while self._postponed_actions:
             with _defer_interrupts():
                 if not self.lock.acquire(blocking=False):

@@ -30,7 +30,7 @@ MIN_SIMILARITY = 0.8
 
 
 class EspalierError(ValueError):
-    """Bad input or an unsupported combination.  Raised before any work is lost."""
+    """Bad input or an unsupported combination."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def shown(value: Any) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml from the clone, as the package is on no index."""
+    """Returns the command that installs an extra of pyproject.toml.  Run it in a clone: PyPI lacks the package."""
     return f"pip install -e '.[{extra}]'"
 
 
@@ -98,7 +98,7 @@ def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object_pairs_hook for json that refuses an object with a name twice.  json would keep the last value."""
+    """An object_pairs_hook for json.loads.  It refuses a repeated key, of which json would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -131,9 +131,10 @@ def unknown_name_error(
 ) -> EspalierError:
     """Returns the error for a name that is not in `known_names`.
 
-    The error gives Espalier's name for another engine's setting, else the most similar name, else all names.
-    where_listed: a text that says where to find the names, instead of all names.  python: whether the advice may
-    contain Python code."""
+    If `name` is a setting of another engine, the error gives Espalier's name for the setting.  Otherwise it gives the
+    most similar known name, or all known names.  owner: what lacks the name, such as a class or "the body".
+    where_listed: a text that says where to find the known names; it replaces the list of all names.
+    python: whether the advice may contain Python code."""
     similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=MIN_SIMILARITY)
     fallback = (
         f"did you mean {similar_names[0]!r}?"

@@ -24,8 +24,8 @@ from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.plan import ChatPlan
 
 Step = Mapping[str, Any]
-# The largest ratio of the text's lengths before and after a normalization step.  A canonical decomposition has 1 to 4
-# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter of the length.
+# For each normalization step, the largest possible ratio of the text's length before the step to its length after it.
+# NFC leaves at least a quarter of the length: a character decomposes into at most 4 (Unicode Standard Annex 15).
 MAX_SHRINK_BY_STEP: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
 # These steps of a pre-tokenizer keep all characters of a text.
 LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
@@ -35,10 +35,11 @@ Prompt = str | Sequence[int]
 
 
 class TextLimit:
-    """An upper bound on the number of characters of a token, to refuse a long text before it is tokenized.
+    """Finds out, before a text is tokenized, whether the text certainly has too many tokens.
 
-    max_chars_per_token: the bound; None if unknown.  space_matching_tokens: added tokens that also match any number of
-    adjacent spaces; for a text with such a token, there is no bound."""
+    max_chars_per_token: the most characters of a text that one token can stand for; None if unknown.
+    space_matching_tokens: added tokens that also match any number of adjacent spaces.  A text that contains one of them
+    is never refused."""
 
     def __init__(self, backend: Any):
         """backend: a tokenizer of the tokenizers library, None for any other tokenizer."""
@@ -49,7 +50,7 @@ class TextLimit:
         normalizer, splitter = (_serialized_steps(step) for step in (backend.normalizer, backend.pre_tokenizer))
         added_tokens = list(backend.get_added_tokens_decoder().values())
         space_matching_tokens = [token for token in added_tokens if token.lstrip or token.rstrip]
-        # Added tokens that are matched after normalization may match a text that does not contain them literally.
+        # An added token that is matched after normalization may match a text that does not contain the token literally.
         hidden = bool(normalizer) and any(token.normalized for token in space_matching_tokens)
         shrink = _max_shrink(normalizer)
         if shrink is None or hidden or not _keeps_text(splitter) or not _covers_text(backend, normalizer + splitter):
@@ -67,7 +68,7 @@ class TextLimit:
 
 
 def _serialized_steps(component: Any) -> list[Step]:
-    """Returns the steps of a normalizer or pre-tokenizer as a list.  A step written in Python has unknown type."""
+    """Returns the steps of a normalizer or pre-tokenizer.  A step that is written in Python gets the type "unknown"."""
     if component is None:
         return []
     try:
@@ -120,8 +121,9 @@ def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
 class ConversationOptions(ChatOptions, total=False):
     """The options of LLM.chat.
 
-    tool_choice: as in OpenAI's API.  parallel_tool_calls: False allows one call at most.  tool_format,
-    reasoning_format: names of formats in espalier/tool_calls/formats; "auto": the formats of the chat template."""
+    tool_choice: as in OpenAI's API.  parallel_tool_calls: False allows one call at most.
+    tool_format, reasoning_format: how the model writes tool calls and reasoning: the name of a format in
+    espalier/tool_calls/formats, or "auto" for the format that the chat template uses."""
 
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
@@ -131,12 +133,12 @@ class ConversationOptions(ChatOptions, total=False):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
+    """The properties of model and engine by which requests are checked.  All values can be sent to another process.
 
     model: the model's directory.  max_context: tokens of one request, prompt and output.
     generation_config: the content of the model's generation_config.json, {} without this file.
     max_position: the model's number of positions; None if unknown.
-    sources: the names in SpeculationConfig.sources that are in use."""
+    sources: what proposes draft tokens beside the draft model (see SpeculationConfig.sources)."""
 
     model: str
     vocab_size: int
@@ -191,7 +193,7 @@ class InputProcessor:
     def chat_tokens(
         self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Returns the token ids of a conversation.  check_text, options, errors: as in chat_steps."""
+        """Returns the token ids of a conversation.  For the parameters and errors, see chat_steps."""
         return run_steps(
             self.chat_steps(messages, check_text, **options), self.require_tokenizer("a conversation").template.render
         )
@@ -199,7 +201,7 @@ class InputProcessor:
     def chat_steps(
         self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
     ) -> RenderLoop:
-        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
+        """Turns a conversation into token ids.  Each step of the generator renders the template (see chat.RenderLoop).
 
         check_text: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
@@ -211,7 +213,8 @@ class InputProcessor:
     def prepare_conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
-        """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
+        """Returns (prompt, parameters, plan) of a conversation.  The plan says how to parse the output.  Raises
+        EspalierError."""
         tokenizer = self.require_tokenizer("a conversation")
         messages = _checked_messages(messages)
         if not isinstance(params, SamplingParams | ResolvedParams | None):
@@ -231,15 +234,15 @@ class InputProcessor:
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit after the prompt.  Raises EspalierError.
 
-        params: the user's parameters.  ResolvedParams are not checked, because the user's max_tokens was checked before
-        it was resolved, and a default of the model need not fit.  name: the user's name for max_tokens."""
+        params: the user's parameters.  ResolvedParams are not checked: the user's max_tokens was checked earlier, and
+        the model's default for max_tokens need not fit.  name: the user's name for max_tokens."""
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.model_info.max_context:
             raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the plan's grammar and the special tokens that the plan's parsers read.  Raises
-        EspalierError if this model does not support them."""
+        """Returns `params` with the plan's grammar, and with the special tokens that the plan's parsers must see in the
+        text.  Raises EspalierError if this model does not support these parameters."""
         return self.require_supported(plan.params_with_grammar(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
@@ -255,7 +258,7 @@ class InputProcessor:
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with this prediction.
+        """Returns `params` with the token ids of `prediction`, a text or token ids.
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long."""
         if "prediction" not in self.model_info.sources:
@@ -276,7 +279,7 @@ class InputProcessor:
         return replace(params, prediction=tuple(prediction))
 
     def require_supported(self, params: ResolvedParams) -> ResolvedParams:
-        """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
+        """Returns `params` unchanged.  Raises EspalierError for values that this model does not support."""
         params.validate(self.model_info.vocab_size, self.tokenizer is not None)
         if params.grammar is not None:
             check_grammar(params.grammar)
@@ -292,7 +295,7 @@ class InputProcessor:
 
 
 def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns the messages, with the text parts of each content joined.  Raises EspalierError."""
+    """Returns the messages.  A content that is a list of text parts becomes one text.  Raises EspalierError."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     if not is_list or not all(isinstance(message, Mapping) for message in messages):
         raise EspalierError(
@@ -314,7 +317,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _joined_content(index: int, content: Any) -> str | None:
-    """Returns the text of message `index`.  Raises EspalierError for parts that are no text."""
+    """Returns the content of message `index` as one text, or None.  Raises EspalierError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

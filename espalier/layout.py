@@ -1,7 +1,7 @@
 """The sizes of rounds and prefill passes, derived from the configuration.
 
-Derived sizes are computed only here.  Buffers are allocated from a RoundLayout, and launchers check their arguments
-against it on the host, without reading from the device.
+Derived sizes are computed only here.  A RoundLayout gives the sizes of all buffers.  Functions that launch kernels
+check their arguments against the RoundLayout on the host, without reading from the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,8 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 MAX_ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A pass of more rows
-# needs no CUDA graph, because the GPU computes it for longer than the host needs to launch its kernels.  (8B model in
-# FP8, H100 with a slow host: 61 ms to launch the kernels, 37 ms to run 2,048 rows; docs/log.md.)
+# Limits of prefill passes that are CUDA graphs: the widths of their pieces, and the most pieces and rows.  A pass of
+# more rows needs no graph: its kernels run for longer than the host needs to launch them (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 MAX_CAPTURED_PIECES = 16
 MAX_CAPTURED_ROWS = 2048
@@ -36,7 +35,7 @@ def max_draft_tokens(steps: int, topk: int) -> int:
 
 
 def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
-    """Raise EspalierError for the first failed check.  A check: (whether it failed, field name, value, what to use)."""
+    """Raise EspalierError for the first failed check.  checks: (whether it failed, field name, value, what to use)."""
     for has_failed, name, value, supported in checks:
         if has_failed:
             raise EspalierError(f"{name}={value} is not supported; use {supported}")
@@ -49,8 +48,8 @@ class TreeShape:
     steps: the depth.  topk: branches kept at each depth.  num_draft_tokens: nodes verified per round, root included.
     shared_rows: if not 0, a round of B requests verifies only the B * shared_rows nodes with the best scores, whichever
     request they belong to.  0: each request verifies num_draft_tokens nodes.
-    drafts: whether the draft proposes nodes; if False, the paths of other sources make the tree.
-    extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
+    drafts: whether the draft model proposes nodes; if False, other sources, such as the request's text, propose all.
+    extends: whether the draft model runs over the round's output tokens, so that it can propose in a later round.
     Raises EspalierError if a tree of this depth and topk has fewer than num_draft_tokens nodes."""
 
     steps: int
@@ -81,6 +80,7 @@ class TreeShape:
 
     @property
     def rows(self) -> int:
+        """Rows of the verify pass for each request."""
         return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class LaunchForm(NamedTuple):
 
     batch: number of requests.  width: rows of each piece of a prompt in a prefill pass; 0 for a round.
     pieces: number of pieces; 0 if each request has one piece.
-    tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft."""
+    tree: the round's tree; None for the layout's tree, and for a captured prefill pass, which always runs the draft."""
 
     batch: int
     width: int = 0
@@ -144,7 +144,7 @@ class LaunchForm(NamedTuple):
 
 
 def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
-    """Returns the form that a prefill pass is padded to: the first captured form that holds the pass, or None.
+    """Returns the form that a prefill pass is padded to: the first form with its width and enough pieces, or None.
 
     captured_forms: the forms that have a CUDA graph, in the order of RoundLayout.captured_passes."""
     return next((form for form in captured_forms if form.width == width and form.pieces >= pieces), None)
@@ -162,11 +162,11 @@ class RoundLayout:
     choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
     instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
     does not choose trees while it runs.
-    chunk_size: rows of one prefill pass.  busy_chunk_size: the same for a pass that streams wait for; None: chunk_size.
-    num_recomputed_tokens: the last rows of a cached prefix that the target computes again for the draft.
+    chunk_size: rows of one prefill pass.  busy_chunk_size: the same while streaming users wait; None: chunk_size.
+    num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, for the draft.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
-    num_text_paths: how many paths that the device finds in the request's prompt and output are merged into each tree.
-    num_sent_paths: how many of the host's guesses are merged into each tree."""
+    num_text_paths: how many token sequences that the device finds in the request's own text join each tree.
+    num_sent_paths: how many token sequences that the host guesses join each tree."""
 
     max_batch: int
     steps: int
@@ -221,7 +221,7 @@ class RoundLayout:
 
     @property
     def calibrates_scores(self) -> bool:
-        """Whether nodes of different sources or requests compete by their scores.  Then scores must be calibrated."""
+        """Whether nodes from different sources or requests compete for places in a tree, so scores are calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.num_text_paths or self.num_sent_paths) or any(shape.shared_rows for shape in shapes)
 
@@ -274,7 +274,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides.  The draft's extend pass after the round has a row for each."""
+        """The most tokens that one round decides.  The draft's extend pass has a row for each of these tokens."""
         return self.steps + 1
 
     @property
@@ -283,12 +283,12 @@ class RoundLayout:
 
     @property
     def beam_rows(self) -> int:
-        """How many rows of the draft staging holds while a tree grows: topk for every depth except the last."""
+        """K/V rows of the draft that staging holds while a request's tree grows: topk for every depth but the last."""
         return self.draft_rows_above(max(self.steps, 1))
 
     @property
     def beam_ancestor_words(self) -> int:
-        """How many words the ancestor bits of a draft row take."""
+        """How many int64 words the ancestor bits of one draft row take."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
     def draft_rows_above(self, depth: int) -> int:
@@ -302,12 +302,12 @@ class RoundLayout:
 
     @property
     def target_rows(self) -> int:
-        """Staging rows of the target, enough for the largest verify or prefill pass."""
+        """Rows of the target's staging buffer, enough for the largest verify or prefill pass."""
         return max(self.verify_rows, self.chunk_size)
 
     @property
     def draft_rows(self) -> int:
-        """Staging rows of the draft: enough for the beams of a round, and for the extend pass after any launch."""
+        """Rows of the draft's staging buffer: enough for the beams of a round and for any extend pass."""
         round_rows = max(
             batch * max(self.block_rows or layout.beam_rows, layout.extend_width)
             for batch, layout in self.largest_rounds
@@ -330,7 +330,7 @@ class RoundLayout:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The few forms of prefill passes that can be CUDA graphs.  Passes are padded to these forms.
 
-        The order is by rows, ascending; among forms with equally many rows, the widest comes first."""
+        The forms are sorted by rows, ascending.  Among forms with equally many rows, the widest comes first."""
         forms = (
             LaunchForm(min(pieces, self.max_batch), width, pieces)
             for width in CAPTURED_WIDTHS
@@ -353,15 +353,15 @@ class RoundLayout:
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the most tokens from the newest root that the host has read to the end of `rounds` more rounds.
+        """Returns the most tokens from the newest root that the host knows to the request's end after `rounds` rounds.
 
         rounds: the rounds in flight, and the next launch."""
         return rounds * self.extend_width + 1
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
-        """Returns the largest number of target rows that can be committed before a launch.
+        """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
 
-        num_known: index of the newest root that the host has read.  rounds_in_flight: without this launch."""
+        num_known: index of the newest root that the host has read.  rounds_in_flight: launched before this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:

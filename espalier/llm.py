@@ -181,7 +181,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         streamed: bool,
     ) -> list[list[Request]]:
-        """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
+        """Returns the n requests of each prompt, checked but not queued.  streamed: see new_requests."""
         self._require_open()
         params_per_prompt = _params_per_prompt(params, len(prompts))
         checked_prompts: list[tuple[list[int], ResolvedParams]] = []
@@ -200,7 +200,7 @@ class LLM:
         return groups
 
     def start_compile(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
-        """Compiles the grammar, if any, in a thread.  The future's error is an EspalierError."""
+        """Compiles the grammar in a thread.  Returns None without a grammar.  The future's error is EspalierError."""
         if grammar is None:
             return None
         assert self.grammars is not None, "a model without a tokenizer refuses grammars"
@@ -227,7 +227,7 @@ class LLM:
 
         name: prefix of the request ids, by default the prompt's number.  detokenize: whether chunks have text.
         grammar: `params.grammar`, compiled.  client: the client's name; the requests of several clients take turns.
-        streamed: whether the user reads the tokens as they come.
+        streamed: whether the user reads the tokens while they are generated.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -255,10 +255,10 @@ class LLM:
 
     # From requests to chunks
 
-    def _queue_requests(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
+    def _queue_requests(self, requests: list[Request], unread_chunks: deque[OutputChunk]) -> None:
         first, last = (requests[0].arrival_index, requests[-1].arrival_index) if requests else (0, -1)
         for request in requests:
-            self._unread_chunks[request.id] = unread
+            self._unread_chunks[request.id] = unread_chunks
             with (
                 number_prompt_errors(request.arrival_index - first, last - first + 1),
                 self._engine_lock.uninterrupted_turn(),
@@ -266,30 +266,30 @@ class LLM:
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
-        """Queues the requests, and yields their chunks until all have ended.  If the generator is closed before, the
-        requests are aborted."""
-        unread: deque[OutputChunk] = deque()
+        """Queues the requests, and yields their chunks until all requests have ended.  If the generator is closed
+        earlier, the requests are aborted."""
+        unread_chunks: deque[OutputChunk] = deque()
         try:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-                self._queue_requests(requests, unread)
+                self._queue_requests(requests, unread_chunks)
             # Not request.is_done, because another stream's step may set it before the last chunk is read here.
             num_unfinished = len(requests)
             while num_unfinished:
-                if not unread:
-                    self._step(unread)
-                while unread:
-                    chunk = unread.popleft()
+                if not unread_chunks:
+                    self._step(unread_chunks)
+                while unread_chunks:
+                    chunk = unread_chunks.popleft()
                     num_unfinished -= chunk.finish_reason is not None
                     yield chunk
         finally:
             self._engine_lock.run_when_free(partial(self._abort_unfinished, requests))
 
-    def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
-        """Runs one engine step, unless another thread's step filled `unread` while this thread waited for its turn.
+    def _step(self, unread_chunks: Sequence[OutputChunk] = ()) -> None:
+        """Runs one engine step, unless another thread's step filled `unread_chunks` while this thread waited.
 
         Ctrl-C takes effect after the step, because a result that is half read would be lost."""
         with self._engine_lock.uninterrupted_turn():
-            if unread:
+            if unread_chunks:
                 return
             self._require_open()
             for chunk in self.engine.step():
@@ -397,19 +397,21 @@ def _require_prompt(name: str, prompt: Any) -> None:
 
 
 def _array_remedy(value: Any) -> str:
-    """Returns more advice for the error of an array, a tensor or one of their numbers; else ""."""
+    """Returns the advice to use .tolist() if `value` is an array, a tensor or one of their numbers; else ""."""
     return ", as .tolist() returns" if hasattr(value, "tolist") else ""
 
 
-def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
     if params is None:
-        return [SamplingParams()] * count
+        return [SamplingParams()] * num_prompts
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...) or a list of them")
-    if len(params) != count:
-        raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; use one for all, or one for each")
+    if len(params) != num_prompts:
+        raise EspalierError(f"{len(params)} SamplingParams for {num_prompts} prompts; use one for all, or one for each")
     return list(params)
 
 

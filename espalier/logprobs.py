@@ -2,8 +2,8 @@
 
 A round may emit hundreds of tokens, and a row costs less than an object.  Objects are built when the user reads them.
 
-A row has int64 words: token id, rank and log-probability of the token, then id and log-probability of each of the
-likeliest tokens.  A log-probability is stored as the bits of a float64.
+A row consists of int64 words: the token's id, rank and log-probability, then the id and log-probability of each of the
+likeliest tokens at the same position.  A log-probability is stored as the bits of a float64.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,9 +40,10 @@ Entry = TypeVar("Entry")
 
 
 class TokenLogprobs(Sequence[Entry], Generic[Entry]):
-    """The entries of several tokens, in order.  Reads like a list, and equals a list of the same entries.
+    """The log-probabilities of several tokens, in order.  Reads like a list, and equals a list of the same entries.
 
-    rows: arrays [n, words] of equal width.  of_prompt: the first entry is None, because no token comes before it."""
+    rows: arrays [n, words] of equal width, in the format that the module describes.
+    of_prompt: whether there is a first entry None, for the first prompt token, which has no log-probability."""
 
     __slots__ = ("rows", "of_prompt", "_entries")
     __hash__ = None  # type: ignore[assignment]
@@ -53,7 +54,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         self._entries: list[Any] | None = None
 
     def add(self, rows: np.ndarray) -> "TokenLogprobs[Entry]":
-        """Append rows, which the caller must not change afterwards.  Returns only the new entries."""
+        """Append `rows`, which the caller must not change afterwards.  Returns an object with only the new entries."""
         self.rows.append(rows)
         self._entries = None
         return TokenLogprobs((rows,))
@@ -70,7 +71,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
     def _read_entries(self) -> list[Any]:
         entries = self._entries
         if entries is None:
-            entries = self._entries = [None] * self.of_prompt + _entries(self.joined())
+            entries = self._entries = [None] * self.of_prompt + _make_entries(self.joined())
         return entries
 
     def __len__(self) -> int:
@@ -103,7 +104,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
 PromptLogprobs = TokenLogprobs[TokenLogprob | None]
 
 
-def _entries(rows: np.ndarray) -> list[TokenLogprob]:
+def _make_entries(rows: np.ndarray) -> list[TokenLogprob]:
     int_and_float_rows = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
     return [
         TokenLogprob(

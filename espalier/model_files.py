@@ -1,7 +1,8 @@
-"""Opens the files of a model's directory, which may come from strangers: only regular files, of bounded size and depth.
+"""Opens the files of a model's directory.  The files may come from strangers, so this module refuses files that are not
+regular or too large, and JSON that is nested too deeply.
 
-Symbolic links are followed, because the Hugging Face cache consists of them.  If one file names another, as an index
-does, the named file must be in the same directory.
+Symbolic links are followed, because the Hugging Face cache consists of them.  If one file names another, as an index of
+weight files does, the named file must be in the same directory.
 """
 
 import json
@@ -29,7 +30,7 @@ MAX_JSON_DEPTH = 64
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
-# The largest accepted number in fields that are no sizes.  float32 can hold this number and its square.
+# The largest accepted number in a field that is not a size.  float32 can hold this number and its square.
 MAX_NUMBER = 1e15
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 # Suffixes of the files that libraries read.  All must be regular files.  All except weights have a limited size.
@@ -53,7 +54,7 @@ REDOWNLOAD = "download the file again"
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> None:
-    """Refuse a path that exists and is no regular file, or is larger than max_bytes.  Raises EspalierError, OSError."""
+    """Refuse a path that exists and is not a regular file, or is above max_bytes.  Raises EspalierError, OSError."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -107,7 +108,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Turns an error of the block, which reads values of config.json, into an EspalierError that names the file."""
+    """Turns an error of the `with` block into an EspalierError that names `path`.  The block reads config.json."""
     try:
         yield
     except EspalierError:
@@ -151,8 +152,8 @@ def _too_deep_error(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor in a file.  begin: the offset of its first byte.  type: GGUF's number for its data format.
-    shape: values along the last dimension are neighbours in the file."""
+    """The place of a tensor in a file.  begin: the offset of its first byte in the file.  type: GGUF's number for the
+    tensor's data format.  shape: values along the last dimension are neighbours in the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -237,7 +238,7 @@ def _read_header(path: Path, modified_ns: int, size: int) -> GGUF:
 
 
 class _GGUFHeaderReader:
-    """Reads a file's header from start to end."""
+    """Reads the header of one GGUF file.  offset: the position of the next byte to read."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.offset = path, content, 0
@@ -265,11 +266,11 @@ class _GGUFHeaderReader:
             self._read_tensors(num_tensors, metadata.get("general.alignment", DEFAULT_ALIGN_BYTES)),
         )
 
-    def _read_tensors(self, count: int, alignment: Any) -> dict[str, TensorInfo]:
+    def _read_tensors(self, num_tensors: int, alignment: Any) -> dict[str, TensorInfo]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        for _ in range(count):
+        for _ in range(num_tensors):
             name = self._read_string()
             [dimensions] = self._read_numbers("I")
             if name in entries or not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -288,6 +289,7 @@ class _GGUFHeaderReader:
         }
 
     def _read_value(self, name: str, kind: int) -> Any:
+        """Reads the value of the metadata field `name`.  kind: the number by which GGUF names the value's type."""
         if kind in NUMBER_FORMATS:
             [value] = self._read_numbers(NUMBER_FORMATS[kind])
             # The shortest decimal that rounds to this float32 is the decimal that the model's author wrote.
@@ -299,6 +301,7 @@ class _GGUFHeaderReader:
         raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {REDOWNLOAD}")
 
     def _read_array(self, name: str) -> Any:
+        """Returns the numbers of an array; of an array of strings, only the number of strings."""
         kind, count = self._read_numbers("IQ")
         if kind in NUMBER_FORMATS:
             numbers = self._read_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))

@@ -1,6 +1,7 @@
 """The names of settings in vLLM, SGLang, transformers and others, with Espalier's name for each.
 
-The tables serve keywords in Python and flags on the command line, where a flag is the name with dashes.
+The tables are used for keywords in Python and for flags on the command line.  A flag is the keyword with dashes in
+place of underscores.
 """
 
 from collections.abc import Collection

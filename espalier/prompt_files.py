@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by the content.
 
-A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  Callers decide how they use the texts.
+A record is an object in the format of SPEED-Bench (with the field "turns") or ShareGPT ("conversations"), or it holds a
+conversation ("messages"), a text ("prompt" or "text") or "token_ids".  This module checks the texts of a record.
 """
 
 import json
@@ -33,8 +33,8 @@ Record = tuple[str, dict[str, Any]]
 
 
 def read_records(flag: str, path: Path) -> Iterator[Record]:
-    """Yields (location, record) in the file's order.  location: for messages, such as "--file a.jsonl:3".  flag: the
-    flag that names the file.  Raises EspalierError."""
+    """Yields (location, record) in the file's order.  location: the record's place, for error messages, such as
+    "--file a.jsonl:3".  flag: the flag that gives `path`.  Raises EspalierError."""
     for location, value in _file_values(flag, path):
         if not isinstance(value, dict):
             raise unexpected_record_error(location, "not an object")
@@ -42,6 +42,7 @@ def read_records(flag: str, path: Path) -> Iterator[Record]:
 
 
 def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (location, value) for each record, before it is known to be an object."""
     try:
         with path.open("rb") as file:
             is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
@@ -73,13 +74,15 @@ def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{flag} {path}, row {i}", row) for i, row in enumerate(rows, 1))
 
 
-def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
+def _parse_json(flag: str, path: Path, first_line: int, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise unexpected_record_error(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
+        raise unexpected_record_error(
+            f"{flag} {path}:{first_line + error.lineno - 1}", f"not JSON ({error.msg})"
+        ) from None
     except (ValueError, RecursionError):
-        raise unexpected_record_error(f"{flag} {path}:{line}", "not JSON that can be read") from None
+        raise unexpected_record_error(f"{flag} {path}:{first_line}", "not JSON that can be read") from None
 
 
 def prompt_field(location: str, record: Mapping[str, Any]) -> str:
@@ -137,8 +140,8 @@ def prompt_token_ids(
 ) -> list[int]:
     """Returns the token ids of a record's prompt.  Raises EspalierError.
 
-    A conversation is rendered by the chat template, without the assistant's messages at its end.  Of
-    "turns", only the first is used, because the model would answer before the second.
+    A conversation is rendered by the chat template.  If its last message is the assistant's, that message is left out.
+    Of "turns", only the first is used, because the model would answer before the second.
     inputs: returns the InputProcessor; not called for token ids."""
     field = prompt_field(location, record)
     if field in TEXT_FIELDS:

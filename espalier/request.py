@@ -25,7 +25,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
     generation_config: the name of the field's default in generation_config.json; None if that file has none.
-    has_own_spelling: whether no flag and no body field is generated, because both have their own form of the field.
+    has_own_spelling: whether flag and body field are written by hand; otherwise, both are generated from this field.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
@@ -161,7 +161,7 @@ class SamplingParams:
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos_ids = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         user_ids = tuple(values.get("stop_token_ids", ()))
-        # Duplicates in the user's ids are kept, because True == 1: without duplicates, the check might not see a True.
+        # Duplicates in the user's ids are kept.  True == 1, so removing duplicates might hide a True from the check.
         values["stop_token_ids"] = (*user_ids, *(token for token in eos_ids if token not in user_ids))
         return ResolvedParams(**values)
 
@@ -176,7 +176,7 @@ GENERATION_CONFIG_NAMES = {
 
 
 def _slot_column(neutral_value: float, stage: str | None = None) -> Any:
-    """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
+    """Declares a number that SlotTable holds in a column of the same name: int as int64, float as float32.
 
     neutral_value: the default, which changes no logit.  stage: the part of sampling that uses the number, "filters" or
     "penalties".  A launch skips the part if all its numbers are neutral.  None for other parameters."""
@@ -187,7 +187,7 @@ def _slot_column(neutral_value: float, stage: str | None = None) -> Any:
 class OutputForm:
     """How to parse an output.  tool_format, reasoning_format: the names of the formats in which the model writes tool
     calls and reasoning, "" for none.  schemas: the JSON schemas of tools' arguments, by tool name.
-    answer_start: the end of the prompt, if it already begins the answer; else ""."""
+    answer_start: the text at the end of the prompt that already begins the answer, or ""."""
 
     tool_format: str
     reasoning_format: str
@@ -200,9 +200,9 @@ class OutputForm:
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
-    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the model's own end tokens
-    in stop_token_ids.  shown_special_tokens: special tokens whose names are always in the text, because a parser of
-    tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
+    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
+    that are the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser
+    of tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
     """
 
     temperature: float = _slot_column(1.0)
@@ -310,16 +310,16 @@ class Request:
     prompt: token ids.  seed: the sample's seed.  arrival_index: number in the order of arrival.
     stop_ids: tokens that end the request.  masker: makes the masks of the request's grammar; None without a grammar.
     detokenizer: None if no text is wanted.  streamed: whether the user reads tokens as they come.
-    index: the sample's number among the n samples of a prompt.  prefix_leader: the request of sample 0, for the other
-    samples; None for sample 0.  The other samples wait until sample 0 has prefilled the prompt, to share its pages.
-    priority: a lower number runs first and is preempted last; equal priorities go by arrival, and several clients take
-    turns (engine/queue.py).
+    index: the sample's number among the n samples of a prompt.  prefix_leader: None for sample 0; for the other samples
+    the request of sample 0, which prefills the prompt.  Its pages are then shared.
+    priority: a lower number runs first and is preempted last; equal priorities go by client in turn, then by arrival.
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as the host has read them.
-    num_predicted: how many tokens of params.prediction are in output.
-    generation: how often the request has left a slot.  The next fields are valid only while it has a slot.
+    num_predicted: how many tokens of params.prediction are in output.  generation: how often the request left a slot.
+    prompt_cached: whether the prompt is prefilled, so that others share its pages.
+    Valid only while the request has a slot:
     prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
     num_known: the index of the newest root that the host has read.  The rows below this index are committed.
-    rounds_in_flight: rounds that are launched, and whose results the host has not read."""
+    rounds_in_flight: number of launched rounds whose results the host has not read."""
 
     id: str
     prompt: list[int]
@@ -380,7 +380,7 @@ class Request:
     def max_num_tokens(self, max_context: int) -> int:
         """Returns the number of tokens, prompt included, after which the request is finished.
 
-        A prefill always picks a token.  If max_tokens=0, the token counts here too; the scheduler drops it."""
+        A prefill always picks a token.  With max_tokens=0, the scheduler drops that token, but it is counted here."""
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 

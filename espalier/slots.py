@@ -1,7 +1,8 @@
 """The table that holds each request's data on the device.
 
-A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
-state to the next launch only through slots, so the host can launch before it knows how many tokens a request has.
+A running request has a slot: one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.
+A launch (a prefill pass or a round of decoding) passes data to the next launch only through slots.  So the host can
+start a launch before it knows how many tokens a request has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from espalier.layout import MAX_ROUNDS_IN_FLIGHT, RoundLayout
 from espalier.limits import MAX_BIASES, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
-# The int64 numbers of a slot, in the order of their columns: state, then sampling parameters.
+# The int64 numbers of a slot, in the order of their columns: progress and limits of the request, then sampling.
 INT_COLUMNS = (
     "prefix_len",
     "root",
@@ -35,31 +36,32 @@ INT_COLUMNS = (
 # The float32 numbers of a slot.
 FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources that propose paths of tokens beside a draft.  Tree nodes are divided into kinds, and the engine counts for
-# each kind how often its nodes are right (SlotTable.survival).  A path's kind is a number for its source and its
-# strength, 1 to MATCH_STRENGTHS, which says how well the path matches the text.  Kind 0 means no path.  A path's node
-# has the path's kind if the draft proposes the node too.  Otherwise the node is right less often, so its kind is higher
-# by UNDRAFTED_OFFSET.
+# The sources that propose token sequences, called paths, beside a draft model.  Each tree node has a kind.  For each
+# kind the engine counts how often the target picks its nodes (SlotTable.survival).  The kind of a path is a number for
+# its source and its strength.  The strength, 1 to MATCH_STRENGTHS, says how well the path matches the request's text.
+# Kind 0 means no path.  A node of a path has the path's kind if the draft proposes the same node.  Otherwise the target
+# picks the node less often, so UNDRAFTED_OFFSET is added to the path's kind.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
-# The numbers from PATH_KINDS on are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled,
-# on the node's rank among its siblings (the last rank stands for all later ranks), and on the confidence level, the
-# range that contains the draft's probability of the node.
+# The numbers from PATH_KINDS on are the kinds of nodes that only the draft proposes.  Such a kind depends on three
+# things: whether tokens are sampled, the node's rank among its siblings (the last rank stands for all later ranks), and
+# the confidence level, which is the number of the range that contains the draft's probability of the node.
 NUM_RANKS, NUM_CONFIDENCE_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_CONFIDENCE_LEVELS
-# The columns of a guess before its tokens: start and kind.
+# How many columns of SlotTable.guesses come before a guess's tokens: its start and its kind (class Guess).
 GUESS_HEADER_COLUMNS = 2
-# Stands for a missing token of a guess.
+# Fills the columns of a guess or path after its last token.
 NO_TOKEN = -1
 
 
 class Columns:
     """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
-    num_ints, num_floats: how many columns each type has.  Triton compiles a kernel for each value of repr().
+    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel again for each new
+    repr() of this object.
     """
 
     num_ints: int
@@ -79,12 +81,12 @@ COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 @dataclass(frozen=True)
 class SlotInit:
-    """The values of a request that enters a slot.  The values are plain, so that they can be sent to another process.
+    """The values of a request that enters a slot.  All values can be sent to another process.
 
     tokens: all known tokens, prompt first.  start: the index of the first row to compute.
     commit_from: rows below this index are in shared pages and are never written.
-    end: the number of tokens at which the request finishes.  sampling: the values of the columns that are no field of
-    this class, by column.  counts_tokens: whether tokens are counted, for penalties."""
+    end: the number of tokens at which the request finishes.  sampling: by column name, the values of the columns that
+    are not fields of this class.  counts_tokens: whether the slot counts its tokens, which penalties need."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -101,7 +103,7 @@ class SlotInit:
 
     @property
     def numbers(self) -> dict[str, float | int]:
-        """Returns the value of every column of `ints` and `floats`."""
+        """The value of every column of SlotTable.ints and SlotTable.floats, by column name."""
         return {
             "prefix_len": self.start,
             "root": self.tokens[self.start],
@@ -115,7 +117,9 @@ class SlotInit:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens that may follow a request's token at index `start`, the last token that the host knows."""
+    """Tokens that may follow a request's token at index `start`, the last token that the host knows.
+
+    kind: the kind of this path (see SOURCES)."""
 
     start: int
     kind: int
@@ -123,7 +127,7 @@ class Guess:
 
 
 def max_guess_length(layout: RoundLayout) -> int:
-    """Returns the most tokens of a guess: those that the round in flight may decide, and a path after them."""
+    """Returns the most tokens of a guess: as many as the round in flight may decide, and `steps` tokens after them."""
     return (MAX_ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
@@ -135,7 +139,8 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 class ScatterUpdate(NamedTuple):
     """New values for n cells of one field of the slot table.  Arrays [n] int64 of numpy or torch.
 
-    indices: of the cells in the flattened field.  values: for a float32 field, the bits of the values (float_bits)."""
+    indices: the cells' indices in the flattened field.  values: for a float32 field, the bits of the values
+    (float_bits)."""
 
     indices: Any
     values: Any
@@ -151,12 +156,15 @@ class SlotTable:
     column is also an attribute, a view [num_slots], such as `table.root`.
     page_table: [num_slots, table_width] int32.  carried: the tensors that the drafter passes on to its next round.
     guesses: [num_slots, num_sent_paths, GUESS_HEADER_COLUMNS + max_guess_length], the host's guesses.
-    survival: [NODE_KINDS, steps], for all requests the log-probability that a node of a kind at a depth is right if its
-    parent is right.  draft_skill: [num_slots, 1], added to this log-probability for a request's draft nodes.
+    history: [num_slots, history_width], the request's tokens.
+    survival: [NODE_KINDS, steps], by kind and depth of a node, the log-probability that the target picks the node if it
+    picked the node's parent; the same for all requests.
+    draft_skill: [num_slots, 1], added to this log-probability for a request's draft nodes.
     own_text_paths: [num_slots, num_text_paths, 1 + steps], kind and tokens of the paths that the last round found in
     the request's prompt and output.
-    candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, even those that got none of the
-    batch's shared rows, packed into numbers (speculate/sources/calibrate.py:pack_nodes)."""
+    candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, packed into numbers
+    (speculate/sources/calibrate.py:pack_nodes).  Nodes that were not verified, for lack of shared rows, are
+    included."""
 
     if TYPE_CHECKING:
 
@@ -227,7 +235,8 @@ class SlotTable:
     def guess_updates(self, guesses: Sequence[tuple[int, Sequence[Guess]]]) -> ScatterUpdate:
         """Returns the update that writes the guesses of some slots.
 
-        guesses: (slot, its guesses, the best first).  The slot's whole row is written, with the first guesses that fit.
+        guesses: (slot, guesses for the slot, the best first).  The whole row of the slot is written.  It holds as many
+        guesses as fit, from the first on.
         """
         width = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
@@ -240,23 +249,25 @@ class SlotTable:
         return ScatterUpdate((slots[:, None] * width + np.arange(width)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Removes earlier requests' data from slots [n], but not from `ints` and `floats`: init_updates fills both."""
+        """Removes earlier requests' data from slots [n].  `ints` and `floats` stay: init_updates fills all their
+        columns."""
         cleared = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*cleared, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
     def write(self, updates: Mapping[str, ScatterUpdate]) -> None:
-        """Write the updates.  updates: by field."""
+        """Writes the cells of `updates` (by field name) into the table."""
         for name, (indices, values) in updates.items():
             rows: Tensor = getattr(self, name)
-            # The low bytes of the int64 are the narrower integer, or the float's bits.  A view costs no launch.
+            # A value is an int64, whose low bytes are the narrower integer or the float's bits.  A view needs no
+            # kernel.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
             rows.view(-1).index_copy_(0, indices, narrowed)
 
 
 def _slot_rows(init: SlotInit) -> dict[str, Any]:
-    """Returns, by field, the values at the start of the slot's row, or a ScatterUpdate of columns and values."""
+    """Returns by field name the first values of the slot's row, or a ScatterUpdate whose indices are columns."""
     numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INT_COLUMNS],
@@ -283,7 +294,7 @@ def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
 class BatchState:
     """The data of a batch's slots, gathered once per launch by kernels/state/batch_state.py.
 
-    index: [B], the slots' numbers.  prefix_len, root, commit_from: [B], as they were before the launch.
+    index: [B], the slots' numbers.  prefix_len, root, commit_from: [B], the table's columns before the launch.
     num_tokens: [B], prefix_len + 1, because the root counts too.  page_table: [B, table_width] int32.
     max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the request's depth_limit and by
     the tokens that the request has left.  num_logprobs: [B], likeliest tokens to report beside each emitted token, -1

@@ -9,8 +9,8 @@ from typing import Any
 class Usage:
     """Token counts of one request.
 
-    cached_tokens: prompt tokens that were in the prefix cache; accepted_prediction_tokens: tokens of the prediction
-    that the output contains; rejected_prediction_tokens: the other tokens of the prediction.
+    cached_tokens: prompt tokens that were in the prefix cache.  accepted_prediction_tokens: tokens of the request's
+    prediction that the output contains.  rejected_prediction_tokens: all other tokens of the prediction.
     """
 
     prompt_tokens: int = 0
@@ -22,9 +22,11 @@ class Usage:
 
 @dataclass
 class LearnStats:
-    """The figures of online learning.  The last training measured the accept lengths, on traffic that it did not train
-    on.  They are 0 before the first training.
+    """The figures of online learning, which trains the draft from served texts.
 
+    swaps: how often a trained draft replaced the served draft.  trainings: how many trainings ended.  failures: failed
+    trainings and failed writes of files.  texts, bytes: number and size of the texts that are kept for training.
+    The last training measured three accept lengths, on texts that it did not train on; they are 0 before.
     startup_accept_length: of the draft given at startup.  served_accept_length: of the draft that was served before the
     training.  trained_accept_length: of the draft from the training."""
 
@@ -40,7 +42,7 @@ class LearnStats:
 
 @dataclass
 class SpeculationStats:
-    """Counts over rounds.  Not counted: the token of the prefill, and a round of which no token was kept.
+    """Counts over rounds.  The token that a prefill picks, and rounds from which no token was kept, are not counted.
 
     drafted: how many draft tokens were verified.  histogram[i]: how many rounds emitted i tokens.
     rounds_tried_by_depth[d-1]: how many rounds tried depth d: they accepted depth d - 1, and depth d was allowed.
@@ -99,6 +101,6 @@ class SpeculationStats:
             setattr(self, name, [own_count + other_count for own_count, other_count in pairs])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the counts and the values derived from them, for JSON."""
+        """Returns the counts, and the values that are computed from the counts, for JSON."""
         names = ("rounds", "drafted", "accepted", "accept_length", "histogram", "acceptance_by_depth")
         return {name: getattr(self, name) for name in names}

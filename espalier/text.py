@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 INCOMPLETE_CHAR = "\ufffd"
 # UTF-8 has at most 4 bytes per character, so an incomplete character has at most 3 tokens.
 MAX_TOKENS_PER_CHARACTER = 4
-# The tokens of the prompt at the start of a Detokenizer's window, and the most tokens that the window keeps as context.
+# How many of the prompt's tokens a Detokenizer's window begins with, and the most tokens that it keeps as context.
 CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 6, 32
 log = logging.getLogger("espalier")
 
@@ -38,7 +38,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopStringFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: whether the text includes the stop string that was found, `found_stop`."""
+    stop: the stop strings.  found_stop: the stop string that was found.  keep_stop: whether the text includes it."""
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
         self.stop = tuple(stop)
@@ -57,14 +57,16 @@ class StopStringFinder:
         self._end_at_stop(next_text if self.stop else "")
 
     def take_text(self, final: bool) -> str:
-        """Returns the text that no earlier call returned.  final: return text that may begin a stop string too."""
+        """Returns the text that no earlier call returned.  Unless `final`, text that may begin a stop string is held
+        back."""
         num_held = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
         text = self._ready_text + self._held_text[: len(self._held_text) - num_held]
         self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - num_held :]
         return text
 
     def _end_at_stop(self, next_text: str) -> None:
-        """Cuts the text at its first stop string, if any.  If several begin at the same place, the shortest counts."""
+        """Cuts the text at its first stop string, if any.  If several begin at the same place, the shortest one
+        counts."""
         text = self._held_text + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
@@ -89,7 +91,9 @@ class TokenBytes(NamedTuple):
 
 
 class Tokenizer:
-    """Wraps a Hugging Face tokenizer with the functions that the engine uses.  template: the chat template."""
+    """Wraps a Hugging Face tokenizer with the functions that the engine uses.
+
+    hf: the tokenizer of transformers.  backend: its tokenizer of the tokenizers library; None if it is in Python."""
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
@@ -119,11 +123,12 @@ class Tokenizer:
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def token_name(self, token: int) -> str:
-        """Returns the text of one token, or a special token's name.  An incomplete character becomes U+FFFD."""
+        """Returns the text of one token; for a special token, its name.  An incomplete character becomes U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def bytes_of(self, token: int) -> TokenBytes:
-        """Returns the bytes that a token adds to a text, or a special token's name.  The result is cached."""
+        """Returns the bytes that a token adds to a text; for a special token, the bytes of its name.  Caches the
+        result."""
         cached = self._bytes_of_token.get(token)
         if cached is None:
             cached = self._bytes_of_token[token] = self._token_bytes(token)
@@ -178,7 +183,7 @@ class Tokenizer:
         """Returns the prompt's text from its last special token on.
 
         Returns None if the prompt has no special token, or if the last special token is the tokenizer's BOS or EOS.
-        ignored_tokens: special tokens that do not count.
+        ignored_tokens: names of special tokens that do not count.
         """
         names = self.template.special_tokens.names
         ids = {
@@ -234,7 +239,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
 def _find_tokenizer(path: Path) -> Path | None:
     """Returns the GGUF file or the directory that has the model's tokenizer; None if there is no tokenizer.
 
-    The tokenizer of a GGUF file without one may lie beside it."""
+    If a GGUF file contains no tokenizer, the tokenizer's files may be in the same directory."""
     if is_gguf(path):
         if read_gguf(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
             return path
@@ -282,7 +287,7 @@ class TextStream:
         self.decoder.push_tokens(token_ids)
 
     def take_text(self, final: bool) -> str:
-        """Returns the new text since the last take.  Unless final, text that may begin a stop string is held back."""
+        """Returns the new text since the last call.  Unless `final`, text that may begin a stop string is held back."""
         if not self.stop_finder.found_stop:
             self._read_decoder(final)
         return self.stop_finder.take_text(final)
@@ -307,7 +312,7 @@ class ByteDetokenizer:
 
     @property
     def is_between_characters(self) -> bool:
-        """Whether the tokens taken so far end with a whole character."""
+        """Whether the tokens that take_text has decoded so far end with a whole character."""
         return not self.utf8.getstate()[0]
 
     def push_token(self, token_id: int) -> None:
@@ -327,12 +332,12 @@ class ByteDetokenizer:
         return self.utf8.decode(b"".join(parts), final)
 
     def withheld_text(self) -> str:
-        """Returns "": take_text withholds no complete character."""
+        """Returns "", because take_text of this class returns every complete character."""
         return ""
 
 
 class Detokenizer:
-    """Decodes tokens to complete characters.  The taken texts, joined, equal the decoding of all tokens at once."""
+    """Decodes tokens to complete characters.  The texts of all take_text calls, joined, are the text of all tokens."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         """window: context tokens, then tokens to decode.  num_taken: how many tokens of the window are context, or were
@@ -342,7 +347,8 @@ class Detokenizer:
         self.num_taken = len(self.window)
 
     def _context_tokens(self, prompt: list[int]) -> list[int]:
-        """Returns the prompt's last tokens.  They begin at the first byte of a character, so that they decode well."""
+        """Returns the prompt's last tokens, from the first byte of a character on, so that they decode without
+        U+FFFD."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE_CHAR):
@@ -361,14 +367,15 @@ class Detokenizer:
             return ""
         end, full_text = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
         text = _new_text(self.decode(self.window[: self.num_taken]), full_text)
-        # Tokens with text become the context of the next tokens.  After tokens without text, the old context stays too.
+        # If the new tokens have text, they are the next context.  If not, the old context stays in front of them.
         drop = self.num_taken if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
         self.num_taken = end - drop
         return text
 
     def withheld_text(self) -> str:
-        """Returns complete characters that take_text withholds because their token also begins an incomplete one."""
+        """Returns the complete characters that take_text withholds, as their token also begins an incomplete
+        character."""
         if self.num_taken == len(self.window):
             return ""
         return _new_text(self.decode(self.window[: self.num_taken]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))

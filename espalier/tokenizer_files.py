@@ -21,12 +21,11 @@ GENERIC_MODEL_TYPES = ("llama", "gpt_oss")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # From this number of repetitions on, a repeated part of a pattern counts as repeated without limit.
 MIN_UNSAFE_REPEATS = 10
-# A tokenizer's growth is the product of the lengths of all replacement texts above this length.  Published tokenizers
-# have no such text.
+# max_replacement_growth ignores replacement texts up to this length.  No published tokenizer has a longer one.
 MAX_SHORT_REPLACEMENT = 4
 MAX_REPLACEMENT_GROWTH = 1000
 PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "decoder")
-# The fields of a step's JSON that hold text which the step writes into its output.
+# The JSON fields of a tokenizer step that hold a text which the step writes into its output.
 REPLACEMENT_FIELDS = ("content", "prepend")
 log = logging.getLogger("espalier")
 QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
@@ -51,8 +50,8 @@ def load_hugging_face_tokenizer(path: Path) -> Any:
 def _load_from_gguf(path: Path) -> Any:
     """Returns the tokenizer that a GGUF file describes, with its chat template.
 
-    A file names the rule by which its tokenizer splits text.  If transformers does not know the name, transformers
-    splits like GPT-2, and a warning is logged.
+    The file names the rule by which its tokenizer splits text.  If transformers does not know the name, it splits the
+    text like GPT-2, and a warning is logged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +80,7 @@ def _known_split_names() -> Set[str]:
 
 
 def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
-    """Loads a tokenizer with `load`, and checks it.  Raises EspalierError as load_hugging_face_tokenizer does."""
+    """Calls `load` to load the tokenizer of `path`, and checks it.  Raises EspalierError if it cannot be used."""
     try:
         hf = load(local_files_only=True)
     except Exception as error:  # transformers raises many types
@@ -115,8 +114,8 @@ def _refuse_code(path: Path) -> None:
 
 
 def _config_of_type(path: Path) -> Any:
-    """Returns a transformers config with only the fields that decide the tokenizer's class: the model's type, and
-    tokenizer_class.  Other fields are left out, because transformers may refuse some that Espalier reads."""
+    """Returns a transformers config with only the fields that decide the tokenizer's class: model_type and
+    tokenizer_class.  All other fields are left out, because transformers may refuse a value that Espalier accepts."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     config_fields = _read_fields(path / "config.json")
@@ -132,8 +131,8 @@ def tokenizer_class(path: Path) -> Any:
     """Returns the class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
     If the files name no class, PreTrainedTokenizerFast loads tokenizer.json as it is.  AutoTokenizer would choose a
-    class by the model's type, and some classes replace what the file defines.  AutoTokenizer also takes two seconds to
-    import.  So where AutoTokenizer would choose PreTrainedTokenizerFast, only that class is imported.
+    class by the model's type, and some of these classes replace what tokenizer.json defines.  AutoTokenizer also takes
+    two seconds to import.  So if it would choose PreTrainedTokenizerFast, only PreTrainedTokenizerFast is imported.
     """
     config = _read_fields(path / "config.json")
     class_name = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
@@ -165,7 +164,7 @@ def find_exponential_pattern(backend: Any) -> str | None:
 
 
 def max_replacement_growth(backend: Any) -> int:
-    """Returns the most characters that one character can become when each replacement reads the last one's text."""
+    """Returns the most characters that one character can become if each step replaces all text of the step before."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)
@@ -186,7 +185,7 @@ def _step_objects(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def may_be_exponential(pattern: str) -> bool:
-    """Whether a pattern repeats a part that contains a repetition or alternatives: (a+)+, (a|aa)*.
+    """Whether a pattern repeats a part that contains a repetition or alternatives, such as (a+)+ or (a|aa)*.
 
     Such a pattern can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.
     The syntax is Oniguruma's.  Published tokenizers have no such pattern.
@@ -215,7 +214,8 @@ def may_be_exponential(pattern: str) -> bool:
 
 
 def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
-    """Returns (end, first character, whether it opens an atomic group) of the atom, bracket or | at `index`."""
+    """Reads the atom, bracket or | at `index`.  Returns (its end, its first character, whether it opens an atomic
+    group)."""
     first = pattern[index]
     if first == "\\":
         end = index + 2
@@ -243,7 +243,8 @@ def _end_of_class(pattern: str, index: int) -> int:
 
 
 def _read_quantifiers(pattern: str, index: int) -> tuple[int, float, bool]:
-    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; (index, 1, False) if none."""
+    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; (index, 1, False) without
+    one."""
     max_repeats, is_possessive = 1.0, False
     while quantifier := QUANTIFIER_PATTERN.match(pattern, index):
         low, comma, high = quantifier["low"], quantifier["comma"], quantifier["high"]
